@@ -1,0 +1,101 @@
+"""The zoo of device models: a name or `package.module:factory` becomes a module.
+
+Listing the zoo imports nothing; a model's file, and with it torch, is imported when one of its models is built.
+The server's predictors have a table of their own and share `build`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        name: f"fleetdistill.models.{file}:{name}"
+        for file, names in {
+            "digits": (
+                "digits_extractor",
+                "digits_linear",
+                "digits_mlp_small",
+                "digits_mlp_large",
+                "digits_cnn_small",
+                "digits_cnn_large",
+            ),
+            "resnet": ("resnet_extractor", "resnet2", "resnet4", "resnet6", "resnet10", "resnet12"),
+        }.items()
+        for name in names
+    }
+)
+"""Every device model and extractor: its name, and where its factory is."""
+
+
+def build_model(name_or_path: str, **options: Any) -> nn.Module:
+    """Builds a device model or an extractor.
+
+    A path imports and runs code: take it from your own configuration, never from the other end of a link. Weights are
+    drawn from torch's global random generator.
+
+    Args:
+        name_or_path: A name of `MODELS`, or `package.module:factory` of your own.
+        **options: Passed to the factory. Those of the zoo take `input_shape` (channels, height, width) and `classes`.
+
+    Raises:
+        ConfigurationError: Unknown name, a path that leads to no factory of modules, or options it does not take.
+    """
+    return build(MODELS, "device model", name_or_path, options)
+
+
+def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mapping[str, Any]) -> nn.Module:
+    """Builds what a name of `table`, or a path beside it, stands for; `kind` is what messages call it.
+
+    Raises:
+        ConfigurationError: As `build_model`.
+    """
+    factory = resolve(table, kind, name_or_path)
+    _check_options(factory, f"{kind} {name_or_path!r}", options)
+    model = factory(**options)
+    from torch import nn  # only now: naming and listing models must work without torch
+
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{kind} {name_or_path!r} built a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[..., Any]:
+    """Finds the factory of a name of `table`, or of a `package.module:factory`.
+
+    Raises:
+        ConfigurationError: The name is not in the table, or the path leads nowhere.
+    """
+    module_name, colon, factory_name = table.get(name_or_path, name_or_path).partition(":")
+    if not (colon and module_name and factory_name):
+        raise ConfigurationError(
+            f"unknown {kind} {name_or_path!r}; use one of {', '.join(sorted(table))}, or package.module:factory"
+        )
+    try:
+        factory = getattr(import_module(module_name), factory_name, None)
+    except Exception as error:  # a module of the app's own may fail in any way while it is imported
+        raise ConfigurationError(f"{kind} {name_or_path!r}: cannot import {module_name!r}: {error}") from error
+    if not callable(factory):
+        raise ConfigurationError(f"{kind} {name_or_path!r}: {module_name!r} has no function {factory_name!r}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    """Tells wrong options from an error inside the factory, which both come as `TypeError`."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError as error:  # some builtins have none
+        raise ConfigurationError(f"{name} is no factory of models: {error}; give a Python function") from error
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{name} does not take these options: {error}; it takes {signature}") from error

@@ -1,0 +1,102 @@
+# Everything a newcomer needs is `make demo` and `make test`; the other targets are for developers. `make` lists them.
+
+PYTHON ?= python3
+METHOD ?= feddkc
+OUT ?= out/demo
+FAST ?= 0
+ARGS ?=
+
+BIN := .venv/bin
+PROTOC := .protos-venv/bin
+WIRE := fleetdistill/wire/v1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench protos protos-check venv clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OUT=out/demo)
+	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
+
+test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(if $(filter 1,$(FAST)),-m "not slow") $(ARGS)
+
+check: .venv/.installed  ## Lint, check formatting and types, and check the protocol
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory protos-check
+
+format: .venv/.installed  ## Format the code and mend what the linter can
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: .venv/.installed  ## Run every benchmark, one after the other
+	@set -e; for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$script"; $(BIN)/python "$$script"; done
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+venv: .venv/.installed  ## Create .venv, or bring it up to date with pyproject.toml
+
+define require_python
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "fleetdistill needs Python 3.11 or newer; \"$(PYTHON) --version\" says: $$($(PYTHON) --version 2>&1)" >&2; \
+	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+endef
+
+# torch and torchvision are asked for together, so that pip takes a pair that fits.
+# -qq keeps errors and drops pip's warnings about the places where it looks for packages.
+.venv/.installed: pyproject.toml
+	$(require_python)
+	@echo "Installing into .venv (the first time downloads about 3 GB and takes minutes) ..."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# The generator is pinned and old on purpose, so it lives apart: see protos/README.md.
+.protos-venv/.installed: protos/requirements.txt
+	$(require_python)
+	@test -x $(PROTOC)/pip || $(PYTHON) -m venv .protos-venv
+	@$(PROTOC)/pip install -qq --disable-pip-version-check -r $<
+	@touch $@
+
+# --- protocol ---------------------------------------------------------------------------------------------------------
+
+# The same tree as under protos/, so copying it over client_sdk/ touches generated files only.
+define generate
+	@rm -rf .protos-venv/generated && mkdir -p .protos-venv/generated
+	@$(PROTOC)/python -m grpc_tools.protoc -I protos --plugin=$(PROTOC)/protoc-gen-mypy \
+	  --python_out=.protos-venv/generated --mypy_out=quiet:.protos-venv/generated protos/$(WIRE)/*.proto
+	@$(PROTOC)/python -m grpc_tools.protoc -I protos --plugin=$(PROTOC)/protoc-gen-mypy_grpc \
+	  --grpc_python_out=.protos-venv/generated --mypy_grpc_out=quiet:.protos-venv/generated \
+	  $$(grep -l '^service ' protos/$(WIRE)/*.proto)
+endef
+
+protos: .protos-venv/.installed  ## Generate client_sdk/fleetdistill/wire/v1 from protos/
+	$(generate)
+	@rm -f client_sdk/$(WIRE)/*_pb2*.py client_sdk/$(WIRE)/*_pb2*.pyi
+	@cp -R .protos-venv/generated/. client_sdk/
+
+# What the protocol must stay compatible with: the newest release, before the first one the newest protocol on main.
+AGAINST ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-list -1 main -- 'protos/*.proto' 2>/dev/null \
+	  || git rev-list -1 HEAD -- 'protos/*.proto' 2>/dev/null)
+
+protos-check: .protos-venv/.installed .venv/.installed  ## Check generated code, style and compatibility (AGAINST=tag)
+	$(generate)
+	@diff -rq -x __init__.py -x __pycache__ client_sdk/$(WIRE) .protos-venv/generated/$(WIRE) \
+	  || { echo "client_sdk/$(WIRE) is not what protos/ generates: run make protos" >&2; exit 1; }
+	@$(BIN)/buf lint protos
+	@rm -rf .protos-venv/against && mkdir -p .protos-venv/against
+	@against="$(AGAINST)"; \
+	if [ -z "$$against" ] || ! git ls-tree -r --name-only "$$against" -- protos | grep -q '\.proto$$'; then \
+	  echo "no earlier protocol in the history: compatibility not checked"; \
+	else \
+	  git archive "$$against" protos | tar -x -C .protos-venv/against; \
+	  $(BIN)/buf breaking protos --against .protos-venv/against/protos; \
+	fi
+
+clean:  ## Remove caches, builds and the demo's output; keeps the environments
+	@rm -rf dist build out/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find client_sdk server examples tests benchmarks -name __pycache__ -type d -exec rm -rf {} +

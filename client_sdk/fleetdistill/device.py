@@ -1,0 +1,447 @@
+"""The device SDK: embeds a device of the fleet in an app.
+
+    device = Device(server="10.0.0.5:50051", model=make_model, data=(images, labels), state_dir="fleet-state")
+    device.run()
+
+A device always calls and never listens. It checks in, waits for asks, trains, and sends answers; everything it must
+not lose is in its state directory, so it may be killed at any moment and goes on where it was. Importing this module
+loads no torch; the model is built, from a factory if you give one, when the first ask needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fleetdistill.errors import (
+    ConfigurationError,
+    FleetDistillError,
+    LinkError,
+    RefusedError,
+    StateError,
+)
+from fleetdistill.gate import check_may_leave
+from fleetdistill.link import Link
+from fleetdistill.storage import Pending, Storage
+from fleetdistill.transfer import download
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.codes import MEANINGS, Code
+from fleetdistill.wire.payload import DTYPES
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fleetdistill.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
+"""Everything that an app can allow to leave the device."""
+DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "metrics")
+"""Allowed unless the app says otherwise: all but the labels of its samples."""
+
+POLL_SECONDS = 20.0
+_DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 15.0
+_ATTEMPTS_TO_SEND = 5
+
+
+class Step(StrEnum):
+    """What one `Device.step` did."""
+
+    ANSWERED = "answered"
+    WAITED = "waited"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something the app may want to show.
+
+    Attributes:
+        kind: checked-in, ask, answered, refused, dropped, kept, delivered, exported, lost-contact or finished.
+        round: Round it belongs to, 0 for none.
+        text: One sentence.
+        values: Counts and figures.
+    """
+
+    kind: str
+    round: int
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Device:
+    """One device of a fleet. Not to be used from several threads at once, but for `stop`.
+
+    Args:
+        server: `host:port` of the aggregation server, or a `Link`.
+        model: The local model, or a function that builds it: a module with `extractor`, `features` and `predict`
+            (see `fleetdistill.model.split_sequential`).
+        data: Private training data: `(inputs, labels)` as tensors or numpy arrays, a map-style torch Dataset, or a
+            function that returns one of these.
+        state_dir: Directory of this device alone; keeps identity, model and what is under way.
+        run: Name of the run; may be left out where the server has only one.
+        device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
+        allow: What may leave the device, of `COLUMNS`. The default keeps labels back; FedDKC needs them, so an app
+            that takes part in it says `allow=COLUMNS`.
+        test_data: Data whose figures are reported to the server after each round.
+        validation_data: Data that decide whether the app's model is replaced: it is not when its accuracy falls.
+        model_name: Name of the model in the server's lists.
+        export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
+        torch_device: Where to train, such as "cpu" or "cuda".
+        on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+        StateError: `state_dir` is in use, damaged, or of another run or id.
+    """
+
+    def __init__(
+        self,
+        *,
+        server: str | Link,
+        model: nn.Module | Callable[[], nn.Module],
+        data: Any,
+        state_dir: str | Path,
+        run: str = "",
+        device_id: str | None = None,
+        allow: Sequence[str] = DEFAULT_COLUMNS,
+        test_data: Any = None,
+        validation_data: Any = None,
+        model_name: str = "",
+        export_onnx: Literal["round", "finish", "never"] = "round",
+        torch_device: str = "cpu",
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        _check_columns(allow)
+        self._model, self._data = model, data
+        self._test_data, self._validation_data = test_data, validation_data
+        self._model_name, self._torch_device = model_name, torch_device
+        self._allow, self._export_onnx = tuple(allow), export_onnx
+        self._on_event = on_event or (lambda event: None)
+        self._storage = Storage(Path(state_dir))
+        try:
+            self._identity = self._load_identity(run, device_id)
+        except FleetDistillError:
+            self._storage.close()
+            raise
+        self._link = _open_link(server)
+        self._terms: service_pb2.CheckInResponse | None = None
+        self._worker: Worker | None = None
+        self._attempts: dict[tuple[int, int], int] = {}
+        self._stopped = threading.Event()
+        self._closed = False
+
+    @property
+    def device_id(self) -> str:
+        """This device's id in the fleet."""
+        return self._identity.device
+
+    @property
+    def state_dir(self) -> Path:
+        """Where the device keeps what it must not lose."""
+        return self._storage.directory
+
+    @property
+    def model(self) -> nn.Module:
+        """The model for the app to use: the one of the last delivered round, or the initial one. Loads torch."""
+        return self._ready_worker().delivered_model()
+
+    def run(self) -> None:
+        """Takes part until the run is over or `stop` is called. Waits out a server that is away.
+
+        Raises:
+            RefusedError: The server will not have this device; the message says why and what to do.
+            FleetDistillError: The data, the model or the state directory cannot be used.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._stopped.is_set():
+            try:
+                if self.step() is Step.FINISHED:
+                    return
+                pause = _FIRST_PAUSE_SECONDS
+            except LinkError as error:
+                self._tell("lost-contact", 0, f"{error}; trying again within {pause:.1f} s")
+                self._stopped.wait(random.uniform(pause / 2, pause))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
+        """One turn: settles what is under way, asks for work, and does it.
+
+        Args:
+            wait_seconds: How long the server may hold the question when there is no work, 0 to 60.
+
+        Raises:
+            LinkError: The server is away; calling again later goes on.
+            RefusedError: The server will not have this device.
+        """
+        try:
+            return self._step(wait_seconds)
+        except RefusedError as refusal:
+            if refusal.code != Code.NOT_READY:
+                raise
+            raise LinkError(f"{refusal}; the device will try again") from refusal
+
+    def _step(self, wait_seconds: float) -> Step:
+        if self._terms is None:
+            self._check_in()
+        pending = self._storage.pending()
+        if pending is not None:
+            self._settle(pending)
+            return Step.ANSWERED
+        response = self._link.next_ask(self._identity, wait_seconds)
+        match response.WhichOneof("next"):
+            case "ask":
+                self._answer(response.ask)
+                return Step.ANSWERED
+            case "finished":
+                return self._finish(response.finished)
+            case _:
+                pause = random.uniform(response.come_back.after_seconds, response.come_back.before_seconds)
+                self._stopped.wait(pause)
+                return Step.WAITED
+
+    def stop(self) -> None:
+        """Makes `run` return after the step it is in; may be called from another thread or a signal handler."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Says goodbye to the server and releases the state directory."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stopped.set()
+        if self._terms is not None:
+            with contextlib.suppress(LinkError, RefusedError):
+                self._link.leave(self._identity)
+        self._link.close()
+        self._storage.close()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- identity and contract
+
+    def _load_identity(self, run: str, device_id: str | None) -> service_pb2.Identity:
+        saved = self._storage.load_identity()
+        _check_belongs(self._storage.directory, saved, run, device_id)
+        device = device_id or saved.get("device") or str(uuid.uuid4())
+        if not _DEVICE_ID.fullmatch(device):
+            raise ConfigurationError(f"device_id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+        secret = bytes.fromhex(saved.get("secret", ""))
+        return service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=secret)
+
+    def _check_in(self) -> None:
+        """Introduces the device; the profile of last time serves, so that an idle device needs no torch."""
+        saved = self._storage.load("profile.bin")
+        known = bool(self._identity.secret) and saved is not None
+        if not known:
+            terms = self._link.check_in(self._identity, None)
+            profile = self._make_worker(terms.contract).profile(self._allow)
+        else:
+            profile = contract_pb2.DeviceProfile.FromString(saved or b"")
+            del profile.allowed_columns[:]
+            profile.allowed_columns.extend(self._allow)
+        terms = self._link.check_in(self._identity, profile)
+        self._identity.run = terms.contract.run
+        self._identity.secret = terms.secret or self._identity.secret
+        self._save_identity(profile)
+        self._terms = terms
+        self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
+
+    def _save_identity(self, profile: contract_pb2.DeviceProfile) -> None:
+        identity = self._identity
+        self._storage.save_identity({"device": identity.device, "run": identity.run, "secret": identity.secret.hex()})
+        self._storage.save("profile.bin", profile.SerializeToString())
+
+    # --- work
+
+    def _make_worker(self, contract: contract_pb2.Contract) -> Worker:
+        from fleetdistill.worker import Worker
+
+        if self._worker is None:
+            self._worker = Worker(
+                contract,
+                model=self._model,
+                model_name=self._model_name,
+                data=self._data,
+                test_data=self._test_data,
+                validation_data=self._validation_data,
+                torch_device=self._torch_device,
+            )
+        return self._worker
+
+    def _ready_worker(self) -> Worker:
+        """The worker with the device's state: the committed one, or the run's initial weights."""
+        if self._terms is None:
+            self._check_in()
+        assert self._terms is not None
+        contract = self._terms.contract
+        fresh = self._worker is None
+        worker = self._make_worker(contract)
+        if fresh and worker.profile(self._allow).SerializeToString() != self._storage.load("profile.bin"):
+            profile = worker.profile(self._allow)  # the app's model or data changed since the last check-in
+            self._link.check_in(self._identity, profile)
+            self._save_identity(profile)
+        if not worker.has_state:
+            self._restore(worker, contract)
+        return worker
+
+    def _restore(self, worker: Worker, contract: contract_pb2.Contract) -> None:
+        saved = self._storage.load("state.safetensors")
+        if saved is not None:
+            worker.restore(saved, self._storage.load("delivered.safetensors"))
+        elif contract.initial_weights:
+            worker.load_initial(decode(download(self._link, self._identity, contract.initial_weights)))
+            self._storage.save("state.safetensors", worker.state())
+        else:
+            worker.has_state = True
+
+    def _answer(self, ask: service_pb2.Ask) -> None:
+        self._tell("ask", ask.round, f"round {ask.round}: {ask.step}", {"completed_rounds": ask.completed_rounds})
+        with self._heartbeats():
+            worker = self._ready_worker()
+            parts = decode(download(self._link, self._identity, ask.payload)) if ask.payload else {}
+            answer, candidate = worker.answer(ask, parts, self._allow)
+            check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
+            payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
+            attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
+            self._attempts = {(ask.round, ask.step_number): attempt}
+            pending = Pending(ask.round, ask.step_number, attempt, answer.samples)
+            self._storage.put_answer(pending, payload, candidate)
+        if any(answer.notes.values()):
+            self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
+        self._settle(pending)
+
+    def _settle(self, pending: Pending) -> None:
+        """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none."""
+        for attempt in range(_ATTEMPTS_TO_SEND):
+            try:
+                receipt = self._send(pending)
+                break
+            except RefusedError as refusal:
+                if MEANINGS[Code(refusal.code)].final or attempt + 1 == _ATTEMPTS_TO_SEND:
+                    self._drop(pending, refusal)
+                    return
+        if receipt is None:
+            self._drop(pending, None)
+            return
+        self._storage.promote_answer()
+        self._tell("answered", pending.round, f"round {pending.round}: receipt {receipt.id}", {"receipt": receipt.id})
+        self._deliver(pending)
+
+    def _send(self, pending: Pending) -> service_pb2.Receipt | None:
+        """Sends what the server still lacks; None when it takes no answer any more."""
+        name = service_pb2.UploadName(round=pending.round, step_number=pending.step_number, attempt=pending.attempt)
+        status = self._link.upload_status(self._identity, name)
+        if status.HasField("receipt"):
+            return status.receipt if status.receipt.name.attempt == pending.attempt else None
+        if not status.ask_open:
+            return None
+        with self._storage.answer() as payload, self._heartbeats():
+            header = service_pb2.UploadHeader(
+                identity=self._identity,
+                name=name,
+                payload=payload.header(),
+                samples=pending.samples,
+                first_byte=status.next_byte,
+            )
+            return self._link.upload(header, wire.chunks(payload.source, payload.slots, status.next_byte))
+
+    def _drop(self, pending: Pending, refusal: RefusedError | None) -> None:
+        """No receipt will come: the state goes back to the last answer that has one."""
+        self._storage.drop_answer()
+        if self._worker is not None:
+            self._worker.forget_state()
+        if refusal is None:
+            self._tell("dropped", pending.round, f"round {pending.round} takes no answer any more; it is dropped")
+        else:
+            self._tell("refused", pending.round, str(refusal), {"code": refusal.code, **refusal.details})
+
+    def _deliver(self, pending: Pending) -> None:
+        """Replaces the app's model, unless its validation figure would fall."""
+        worker = self._ready_worker()
+        if not worker.ends_round:
+            return
+        verdict = worker.deliver()
+        self._storage.save("delivered.safetensors", worker.delivered_state())
+        kind = "delivered" if verdict.replaced else "kept"
+        self._tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
+        if verdict.replaced and self._export_onnx == "round":
+            self._export(pending.round)
+
+    def _finish(self, reason: str) -> Step:
+        if self._export_onnx == "finish":
+            self._export(0)
+        self._tell("finished", 0, reason)
+        return Step.FINISHED
+
+    def _export(self, number: int) -> None:
+        worker = self._ready_worker()
+        report = worker.export(self._storage.directory / "model.onnx", number)
+        values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
+        text = f"{report.path.name} agrees with the model to {report.max_difference:.1e}"
+        self._tell("exported", number, text, values)
+
+    @contextlib.contextmanager
+    def _heartbeats(self) -> Iterator[None]:
+        """Says that the device lives while this thread computes or sends."""
+        if not self._link.remote or self._terms is None:
+            yield
+            return
+        done = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(done, self._terms.heartbeat_seconds), daemon=True)
+        beat.start()
+        try:
+            yield
+        finally:
+            done.set()
+            beat.join(timeout=1.0)
+
+    def _beat(self, done: threading.Event, seconds: float) -> None:
+        while not done.wait(seconds):
+            with contextlib.suppress(LinkError, RefusedError):
+                self._link.heartbeat(self._identity)
+
+    def _tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
+        logger.info("%s: %s", self.device_id, text)
+        self._on_event(Event(kind, number, text, values or {}))
+
+
+def _open_link(server: str | Link) -> Link:
+    if not isinstance(server, str):
+        return server
+    from fleetdistill.grpc_link import GrpcLink
+
+    return GrpcLink(server)
+
+
+def _check_columns(allow: Sequence[str]) -> None:
+    unknown = sorted(set(allow) - set(COLUMNS))
+    if unknown:
+        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; known are {', '.join(COLUMNS)}")
+
+
+def _check_belongs(directory: Path, saved: dict[str, Any], run: str, device_id: str | None) -> None:
+    for name, given, known in (("run", run, saved.get("run")), ("device id", device_id, saved.get("device"))):
+        if given and known and given != known:
+            raise StateError(
+                f"the state directory {directory} belongs to {name} {known!r}, not {given!r}; "
+                "use another directory, or the name it belongs to"
+            )

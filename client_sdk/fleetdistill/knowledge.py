@@ -1,0 +1,168 @@
+"""What asks and answers carry: one frozen class for each kind of part, holding numpy arrays.
+
+The classes mirror the messages of `protos/fleetdistill/wire/v1/knowledge.proto` field by field, where shapes, types
+and limits are written down; `fleetdistill.wire.codec` maps one to the other. Shapes use N rows, P proxy samples,
+M generated samples, C classes and F feature numbers. No torch here: the front handles these classes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+PlanValue = int | float | bool | str | list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParameters:
+    """Parameters and buffers of a model, or of the part of it that `scope` names."""
+
+    parameters: Mapping[str, Array]
+    buffers: Mapping[str, Array] = field(default_factory=dict)
+    scope: str = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleKnowledge:
+    """What a device's model says about its own samples.
+
+    Attributes:
+        sample_ids: `[N]` int64, unique.
+        features: Columns by cut, each `[N, ...]`.
+        logits: `[N, C]` unnormalised scores, or None.
+        labels: `[N]` int32 in `[0, C)`, or None where they do not leave the device.
+    """
+
+    sample_ids: Array
+    features: Mapping[str, Array] = field(default_factory=dict)
+    logits: Array | None = None
+    labels: Array | None = None
+
+
+LOGITS = 1
+PROBABILITIES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedKnowledge:
+    """What the server says about a device's own samples; `valid` False means that there is nothing to learn from."""
+
+    valid: bool
+    sample_ids: Array | None = None
+    values: Array | None = None
+    scale: int = LOGITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyKnowledge:
+    """What a model says about the proxy set, in its order."""
+
+    valid: bool
+    proxy_digest: bytes = b""
+    logits: Array | None = None
+    embeddings: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedPredictions:
+    """Soft predictions `[M, C]` on generated samples, weighted by the device's importance."""
+
+    noise_seed: int
+    values: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationGradient:
+    """Gradient of a distillation loss by parameter name, with the batch size and mean loss (nats) behind it."""
+
+    gradients: Mapping[str, Array]
+    batch_size: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A generator of samples or features from noise vectors of `noise_size` numbers."""
+
+    parameters: ModelParameters
+    noise_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discriminator:
+    """A discriminator, or only its head when it shares the classifier's extractor."""
+
+    parameters: ModelParameters
+    shares_extractor: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A method's typed scalars, such as its configuration, a cut layer or a count."""
+
+    values: Mapping[str, PlanValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassCount:
+    """A metric restricted to the class `label`."""
+
+    label: int
+    sum: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure as sum and count, so that figures of several devices add up; the rate is `sum / count`."""
+
+    name: str
+    split: str
+    sum: float
+    count: int
+    by_class: list[ClassCount] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Figures that a device reports about itself."""
+
+    metrics: list[Metric]
+
+
+Kind = (
+    ModelParameters
+    | SampleKnowledge
+    | RefinedKnowledge
+    | ProxyKnowledge
+    | WeightedPredictions
+    | DistillationGradient
+    | Generator
+    | Discriminator
+    | Plan
+    | Metrics
+)
+Parts = Mapping[str, Kind]
+
+
+def rows_by_id(known_ids: Array, wanted_ids: Array) -> tuple[Array, Array]:
+    """Finds wanted samples among known ones; rows are matched by id, never by position.
+
+    Args:
+        known_ids: `[N]` int64, unique.
+        wanted_ids: `[K]` int64.
+
+    Returns:
+        `(known_rows, wanted_rows)`, both int64 of one length: row pairs with equal ids, in the order of
+        `wanted_ids`. Ids that are not known are left out.
+    """
+    order = np.argsort(known_ids, kind="stable")
+    at = np.searchsorted(known_ids, wanted_ids, sorter=order)
+    candidates = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(wanted_ids), np.int64)
+    found = known_ids[candidates] == wanted_ids if len(order) else np.zeros(len(wanted_ids), bool)
+    return candidates[found], np.flatnonzero(found)

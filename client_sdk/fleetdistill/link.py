@@ -1,0 +1,50 @@
+"""What a device needs of the way to its server. `grpc_link` goes over the network, simulation stays in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+
+
+class Link(Protocol):
+    """The calls of `DeviceService`. Each raises `RefusedError` or `LinkError`, never anything of the transport.
+
+    Attributes:
+        remote: True where the server must hear heartbeats while the device computes.
+    """
+
+    remote: bool
+
+    def check_in(
+        self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
+    ) -> service_pb2.CheckInResponse:
+        """Introduces the device; without a profile only asks for the contract."""
+
+    def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
+        """Asks for work, waiting at most `wait_seconds`."""
+
+    def heartbeat(self, identity: service_pb2.Identity) -> None:
+        """Says that the device lives."""
+
+    def leave(self, identity: service_pb2.Identity) -> None:
+        """Says that the device goes."""
+
+    def upload_status(
+        self, identity: service_pb2.Identity, name: service_pb2.UploadName
+    ) -> service_pb2.UploadStatusResponse:
+        """Asks how far an upload has come."""
+
+    def upload(
+        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
+    ) -> service_pb2.Receipt:
+        """Sends an answer; returns the server's durable yes."""
+
+    def download(
+        self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
+    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+        """Fetches a payload from `first_byte` on."""
+
+    def close(self) -> None:
+        """Releases the connection."""

@@ -1,0 +1,361 @@
+"""Training and evaluation of a local model on data in memory.
+
+Rows are sliced from tensors by index: a DataLoader over tensors is several times slower. Both halves of the
+methods use these loops, so that a server predictor and a device model train alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorData:
+    """Labelled samples in memory. Build it with `as_tensor_data`, which also checks the labels' range.
+
+    Attributes:
+        inputs: `[N, ...]` float32, finite.
+        labels: `[N]` int64, at least 0. N may be 0: a device can have an empty test part.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        _check_inputs(self.inputs)
+        _check_labels(self.labels)
+        if len(self.inputs) != len(self.labels):
+            raise DataError(
+                f"{len(self.inputs)} inputs but {len(self.labels)} labels; every sample needs exactly one label"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """What one call of `train_epochs` did.
+
+    Attributes:
+        steps: Optimiser steps, at least 1.
+        mean_loss: Mean of the loss over all samples seen, each at the step that used it.
+        samples_seen: Samples used, counted once per epoch.
+    """
+
+    steps: int
+    mean_loss: float
+    samples_seen: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counts:
+    """How a model did on labelled data. Counts, not rates, so that devices can be added up.
+
+    Attributes:
+        correct: Samples whose best class is their label.
+        count: Samples scored.
+        loss_sum: Sum of the cross-entropy over the samples.
+        per_class_correct: `[classes]` int64 on the CPU, correct samples of each true class (TP).
+        per_class_count: `[classes]` int64 on the CPU, samples of each true class (TP + FN).
+        per_class_predicted: `[classes]` int64 on the CPU, samples given each class (TP + FP).
+    """
+
+    correct: int
+    count: int
+    loss_sum: float
+    per_class_correct: Tensor
+    per_class_count: Tensor
+    per_class_predicted: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct samples, NaN if there were none."""
+        return self.correct / self.count if self.count else math.nan
+
+
+def as_tensor_data(data: object, classes: int) -> TensorData:
+    """Takes an app's data into memory, once, and checks it.
+
+    Args:
+        data: A tuple `(inputs [N, ...], labels [N])` of tensors or numpy arrays, or a map-style torch Dataset whose
+            items are `(input, label)`. Inputs of any float dtype become float32; labels of any integer dtype
+            become int64. Float32 tensors are not copied: do not change them afterwards.
+        classes: Number of classes of the run's contract, at least 2.
+
+    Raises:
+        ConfigurationError: `classes` is less than 2.
+        DataError: The data are of another kind, of unequal length, not finite, or a label is outside [0, classes).
+    """
+    if classes < 2:
+        raise ConfigurationError(f"classes is {classes}, must be at least 2")
+    inputs, labels = _pair_from(data)
+    tensor_data = TensorData(inputs.float() if inputs.is_floating_point() else inputs, _as_int64(labels))
+    outside = (tensor_data.labels >= classes).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise DataError(
+            f"label {int(tensor_data.labels[row])} at row {row} is outside [0, {classes}); "
+            "the labels must follow the class list of the run"
+        )
+    return tensor_data
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Stochastic gradient descent as the specifications use it.
+
+    Raises:
+        ConfigurationError: A value is out of range, or Nesterov is asked for without momentum.
+        ModelError: There are no parameters to train.
+    """
+    for name, value in {"momentum": momentum, "weight_decay": weight_decay}.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigurationError(f"{name} is {value}, must be a finite number >= 0")
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise ConfigurationError(f"learning_rate is {learning_rate}, must be a finite number > 0")
+    if nesterov and momentum == 0:
+        raise ConfigurationError("nesterov needs momentum > 0, but momentum is 0; set one of the two")
+    trained = list(parameters)
+    if not trained:
+        raise ModelError("the model has no parameters to train")
+    return torch.optim.SGD(trained, lr=learning_rate, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+
+def train_epochs(
+    model: nn.Module,
+    data: TensorData,
+    *,
+    epochs: int,
+    batch_size: int,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    generator: torch.Generator,
+    device: torch.device | str,
+) -> TrainingReport:
+    """Trains in shuffled mini-batches, in train mode; every module's mode is restored afterwards.
+
+    Equal models, data, generator state, global RNG state (dropout) and thread count give bit-equal results on a CPU.
+    A last batch of one sample is left out if the model has batch-norm, which has no variance of one value.
+
+    Args:
+        model: Already on `device`; the optimiser holds its parameters.
+        data: At least one sample.
+        epochs: Passes over the data, at least 1.
+        batch_size: At least 1, at least 2 with batch-norm.
+        loss: Gets the logits, the labels and the row positions of the mini-batch, all on `device`. By the row positions
+            it looks up a teacher's rows.
+        generator: CPU generator; one permutation is drawn per epoch.
+
+    Raises:
+        ConfigurationError: `epochs` or `batch_size` is out of range.
+        DataError: There is no sample, or only one and the model has batch-norm.
+        KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
+    """
+    _check_plan(epochs, batch_size)
+    smallest = _smallest_batch(model, data, batch_size)
+    inputs, labels = data.inputs.to(device), data.labels.to(device)
+    steps, samples, loss_sum = 0, 0, 0.0
+    with _in_mode(model, training=True):
+        for epoch in range(epochs):
+            for rows in _batches(len(data), batch_size, smallest, generator):
+                rows_b = rows.to(device)
+                loss_value = loss(model(inputs[rows_b]), labels[rows_b], rows_b)
+                mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
+                optimizer.zero_grad(set_to_none=True)
+                loss_value.backward()
+                optimizer.step()
+                steps, samples, loss_sum = steps + 1, samples + len(rows), loss_sum + mean_loss * len(rows)
+    return TrainingReport(steps, loss_sum / samples, samples)
+
+
+def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int = 1024) -> Counts:
+    """Scores a model in eval mode, without gradient; of tied classes the lowest counts as its answer.
+
+    Raises:
+        DataError: A label is outside [0, classes).
+        KnowledgeError: A logit is not finite.
+        ModelError: The model's output is not `[batch, classes]`.
+    """
+    logits = extract(model, data.inputs, batch_size)
+    labels = data.labels.cpu()
+    if len(labels) and int(labels.max()) >= classes:
+        raise DataError(f"label {int(labels.max())} is outside [0, {classes})")
+    _check_logits(logits, len(labels), classes)
+    best = logits.argmax(dim=1)  # documented to return the first of several maxima
+    hits = best == labels
+    return Counts(
+        correct=int(hits.sum()),
+        count=len(labels),
+        loss_sum=float(functional.cross_entropy(logits.double(), labels, reduction="sum")),
+        per_class_correct=torch.bincount(labels[hits], minlength=classes),
+        per_class_count=torch.bincount(labels, minlength=classes),
+        per_class_predicted=torch.bincount(best, minlength=classes),
+    )
+
+
+def extract(
+    model_fn: Callable[[Tensor], Tensor], inputs: Tensor, batch_size: int = 1024, *, model: nn.Module | None = None
+) -> Tensor:
+    """Runs a model over all rows, in order, in eval mode and without gradient.
+
+    Args:
+        model_fn: A module, a method of a module, or any function together with `model`.
+        inputs: `[N, ...]`, on any device; batches go to the model's device.
+        model: The module that `model_fn` runs, put into eval mode meanwhile. By default found from `model_fn`.
+
+    Returns:
+        `[N, ...]` on the CPU, row i for input i, not part of any graph.
+
+    Raises:
+        ConfigurationError: `batch_size` is less than 1, or the module behind `model_fn` is not known.
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size is {batch_size}, must be at least 1")
+    module = model if model is not None else _module_of(model_fn)
+    tensor = next(module.parameters(), None)
+    device = inputs.device if tensor is None else tensor.device
+    with _in_mode(module, training=False), torch.no_grad():
+        return torch.cat([model_fn(part.to(device)).cpu() for part in torch.split(inputs, batch_size)])
+
+
+def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
+    module = model_fn if isinstance(model_fn, nn.Module) else getattr(model_fn, "__self__", None)
+    if not isinstance(module, nn.Module):
+        # Running it in train mode would change batch-norm statistics and knowledge without a word.
+        raise ConfigurationError(f"extract cannot tell which module {model_fn!r} runs; pass it as model=")
+    return module
+
+
+@contextmanager
+def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Train or eval mode for a while. Modes are kept per module: a frozen layer may differ from its parent."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+def _batches(count: int, batch_size: int, smallest: int, generator: torch.Generator) -> Iterator[Tensor]:
+    for rows in torch.split(torch.randperm(count, generator=generator), batch_size):
+        if len(rows) >= smallest:
+            yield rows
+
+
+def _smallest_batch(model: nn.Module, data: TensorData, batch_size: int) -> int:
+    smallest = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+    if len(data) < smallest:
+        reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
+        raise DataError(f"the training data have {len(data)} samples: {reason}; give at least {smallest}")
+    if batch_size < smallest:
+        raise ConfigurationError(
+            f"batch_size is {batch_size}, but a model with batch-norm cannot train on single samples; use at least 2"
+        )
+    return smallest
+
+
+def _finite(loss_value: Tensor, where: str, optimizer: torch.optim.Optimizer) -> float:
+    value = float(loss_value.detach())
+    if not math.isfinite(value):
+        raise KnowledgeError(
+            f"the loss is {value} at {where}; the learning rate {optimizer.param_groups[0]['lr']} is probably "
+            "too large (lower learning_rate or beta), or the teacher's rows are not finite"
+        )
+    return value
+
+
+def _check_plan(epochs: int, batch_size: int) -> None:
+    for name, value in {"epochs": epochs, "batch_size": batch_size}.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} is {value}, must be at least 1")
+
+
+def _check_logits(logits: Tensor, count: int, classes: int) -> None:
+    if logits.shape != (count, classes):
+        raise ModelError(f"the model returned shape {list(logits.shape)}, expected logits [{count}, {classes}]")
+    bad = (~logits.isfinite()).any(dim=1).nonzero()
+    if len(bad):
+        raise KnowledgeError(f"the model returned a non-finite logit at row {int(bad[0])}; it has probably diverged")
+
+
+def _pair_from(data: object) -> tuple[Tensor, Tensor]:
+    if isinstance(data, TensorData):
+        return data.inputs, data.labels
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return _tensor(data[0]), _tensor(data[1])
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return _stacked(data)
+    raise DataError(
+        f"the data are a {type(data).__name__}; give a tuple (inputs, labels) of tensors or numpy arrays, "
+        "or a map-style torch Dataset of (input, label)"
+    )
+
+
+def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    try:
+        items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
+        inputs = [torch.as_tensor(item[0]) for item in items]
+        labels = torch.tensor([int(item[1]) for item in items], dtype=torch.int64)
+        return torch.stack(inputs) if inputs else torch.empty(0), labels
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise DataError(
+            f"the items of {type(dataset).__name__} cannot be stacked: {error}; each must be (input, label) with "
+            "inputs that are tensors or arrays of one shape (for images add a ToTensor transform)"
+        ) from error
+
+
+def _tensor(values: Tensor | np.ndarray) -> Tensor:
+    try:
+        return values.detach() if isinstance(values, Tensor) else torch.from_numpy(values)
+    except TypeError as error:
+        raise DataError(f"an array of dtype {values.dtype} cannot become a tensor; give numbers") from error
+
+
+def _as_int64(labels: Tensor) -> Tensor:
+    is_integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    return labels.long() if is_integer else labels
+
+
+def _check_inputs(inputs: Tensor) -> None:
+    if inputs.dtype != torch.float32:
+        raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
+    if inputs.ndim == 0:
+        raise DataError("the inputs are a single number, expected [samples, ...]")
+    if not bool(inputs.isfinite().all()):
+        row = int((~inputs.isfinite()).nonzero()[0, 0])
+        raise DataError(f"the inputs hold NaN or infinity, first at row {row}; clean or drop such samples")
+
+
+def _check_labels(labels: Tensor) -> None:
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected int64 of [samples]")
+    if len(labels) and int(labels.min()) < 0:
+        row = int(labels.argmin())
+        raise DataError(f"label {int(labels[row])} at row {row} is negative; labels start at 0")

@@ -1,0 +1,141 @@
+"""The device half of a method: a class with one handler a step, and the device's state.
+
+    class FedDKCDevice(DeviceMethod):
+        @answers("train")
+        def train(self, ask: Ask) -> Answer: ...
+
+A handler runs under the ask's own seed and with the run's thread count, so it gives the same answer each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.knowledge import Kind, Parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetdistill.local_training import TensorData
+    from fleetdistill.model import FeatureModel
+
+CUT = "cut"
+"""Name of the feature column of a model's one cut between extractor and predictor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One question to this device.
+
+    Attributes:
+        round: Number of the round, from 1.
+        step: Name of the step, which chose the handler.
+        seed: Seed of the handler's random numbers; torch's global generator is seeded with it already.
+        parts: What came along.
+    """
+
+    round: int
+    step: str
+    seed: int
+    parts: Parts = field(default_factory=dict)
+
+    def part(self, name: str, kind: type[PartKind]) -> PartKind:
+        """The part of that name. Raises WireError if it is missing or of another kind."""
+        found = self.parts.get(name)
+        if not isinstance(found, kind):
+            raise WireError(f"step {self.step!r}: part {name!r} is {type(found).__name__}, expected {kind.__name__}")
+        return found
+
+
+PartKind = TypeVar("PartKind", bound=Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The reply to an ask.
+
+    Attributes:
+        parts: What goes to the server.
+        samples: Local samples behind it, the weight in averages, at least 1.
+        notes: Counts for the app's callback, such as rows whose ids were not known.
+    """
+
+    parts: Parts
+    samples: int
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """What a device half works on.
+
+    Attributes:
+        model: The local model, on `torch_device`.
+        data: The private training data.
+        classes: C of the contract.
+        torch_device: Where handlers compute.
+    """
+
+    model: torch.nn.Module
+    taps: FeatureModel
+    data: TensorData
+    classes: int
+    torch_device: torch.device
+
+
+Handler = Callable[[Any, Ask], Answer]
+_F = TypeVar("_F", bound=Handler)
+
+
+def answers(step: str) -> Callable[[_F], _F]:
+    """Marks the handler of a step."""
+
+    def mark(handler: _F) -> _F:
+        handler.answers_step = step  # type: ignore[attr-defined]
+        return handler
+
+    return mark
+
+
+class DeviceMethod:
+    """Base of all device halves.
+
+    Args:
+        config: The method's configuration, from the contract.
+        local: Model and data.
+    """
+
+    metrics_step: ClassVar[str]
+    """Step whose answer ends a round for the device; its metrics are measured after it."""
+
+    def __init__(self, config: Any, local: Local) -> None:
+        self.config = config
+        self.local = local
+
+    def handle(self, ask: Ask) -> Answer:
+        """Calls the handler of the ask's step. Raises WireError if there is none."""
+        for name in dir(type(self)):
+            handler = getattr(type(self), name)
+            if getattr(handler, "answers_step", None) == ask.step:
+                return handler(self, ask)  # type: ignore[no-any-return]
+        raise WireError(
+            f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
+    """Raises ConfigurationError unless `low <= value < high` (`low < value` with `open_low`)."""
+    if not (low < value < high if open_low else low <= value < high):
+        bound = ">" if open_low else ">="
+        upper = f" and < {high:g}" if high != float("inf") else ""
+        raise ConfigurationError(f"{name} must be {bound} {low:g}{upper}, got {value!r}")

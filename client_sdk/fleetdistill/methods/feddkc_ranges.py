@@ -1,0 +1,71 @@
+"""The ranges of FedDKC's refinement settings, checked the same way on the device and on the server.
+
+Pure Python, no torch: the configuration imports this on devices that cannot train.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fleetdistill.errors import ConfigurationError
+
+KERNELS = ("exp", "linear", "softplus", "sigmoid", "quadratic")
+"""Names that KKR's `kernel` setting takes: e^x, x + 1, ln(1 + e^x), 1 / (1 + e^-x), 1 + x²."""
+
+
+def check_target_peak(target: float, classes: int) -> None:
+    """Refuses a target peak T outside (1/C, 1): below 1/C KKR would reverse the order of the classes.
+
+    Args:
+        target: The paper's T, a probability.
+        classes: The paper's C, at least 2.
+
+    Raises:
+        ConfigurationError: T is out of range.
+    """
+    if not 1 / classes < target < 1:
+        raise ConfigurationError(f"target peak T={target} must lie in (1/C, 1) = ({1 / classes:.6g}, 1)")
+
+
+def check_target_entropy(target: float, classes: int) -> None:
+    """Refuses a target entropy E outside (0, log2 C): no softmax of finite logits has it.
+
+    Args:
+        target: The paper's E, in bits.
+        classes: The paper's C, at least 2.
+
+    Raises:
+        ConfigurationError: E is out of range.
+    """
+    if not 0 < target < math.log2(classes):
+        raise ConfigurationError(f"target entropy E={target} must lie in (0, log2 C) = (0, {math.log2(classes):.6g})")
+
+
+def check_epsilon(epsilon: float, *, target_entropy: float | None = None, classes: int | None = None) -> None:
+    """Refuses a congruence tolerance that is not positive or, for SKR, wider than the room around the target.
+
+    Args:
+        epsilon: The paper's ε; searches stop at half of it.
+        target_entropy: SKR's E in bits, to check ε < 2·min(E, log2 C - E) too.
+        classes: The paper's C; needed with `target_entropy`.
+
+    Raises:
+        ConfigurationError: ε is out of range.
+    """
+    if not 0 < epsilon < math.inf:
+        raise ConfigurationError(f"epsilon must be > 0, got {epsilon}")
+    if target_entropy is None or classes is None:
+        return
+    room = 2 * min(target_entropy, math.log2(classes) - target_entropy)
+    if epsilon >= room:
+        raise ConfigurationError(f"epsilon={epsilon} must be < 2*min(E, log2 C - E) = {room:.6g}; use a smaller one")
+
+
+def check_kernel_name(kernel: str) -> None:
+    """Refuses a kernel name that KKR does not know.
+
+    Raises:
+        ConfigurationError: The name is not one of `KERNELS`.
+    """
+    if kernel not in KERNELS:
+        raise ConfigurationError(f"unknown kernel {kernel!r}, expected one of {', '.join(KERNELS)}")

@@ -1,0 +1,132 @@
+"""FedDKC's device models: five ResNets of different depth with one common extractor.
+
+Basic blocks at widths 16 and 32, 1x1 convolution with batch-norm on the shortcut where the shape changes, no bias
+before a batch-norm, stride 2 in the first convolution of width 32, global average pooling, one linear layer. With
+3 input channels and 10 classes the parameter counts are those of the paper's Table 3, extractor included.
+
+The paper's text has a max-pooling at the end of the extractor, but its Table 3 fits a network without it: the
+operations and activation sizes given there need features of 16x32x32 for 32x32 images. `max_pool=False` builds that;
+the default follows the text, computes a fourth and sends a fourth.
+
+References:
+    Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, section 4.1,
+    Table 3; He et al., Deep Residual Learning for Image Recognition (blocks and initialisation).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from fleetdistill.model import SplitModel
+from fleetdistill.models.shapes import checked_classes, checked_image
+
+CIFAR_SHAPE = (3, 32, 32)
+_EXTRACTOR_WIDTH = 16
+_BLOCK_WIDTHS = (16, 32)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut: `[b, inputs, h, w]` to `[b, width, ceil(h / stride), ceil(w / stride)]`."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.shortcut = projection(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the block; shapes as in the class's description."""
+        hidden = relu(self.norm1(self.conv1(x)))
+        return relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+
+
+def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """Shortcut of a residual block: the identity where shapes agree, else a 1x1 convolution with batch-norm."""
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+def classifier(width: int, classes: int) -> nn.Sequential:
+    """Average over the image, then one linear layer: `[b, width, h, w]` to logits `[b, classes]`."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+def initialise_convolutions(model: nn.Module) -> None:
+    """Draws all convolution weights anew, normal with variance 2 / fan-out (He et al.)."""
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+def resnet_extractor(input_shape: Sequence[int] = CIFAR_SHAPE, max_pool: bool = True) -> nn.Sequential:
+    """The extractor that all ResNets of the zoo begin with, alone: what the server hands out to every device.
+
+    Args:
+        input_shape: Channels, height and width of one image.
+        max_pool: Halve height and width (the paper's text), or keep them (its Table 3).
+
+    Returns:
+        `[batch, *input_shape]` to features `[batch, 16, ceil(height / 2), ceil(width / 2)]`.
+
+    Raises:
+        ConfigurationError: `input_shape` is not an image's.
+    """
+    extractor = nn.Sequential(OrderedDict(stem=_stem(input_shape, max_pool)))
+    initialise_convolutions(extractor)
+    return extractor
+
+
+def _stem(input_shape: Sequence[int], max_pool: bool) -> nn.Sequential:
+    channels, _, _ = checked_image(input_shape)
+    return nn.Sequential(
+        nn.Conv2d(channels, _EXTRACTOR_WIDTH, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(_EXTRACTOR_WIDTH),
+        nn.ReLU(),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1) if max_pool else nn.Identity(),
+    )
+
+
+def _resnet(blocks: tuple[int, int], input_shape: Sequence[int], classes: int, max_pool: bool) -> SplitModel:
+    stages: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(input_shape, max_pool))
+    inputs = _EXTRACTOR_WIDTH
+    for width, count in zip(_BLOCK_WIDTHS, blocks, strict=True):
+        for index in range(count):
+            stride = 2 if index == 0 and width != _EXTRACTOR_WIDTH else 1
+            stages[f"block{width}_{index + 1}"] = BasicBlock(inputs, width, stride)
+            inputs = width
+    stages["head"] = classifier(inputs, checked_classes(classes))
+    model = SplitModel(stages, cut="stem")
+    initialise_convolutions(model)
+    return model
+
+
+def resnet2(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
+    """Extractor and linear classifier only. Arguments of all five: those of `resnet_extractor`, and classes >= 2."""
+    return _resnet((0, 0), input_shape, classes, max_pool)
+
+
+def resnet4(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
+    """One block of width 16."""
+    return _resnet((1, 0), input_shape, classes, max_pool)
+
+
+def resnet6(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
+    """One block of width 16, one of width 32."""
+    return _resnet((1, 1), input_shape, classes, max_pool)
+
+
+def resnet10(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
+    """Two blocks of width 16, two of width 32."""
+    return _resnet((2, 2), input_shape, classes, max_pool)
+
+
+def resnet12(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
+    """Two blocks of width 16, three of width 32."""
+    return _resnet((2, 3), input_shape, classes, max_pool)

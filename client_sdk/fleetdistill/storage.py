@@ -1,0 +1,195 @@
+"""A device's state directory: identity, committed state, and the outbox with the one answer that is under way.
+
+    lock                    held while a Device is open
+    device.json             id, run, secret, server-given terms
+    profile.bin             the last accepted profile, so that an idle device needs no torch
+    state.safetensors       state after the last answer that has a receipt
+    outbox/                 header.bin, data.bin, candidate.safetensors, then manifest.json, which makes it count
+
+An answer and the state that produced it are written and fsynced *before* anything is sent; the receipt promotes the
+candidate by a rename. Whatever the moment of a crash, `Storage.pending` tells what is left to settle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from fleetdistill.errors import StateError
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import knowledge_pb2
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An answer in the outbox.
+
+    Attributes:
+        round, step_number, attempt: Name of the upload.
+        samples: Weight of the answer.
+    """
+
+    round: int
+    step_number: int
+    attempt: int
+    samples: int
+
+
+class Storage:
+    """Opens a state directory for one Device at a time.
+
+    Raises:
+        StateError: It is in use by another process, or cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._outbox = directory / "outbox"
+        with _disk_errors(directory):
+            self._outbox.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / "lock").open("a")
+        _lock_file(self._lock, directory)
+
+    def close(self) -> None:
+        """Lets another process use the directory."""
+        self._lock.close()
+
+    # --- identity
+
+    def load_identity(self) -> dict[str, Any]:
+        """What `save_identity` saved; empty for a new directory."""
+        path = self.directory / "device.json"
+        if not path.exists():
+            return {}
+        try:
+            return dict(json.loads(path.read_text()))
+        except ValueError as error:
+            raise StateError(f"{path} is damaged: {error}; restore it, or use a fresh state directory") from error
+
+    def save_identity(self, identity: dict[str, Any]) -> None:
+        """Keeps id, run and secret; the secret is readable by the owner only."""
+        self._write("device.json", json.dumps(identity, indent=1).encode(), mode=0o600)
+
+    def load(self, name: str) -> bytes | None:
+        """A file of the directory, or None."""
+        path = self.directory / name
+        return path.read_bytes() if path.exists() else None
+
+    def save(self, name: str, data: bytes) -> None:
+        """Writes a file of the directory whole or not at all."""
+        self._write(name, data)
+
+    # --- outbox
+
+    def put_answer(self, pending: Pending, payload: Payload, candidate: bytes) -> None:
+        """Makes an answer and its candidate state durable, before anything is sent."""
+        with _disk_errors(self.directory):
+            with (self._outbox / "data.bin").open("wb") as file:
+                for piece in wire.pieces(payload.source, 0, payload.data_bytes):
+                    file.write(piece)
+                _sync(file)
+            self._write("outbox/header.bin", payload.header().SerializeToString())
+            self._write("outbox/candidate.safetensors", candidate)
+            self._write("outbox/manifest.json", json.dumps(asdict(pending)).encode())
+
+    def pending(self) -> Pending | None:
+        """The answer that waits for its receipt, if any."""
+        data = self.load("outbox/manifest.json")
+        if data is None:
+            return None
+        if not (self._outbox / "candidate.safetensors").exists():
+            self.drop_answer()  # a crash fell between promoting and clearing
+            return None
+        return Pending(**json.loads(data))
+
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[Payload]:
+        """Opens the payload in the outbox."""
+        data = self.load("outbox/header.bin")
+        if data is None:
+            raise StateError(f"{self._outbox} has a manifest but no header; remove the directory to start afresh")
+        header = knowledge_pb2.PayloadHeader.FromString(data)
+        with (self._outbox / "data.bin").open("rb") as file:
+            yield Payload(header.parts, wire.slots(header.parts), _FileSource(file), header.sha256)
+
+    def candidate(self) -> bytes:
+        """The state that goes with the answer in the outbox."""
+        return (self._outbox / "candidate.safetensors").read_bytes()
+
+    def promote_answer(self) -> None:
+        """The receipt is here: the candidate becomes the state."""
+        with _disk_errors(self.directory):
+            (self._outbox / "candidate.safetensors").replace(self.directory / "state.safetensors")
+            _sync_directory(self.directory)
+        self.drop_answer()
+
+    def drop_answer(self) -> None:
+        """Empties the outbox; the manifest goes first, so that half an outbox never counts."""
+        for name in ("manifest.json", "candidate.safetensors", "header.bin", "data.bin"):
+            (self._outbox / name).unlink(missing_ok=True)
+
+    def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:
+        path = self.directory / name
+        temporary = path.with_name(path.name + ".new")
+        with _disk_errors(self.directory):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                _sync(file)
+            temporary.replace(path)
+            _sync_directory(path.parent)
+
+
+class _FileSource:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, start: int, size: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(size)
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name == "nt":  # Windows has no fsync of directories
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(file: IO[Any], directory: Path) -> None:
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        else:
+            import fcntl
+
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise StateError(
+            f"{directory} is in use by another device; give each device a state directory of its own"
+        ) from error
+
+
+@contextlib.contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"the state directory {directory} cannot be used: {error}") from error

@@ -1,0 +1,227 @@
+"""Between the classes of `fleetdistill.knowledge` and protobuf parts with their data.
+
+One generic mapping by field names serves every kind: a new kind is a class, a message and a line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from fleetdistill import knowledge
+from fleetdistill.errors import KnowledgeError, WireError
+from fleetdistill.knowledge import Array, Kind, Parts
+from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
+from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
+
+KINDS: dict[str, type] = {
+    "model_parameters": knowledge.ModelParameters,
+    "sample_knowledge": knowledge.SampleKnowledge,
+    "refined_knowledge": knowledge.RefinedKnowledge,
+    "proxy_knowledge": knowledge.ProxyKnowledge,
+    "weighted_predictions": knowledge.WeightedPredictions,
+    "distillation_gradient": knowledge.DistillationGradient,
+    "generator": knowledge.Generator,
+    "discriminator": knowledge.Discriminator,
+    "plan": knowledge.Plan,
+    "metrics": knowledge.Metrics,
+}
+KIND_NAMES = {cls: name for name, cls in KINDS.items()}
+_CLASSES = {
+    "ModelParameters": knowledge.ModelParameters,
+    "Metric": knowledge.Metric,
+    "ClassCount": knowledge.ClassCount,
+}
+# Their floats travel in the run's knowledge type; parameters and gradients always keep float32.
+_KNOWLEDGE = (knowledge.SampleKnowledge, knowledge.RefinedKnowledge, knowledge.ProxyKnowledge)
+
+
+class ArraySource:
+    """Arrays in memory as one run of bytes, without joining them."""
+
+    def __init__(self, all_slots: tuple[Slot, ...], arrays: list[Array]) -> None:
+        self._slots = all_slots
+        self._views = [memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays]
+
+    def read(self, start: int, size: int) -> bytes:
+        """Returns `size` bytes from `start` on, over the borders of arrays where need be."""
+        found = [
+            self._views[number][max(start - slot.start, 0) : max(start + size - slot.start, 0)]
+            for number, slot in enumerate(self._slots)
+            if slot.start < start + size and start < slot.stop
+        ]
+        return b"".join(found)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Parts with their data, wherever these are. Decode with `parts_of`.
+
+    Attributes:
+        parts: The typed parts, tensors without data.
+        slots: Where each tensor stands in the data.
+        source: Gives the data by offset.
+        sha256: Digest of parts and data, 32 bytes.
+    """
+
+    parts: knowledge_pb2.Parts
+    slots: tuple[Slot, ...]
+    source: DataSource
+    sha256: bytes
+
+    @property
+    def data_bytes(self) -> int:
+        """Tensor bytes."""
+        return self.slots[-1].stop if self.slots else 0
+
+    def header(self) -> knowledge_pb2.PayloadHeader:
+        """What travels before the chunks."""
+        return knowledge_pb2.PayloadHeader(parts=self.parts, data_bytes=self.data_bytes, sha256=self.sha256)
+
+
+def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payload:
+    """Makes a payload of named parts.
+
+    Args:
+        parts: Part name to kind.
+        knowledge_type: float32 or float16, the type that features, logits and the like travel in.
+
+    Raises:
+        KnowledgeError: A value does not fit `knowledge_type`; names the tensor and the row.
+        WireError: An array has a type that the wire does not know, or a value fits no field.
+    """
+    message = knowledge_pb2.Parts()
+    arrays: list[Array] = []
+    for name, kind in parts.items():
+        part = message.parts.add(name=name)
+        target = getattr(part, KIND_NAMES[type(kind)])
+        target.SetInParent()
+        wire_type = np.dtype(knowledge_type) if isinstance(kind, _KNOWLEDGE) else np.dtype(np.float32)
+        _Encoder(arrays, wire_type).fill(target, kind, name)
+    all_slots = slots(message)
+    source = ArraySource(all_slots, arrays)
+    return Payload(
+        message, all_slots, source, digest(message, iter([source.read(s.start, s.nbytes) for s in all_slots]))
+    )
+
+
+def decode(payload: Payload) -> dict[str, Kind]:
+    """Makes named parts of a payload; arrays are read (or mapped) from its source, read-only."""
+    by_path = {slot.path: slot for slot in payload.slots}
+    decoded: dict[str, Kind] = {}
+    for part in payload.parts.parts:
+        kind = part.WhichOneof("kind")
+        reader = _Decoder(by_path, payload.source)
+        decoded[part.name] = reader.read(KINDS[kind], getattr(part, kind), part.name)
+    return decoded
+
+
+class _Encoder:
+    def __init__(self, arrays: list[Array], wire_type: np.dtype) -> None:
+        self._arrays = arrays
+        self._wire_type = wire_type
+
+    def fill(self, message: Message, value: Any, path: str) -> None:
+        if isinstance(value, knowledge.Plan):
+            _fill_plan(message, value)
+            return
+        for field in sorted(message.DESCRIPTOR.fields, key=lambda one: one.number):
+            item = getattr(value, field.name)
+            if item is not None:
+                self._set(message, field, item, f"{path}/{field.name}")
+
+    def _set(self, message: Message, field: FieldDescriptor, item: Any, path: str) -> None:
+        target = getattr(message, field.name)
+        kind = field.message_type.name if field.message_type else None
+        if kind == "Tensor":
+            self._describe(target, item, path)
+        elif kind == "NamedTensor":
+            for name, array in item.items():
+                self._describe(target.add(name=name).tensor, array, f"{path}/{name}")
+        elif kind is not None and field.is_repeated:
+            for one in item:
+                self.fill(target.add(), one, path)
+        elif kind is not None:
+            target.SetInParent()
+            self.fill(target, item, path)
+        else:
+            setattr(message, field.name, item)
+
+    def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
+        array = _to_wire_type(np.asarray(array), self._wire_type, path)
+        tensor.element_type = ELEMENT_TYPES[array.dtype]
+        tensor.shape.extend(array.shape)
+        tensor.encoding = tensor_pb2.ENCODING_RAW
+        self._arrays.append(array)
+
+
+class _Decoder:
+    def __init__(self, by_path: Mapping[str, Slot], source: DataSource) -> None:
+        self._by_path = by_path
+        self._source = source
+
+    def read(self, cls: type, message: Message, path: str) -> Any:
+        if cls is knowledge.Plan:
+            return read_plan(message)
+        fields = {field.name: self._get(message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields}
+        return cls(**fields)
+
+    def _get(self, message: Message, field: FieldDescriptor, path: str) -> Any:
+        value = getattr(message, field.name)
+        kind = field.message_type.name if field.message_type else None
+        if kind == "Tensor":
+            return array_of(self._by_path[path], self._source) if message.HasField(field.name) else None
+        if kind == "NamedTensor":
+            return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
+        if kind is not None and field.is_repeated:
+            return [self.read(_CLASSES[kind], one, path) for one in value]
+        return self.read(_CLASSES[kind], value, path) if kind is not None else value
+
+
+def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
+    if array.dtype.kind == "f" and array.dtype != wire_type:
+        with np.errstate(over="ignore"):
+            narrow = array.astype(wire_type)
+        overflown = np.isinf(narrow) & np.isfinite(array)
+        if overflown.any():
+            row = int(np.argwhere(overflown)[0][0]) if array.ndim else 0
+            raise KnowledgeError(
+                f"{path}, row {row}: {float(array[overflown][0]):g} does not fit {wire_type.name} "
+                "(largest 65504 for float16); use float32 for this run or scale the features down"
+            )
+        array = narrow
+    if array.dtype not in ELEMENT_TYPES:
+        raise WireError(f"{path}: elements of type {array.dtype} cannot travel")
+    return array
+
+
+def _fill_plan(message: Message, plan: knowledge.Plan) -> None:
+    for name, value in plan.values.items():
+        entry = message.entries.add(name=name)  # type: ignore[attr-defined]
+        if isinstance(value, bool):
+            entry.flag = value
+        elif isinstance(value, int):
+            entry.integer = value
+        elif isinstance(value, float):
+            entry.real = value
+        elif isinstance(value, str):
+            entry.text = value
+        else:
+            entry.integers.SetInParent()
+            entry.integers.values.extend(value)
+
+
+def read_plan(message: Message) -> knowledge.Plan:
+    """The plan in a message, such as the configuration in a contract."""
+    values: dict[str, Any] = {}
+    for entry in message.entries:  # type: ignore[attr-defined]
+        which = entry.WhichOneof("value")
+        if which is None:
+            raise WireError(f"plan entry {entry.name!r} has no value")
+        values[entry.name] = list(entry.integers.values) if which == "integers" else getattr(entry, which)
+    return knowledge.Plan(values=values)

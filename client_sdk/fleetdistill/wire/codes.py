@@ -1,0 +1,64 @@
+"""Why the server says no: every reason that an error on the wire can carry, and its gRPC status.
+
+The same table serves the front, the links and `docs/protocol.md`. A *final* refusal of an upload puts the device out
+for the round; after any other one the device may try again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+DOMAIN = "fleetdistill"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """gRPC status name, whether trying the same again is useless, and what it says."""
+
+    status: str
+    final: bool
+    text: str
+
+
+class Code(StrEnum):
+    """Machine-readable reasons; the value travels as `ErrorInfo.reason`."""
+
+    NOT_READY = "not-ready"
+    UNKNOWN_RUN = "unknown-run"
+    BAD_IDENTITY = "bad-identity"
+    CONTRACT_MISMATCH = "contract-mismatch"
+    COLUMN_NOT_ALLOWED = "column-not-allowed"
+    BAD_MESSAGE = "bad-message"
+    BAD_TENSOR = "bad-tensor"
+    BAD_VALUE = "bad-value"
+    TOO_LARGE = "too-large"
+    NOT_ASKED = "not-asked"
+    CLOSED = "closed"
+    CHECKSUM = "checksum"
+    INCOMPLETE = "incomplete"
+    OUT_OF_STEP = "out-of-step"
+    NOT_FOUND = "not-found"
+    NO_SPACE = "no-space"
+    INTERNAL = "internal"
+
+
+MEANINGS: dict[Code, Meaning] = {
+    Code.NOT_READY: Meaning("UNAVAILABLE", False, "the server is still preparing the run; come back"),
+    Code.UNKNOWN_RUN: Meaning("NOT_FOUND", True, "the server has no run of that name"),
+    Code.BAD_IDENTITY: Meaning("UNAUTHENTICATED", True, "the device id is taken by another secret, or malformed"),
+    Code.CONTRACT_MISMATCH: Meaning("FAILED_PRECONDITION", True, "the device does not fit the run's contract"),
+    Code.COLUMN_NOT_ALLOWED: Meaning("FAILED_PRECONDITION", True, "the method needs a column the app keeps back"),
+    Code.BAD_MESSAGE: Meaning("INVALID_ARGUMENT", True, "the message breaks the protocol"),
+    Code.BAD_TENSOR: Meaning("INVALID_ARGUMENT", True, "a tensor has the wrong name, type or shape"),
+    Code.BAD_VALUE: Meaning("INVALID_ARGUMENT", True, "a value is NaN, infinite, out of range or doubled"),
+    Code.TOO_LARGE: Meaning("INVALID_ARGUMENT", True, "the payload is over the limit"),
+    Code.NOT_ASKED: Meaning("FAILED_PRECONDITION", True, "the device was not asked for this"),
+    Code.CLOSED: Meaning("FAILED_PRECONDITION", True, "the ask takes no answer any more"),
+    Code.CHECKSUM: Meaning("DATA_LOSS", False, "bytes were changed on the way"),
+    Code.INCOMPLETE: Meaning("ABORTED", False, "the stream ended before all bytes came"),
+    Code.OUT_OF_STEP: Meaning("ABORTED", False, "the upload does not go on where the server stands; ask its status"),
+    Code.NOT_FOUND: Meaning("NOT_FOUND", True, "the server holds no such payload for this device"),
+    Code.NO_SPACE: Meaning("RESOURCE_EXHAUSTED", False, "the server's disk is full; no receipt is given"),
+    Code.INTERNAL: Meaning("INTERNAL", False, "a fault of the server; its log says more"),
+}

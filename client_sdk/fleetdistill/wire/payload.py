@@ -1,0 +1,175 @@
+"""A payload: typed parts whose tensors stand apart as one run of bytes.
+
+The parts (a `Parts` message, tensors described but without data) travel and are stored whole; the data of all tensors
+follow each other in field order and are addressed by one byte offset, the same on the wire, in the spool and in a blob.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import google_crc32c
+import numpy as np
+from google.protobuf.message import Message
+
+from fleetdistill.errors import WireError
+from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
+
+CHUNK_BYTES = 1 << 20
+MAX_TENSORS = 10_000
+MAX_AXES = 16
+MAX_NAME = 256
+
+DTYPES: dict[int, np.dtype] = {
+    tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
+    tensor_pb2.ELEMENT_TYPE_FLOAT16: np.dtype("<f2"),
+    tensor_pb2.ELEMENT_TYPE_FLOAT64: np.dtype("<f8"),
+    tensor_pb2.ELEMENT_TYPE_INT32: np.dtype("<i4"),
+    tensor_pb2.ELEMENT_TYPE_INT64: np.dtype("<i8"),
+    tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
+    tensor_pb2.ELEMENT_TYPE_BOOL: np.dtype("?"),
+}
+ELEMENT_TYPES = {dtype: element_type for element_type, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor stands: its path within the parts, such as `knowledge/features/cut`, and its bytes."""
+
+    path: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """First byte after the tensor's data."""
+        return self.start + self.nbytes
+
+
+class DataSource(Protocol):
+    """Anything that gives a payload's bytes by offset: arrays in memory, a spool file, a blob."""
+
+    def read(self, start: int, size: int) -> bytes:
+        """Returns `size` bytes from `start` on."""
+
+
+def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
+    """Finds every tensor of the parts in field order.
+
+    Raises:
+        WireError: A tensor has an unknown type or encoding, a negative axis, too many axes, or carries data inline;
+            a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
+    """
+    found: list[Slot] = []
+    start = 0
+    for path, tensor in _tensors(parts):
+        slot = Slot(path, _dtype(path, tensor), _shape(path, tensor), start)
+        found.append(slot)
+        start = slot.stop
+        if len(found) > MAX_TENSORS:
+            raise WireError(f"the payload has more than {MAX_TENSORS} tensors")
+    _check_unique([slot.path for slot in found])
+    return tuple(found)
+
+
+def data_bytes(parts: knowledge_pb2.Parts) -> int:
+    """Sum of the sizes of all tensors."""
+    return sum(slot.nbytes for slot in slots(parts))
+
+
+def digest(parts: knowledge_pb2.Parts, data: Iterator[bytes]) -> bytes:
+    """SHA-256 of the parts and the data; what names a payload everywhere."""
+    running = hashlib.sha256(parts.SerializeToString(deterministic=True))
+    for piece in data:
+        running.update(piece)
+    return running.digest()
+
+
+def pieces(source: DataSource, start: int, stop: int) -> Iterator[bytes]:
+    """Reads `[start, stop)` in pieces of at most `CHUNK_BYTES`."""
+    while start < stop:
+        size = min(CHUNK_BYTES, stop - start)
+        yield source.read(start, size)
+        start += size
+
+
+def chunks(source: DataSource, all_slots: Sequence[Slot], first_byte: int = 0) -> Iterator[knowledge_pb2.TensorChunk]:
+    """Cuts a payload's data, from `first_byte` on, into checksummed chunks that never span two tensors."""
+    for number, slot in enumerate(all_slots):
+        for_this = range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES)
+        for start in for_this:
+            data = source.read(start, min(CHUNK_BYTES, slot.stop - start))
+            yield knowledge_pb2.TensorChunk(
+                tensor=number, offset=start - slot.start, data=data, crc32c=google_crc32c.value(data)
+            )
+
+
+def array_of(slot: Slot, source: DataSource) -> np.ndarray:
+    """Reads one tensor whole, as a read-only array."""
+    data = source.read(slot.start, slot.nbytes)
+    return np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
+
+
+def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, tensor_pb2.Tensor]]:
+    for part in parts.parts:
+        _check_name(part.name)
+        kind = part.WhichOneof("kind")
+        if kind is None:
+            raise WireError(f"part {part.name!r} has no kind that this version knows")
+        yield from _walk(getattr(part, kind), part.name)
+
+
+def _walk(message: Message, path: str) -> Iterator[tuple[str, tensor_pb2.Tensor]]:
+    if isinstance(message, tensor_pb2.Tensor):
+        yield path, message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        for item in value if field.is_repeated else [value]:
+            if isinstance(item, tensor_pb2.NamedTensor):
+                _check_name(item.name)
+                yield f"{path}/{field.name}/{item.name}", item.tensor
+            else:
+                yield from _walk(item, f"{path}/{field.name}")
+
+
+def _check_name(name: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME:
+        raise WireError(f"a name is {len(name)} characters long, must be 1 to {MAX_NAME}: {name[:40]!r}")
+
+
+def _check_unique(paths: list[str]) -> None:
+    if len(set(paths)) != len(paths):
+        doubled = next(path for path in paths if paths.count(path) > 1)
+        raise WireError(f"tensor {doubled!r} appears twice")
+
+
+def _dtype(path: str, tensor: tensor_pb2.Tensor) -> np.dtype:
+    if tensor.data:
+        raise WireError(f"tensor {path!r} carries its data in the header; data come in chunks")
+    if tensor.encoding != tensor_pb2.ENCODING_RAW:
+        raise WireError(f"tensor {path!r} has encoding {tensor.encoding}, this version knows only raw")
+    dtype = DTYPES.get(tensor.element_type)
+    if dtype is None:
+        raise WireError(f"tensor {path!r} has unknown element type {tensor.element_type}")
+    return dtype
+
+
+def _shape(path: str, tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
+    shape = tuple(tensor.shape)
+    if len(shape) > MAX_AXES or any(size < 0 for size in shape):
+        raise WireError(
+            f"tensor {path!r} has shape {list(shape)[: MAX_AXES + 1]}, axes must be >= 0, at most {MAX_AXES}"
+        )
+    return shape

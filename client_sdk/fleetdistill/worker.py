@@ -1,0 +1,234 @@
+"""The part of a device that needs torch: model, data, the method's device half, delivery and export."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
+from fleetdistill.knowledge import ClassCount, Kind, Metric, Metrics, ModelParameters
+from fleetdistill.local_training import Counts, TensorData, as_tensor_data, evaluate
+from fleetdistill.methods import config_from_plan, device_class
+from fleetdistill.methods.base import CUT, Answer, Ask, Local
+from fleetdistill.model import check_local_model, fingerprint, parameter_count
+from fleetdistill.onnx_export import OnnxReport, export_onnx
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.tensors import load_arrays
+from fleetdistill.version import VERSION
+from fleetdistill.wire.codec import read_plan
+from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
+
+_PARITY_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the app's model was replaced after a round, and why."""
+
+    replaced: bool
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """Does a device's computing. See `Device` for the arguments.
+
+    Attributes:
+        contract: The run's terms.
+        has_state: Whether model and method hold the device's committed state.
+        ends_round: Whether the last answer was the last of its round.
+
+    Raises:
+        ModelError, DataError: The app's model or data do not fit each other or the contract.
+    """
+
+    def __init__(
+        self,
+        contract: contract_pb2.Contract,
+        *,
+        model: nn.Module | Callable[[], nn.Module],
+        model_name: str,
+        data: Any,
+        test_data: Any,
+        validation_data: Any,
+        torch_device: str,
+    ) -> None:
+        self.contract = contract
+        self.has_state = False
+        self.ends_round = False
+        self._classes = len(contract.classes)
+        self._data = _load(data, contract, "data")
+        if not len(self._data):
+            raise DataError("data has no samples; a device needs at least one")
+        self._scored = {
+            "test": _load(test_data, contract, "test_data") if test_data is not None else None,
+            "validation": _load(validation_data, contract, "validation_data") if validation_data is not None else None,
+        }
+        self._module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
+        self._taps = check_local_model(self._module, self._data.inputs[:2].to(torch_device), self._classes)
+        self._model_name = model_name or type(self._module).__name__
+        config = config_from_plan(contract.method, read_plan(contract.config))
+        local = Local(
+            model=self._module,
+            taps=self._taps,
+            data=self._data,
+            classes=self._classes,
+            torch_device=torch.device(torch_device),
+        )
+        self._method = device_class(contract.method)(config, local)
+        self._delivered = copy.deepcopy(self._module)
+        self._delivered_accuracy: float | None = None
+
+    def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
+        """What the device says of itself at check-in."""
+        probe = self._data.inputs[:1].to(next(self._module.parameters()).device)
+        with torch.no_grad():
+            was_training = self._module.training
+            self._module.eval()
+            shape = list(self._taps.features(probe).shape[1:])
+            self._module.train(was_training)
+        return contract_pb2.DeviceProfile(
+            model_name=self._model_name[:128],
+            parameters=parameter_count(self._module),
+            model_fingerprint=fingerprint(self._module),
+            extractor_fingerprint=fingerprint(self._taps.extractor),
+            samples=len(self._data),
+            classes=self._classes,
+            input_shape=list(self._data.inputs.shape[1:]),
+            features=[contract_pb2.NamedShape(name=CUT, shape=shape)],
+            knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32, tensor_pb2.ELEMENT_TYPE_FLOAT16],
+            allowed_columns=sorted(allow),
+            sdk_version=VERSION,
+        )
+
+    # --- state
+
+    def load_initial(self, parts: Mapping[str, Kind]) -> None:
+        """Takes the weights that every device of the run starts from."""
+        initial = parts.get("initial")
+        if not isinstance(initial, ModelParameters):
+            raise WireError("the run's initial weights are not model parameters")
+        target = self._taps.extractor if initial.scope == "extractor" else self._module
+        load_arrays(target, {**initial.parameters, **initial.buffers})
+        self._delivered.load_state_dict(self._module.state_dict())
+        self.has_state = True
+
+    def state(self) -> bytes:
+        """Model and method as one safetensors document."""
+        return pack_state({"model": self._module.state_dict(), "method": self._method.state_dict()})
+
+    def restore(self, saved: bytes, delivered: bytes | None) -> None:
+        """Takes up committed state, and the delivered model with its figure."""
+        state = unpack_state(saved)
+        try:
+            self._module.load_state_dict(state["model"])
+            self._method.load_state_dict(state["method"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
+        known = unpack_state(delivered) if delivered is not None else {"model": state["model"], "accuracy": None}
+        self._delivered.load_state_dict(known["model"])
+        self._delivered_accuracy = known["accuracy"]
+        self.has_state = True
+
+    def forget_state(self) -> None:
+        """What was learned since the last receipt does not count; the committed state is loaded again before use."""
+        self.has_state = False
+
+    # --- work
+
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> tuple[Answer, bytes]:
+        """Runs the handler under the ask's seed and the run's thread count; returns answer and candidate state."""
+        question = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+        with self._reproducible(ask.seed):
+            answer = self._method.handle(question)
+            self.ends_round = ask.step == self._method.metrics_step
+            if self.ends_round and "metrics" in allow:
+                figures = [
+                    m for split, data in self._scored.items() if data is not None for m in self._score(split, data)
+                ]
+                if figures:
+                    answer = Answer(
+                        parts={**answer.parts, "metrics": Metrics(metrics=figures)},
+                        samples=answer.samples,
+                        notes=answer.notes,
+                    )
+        return answer, self.state()
+
+    def _score(self, split: str, data: TensorData) -> list[Metric]:
+        counts = evaluate(self._module, data, self._classes)
+        return [
+            Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=_by_class(counts)),
+            Metric(name="loss", split=split, sum=counts.loss_sum, count=counts.count),
+        ]
+
+    @contextlib.contextmanager
+    def _reproducible(self, seed: int) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        device = next(self._module.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            torch.set_num_threads(self.contract.threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+
+    # --- delivery
+
+    def deliver(self) -> Verdict:
+        """Gives the trained model to the app, unless its accuracy on the validation data would fall."""
+        data = self._scored["validation"]
+        if data is None:
+            self._delivered.load_state_dict(self._module.state_dict())
+            return Verdict(True, "the app's model is replaced")
+        accuracy = evaluate(self._module, data, self._classes).accuracy
+        known = self._delivered_accuracy
+        values = {"accuracy": accuracy, "accuracy_in_use": known}
+        if known is not None and accuracy < known:
+            return Verdict(
+                False, f"the app keeps its model: {accuracy:.3f} on validation data, {known:.3f} before", values
+            )
+        self._delivered.load_state_dict(self._module.state_dict())
+        self._delivered_accuracy = accuracy
+        return Verdict(True, f"the app's model is replaced: {accuracy:.3f} on validation data", values)
+
+    def delivered_model(self) -> nn.Module:
+        """The model for the app to use, in eval mode."""
+        return self._delivered.eval()
+
+    def delivered_state(self) -> bytes:
+        """The delivered model and its figure."""
+        return pack_state({"model": self._delivered.state_dict(), "accuracy": self._delivered_accuracy})
+
+    def export(self, path: Path, number: int) -> OnnxReport:
+        """Writes the delivered model as ONNX and compares it with PyTorch on the device's own samples."""
+        metadata = {
+            "run": self.contract.run,
+            "round": str(number),
+            "method": self.contract.method,
+            "class_names": ",".join(self.contract.classes),
+        }
+        return export_onnx(self._delivered, path, self._data.inputs[:_PARITY_SAMPLES], metadata)
+
+
+def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
+    try:
+        loaded = as_tensor_data(data() if callable(data) else data, len(contract.classes))
+    except (DataError, ConfigurationError) as error:
+        raise DataError(f"{name}: {error}") from error
+    shape = list(loaded.inputs.shape[1:])
+    if shape != list(contract.input_shape):
+        raise DataError(f"{name} has inputs of shape {shape}, run {contract.run!r} has {list(contract.input_shape)}")
+    return loaded
+
+
+def _by_class(counts: Counts) -> list[ClassCount]:
+    pairs = zip(counts.per_class_correct.tolist(), counts.per_class_count.tolist(), strict=True)
+    return [ClassCount(label=label, sum=hit, count=all_) for label, (hit, all_) in enumerate(pairs) if all_]

@@ -1,0 +1,216 @@
+"""The devices of one round, as a method sees them: `ask` a step, iterate over the answers.
+
+Asks are rows of the store and answers are read from it, so a round that starts again after a crash finds what it asked
+and what was answered. Answers come in device-id order, each as soon as it and every earlier one is in or out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import QuorumNotReached, StoreError
+from fleetdistill.knowledge import Kind, Parts
+from fleetdistill.methods.base import PartKind
+from fleetdistill.seeds import derive_seed
+from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill_server.store import Row, Store
+
+PayloadFor = Parts | Callable[[str], Parts] | None
+
+
+class Waker(Protocol):
+    """How an engine waits for answers."""
+
+    async def wait(self, seconds: float = ...) -> None:
+        """Returns when something may have come in, or after `seconds`."""
+
+    def wake_other(self) -> None:
+        """Tells the front that asks are waiting."""
+
+
+@dataclass(frozen=True)
+class RoundTerms:
+    """Terms of every round of a run.
+
+    Attributes:
+        run: Name of the run.
+        seed: Root of its seed tree.
+        quorum: Part of the cohort that must answer, in (0, 1].
+        deadline_seconds: Time for one ask.
+        knowledge_type: float16 or float32, what knowledge travels in.
+        steps: For each step of the method, part name to kind of an answer.
+    """
+
+    run: str
+    seed: int
+    quorum: float
+    deadline_seconds: float
+    knowledge_type: np.dtype
+    steps: Mapping[str, Mapping[str, str]]
+
+
+class DeviceAnswer:
+    """One device's accepted answer; its arrays are read from the store when they are used.
+
+    Attributes:
+        device: Who answered.
+        samples: Local samples behind it, the weight in averages.
+    """
+
+    def __init__(self, device: str, samples: int, payload: Payload) -> None:
+        self.device = device
+        self.samples = samples
+        self._payload = payload
+
+    @cached_property
+    def parts(self) -> Mapping[str, Kind]:
+        """All parts by name."""
+        return decode(self._payload)
+
+    def part(self, name: str, kind: type[PartKind]) -> PartKind:
+        """The part of that name; the front has checked that it is there and of this kind."""
+        found = self.parts[name]
+        assert isinstance(found, kind)
+        return found
+
+
+class Cohort:
+    """The devices of one round. See the module's docstring.
+
+    Attributes:
+        round: Number of the round, from 1, short rounds included.
+        completed: Rounds completed before this one.
+        devices: Ids of the cohort in bytewise order.
+        figures: What `report` was told.
+        used: Asks whose answers were handed to the method.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        terms: RoundTerms,
+        waker: Waker,
+        *,
+        number: int,
+        completed: int,
+        devices: Sequence[str],
+    ) -> None:
+        self.round = number
+        self.completed = completed
+        self.devices = tuple(devices)
+        self.figures: dict[str, Any] = {}
+        self.used: list[int] = []
+        self._store = store
+        self._terms = terms
+        self._waker = waker
+        self._steps = 0
+        self._in_round = set(devices)
+
+    async def ask(
+        self, step: str, payload: PayloadFor = None, *, to: Sequence[str] | None = None, quorum: float | None = None
+    ) -> AsyncIterator[DeviceAnswer]:
+        """Asks a step of the cohort and yields the answers in device-id order.
+
+        Args:
+            step: Name of the device half's handler.
+            payload: Parts for all devices, or a function of the device id that gives each its own.
+            to: Devices to ask; by default those that answered every earlier ask of this round.
+            quorum: Part of the asked devices that must answer; by default the run's.
+
+        Raises:
+            QuorumNotReached: Too few answered before the deadline.
+        """
+        asked = sorted(self._in_round if to is None else to)
+        self._steps += 1
+        self._write_asks(step, self._steps, asked, payload)
+        self._waker.wake_other()
+        answered = 0
+        for row in self._store.asks(self._terms.run, self.round, self._steps):
+            answer = await self._answer_to(row)
+            if answer is None:
+                self._in_round.discard(row["device"])
+                continue
+            answered += 1
+            yield answer
+        needed = math.ceil((self._terms.quorum if quorum is None else quorum) * len(asked) - 1e-9)
+        if answered < needed:
+            raise QuorumNotReached(step, answered, needed)
+
+    async def tell(self, payload: PayloadFor, *, step: str = "deliver") -> None:
+        """Sends something that wants no knowledge back; waits until every device took it or is gone."""
+        async for _ in self.ask(step, payload, quorum=0.0):
+            pass
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        """Notes something for `fleetdistill runs show`, such as a guard that fired."""
+        known = self._store.events(self._terms.run, kind)
+        if not any(row["round"] == self.round and row["device"] == device and row["text"] == text for row in known):
+            self._store.add_event(self._terms.run, kind, text, number=self.round, device=device)
+
+    def report(self, name: str, value: Any) -> None:
+        """Adds a figure of this round, JSON; mappings are merged."""
+        if isinstance(value, Mapping):
+            self.figures.setdefault(name, {}).update(value)
+        else:
+            self.figures[name] = value
+
+    def generator(self, name: str) -> torch.Generator:
+        """Random numbers for one named purpose of this round."""
+        return torch.Generator().manual_seed(derive_seed(self._terms.seed, self.round, name, "server"))
+
+    def _write_asks(self, step: str, number: int, asked: Sequence[str], payload: PayloadFor) -> None:
+        run = self._terms.run
+        expects = self._terms.steps.get(step, {})
+        known = {row["device"]: row for row in self._store.asks(run, self.round, number)}
+        rows = [self._ask_row(step, number, device, payload, expects) for device in asked]
+        for row in rows:
+            old = known.get(row["device"])
+            if old is not None and old["payload"] != row["payload"]:
+                text = f"step {step!r} made another payload when it was replayed; the stored one is used"
+                self.event("replay-differs", text, row["device"])
+        self._store.write_asks(rows)
+
+    def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
+        parts = payload(device) if callable(payload) else payload
+        encoded = None if parts is None else encode(parts, self._terms.knowledge_type)
+        if encoded is not None:
+            self._store.blobs.put(encoded)
+        return {
+            "run": self._terms.run,
+            "round": self.round,
+            "step_number": number,
+            "device": device,
+            "step": step,
+            "expects": expects,
+            "payload": encoded.sha256 if encoded else None,
+            "payload_bytes": encoded.data_bytes if encoded else 0,
+            "seed": derive_seed(self._terms.seed, self.round, step, number, device),
+            "deadline_at": time.time() + self._terms.deadline_seconds,
+        }
+
+    async def _answer_to(self, ask: Row) -> DeviceAnswer | None:
+        name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
+        while True:
+            row = self._store.ask(*name)
+            if row is None:
+                raise StoreError(f"the ask {name} has gone from the store")
+            if row["status"] == "out":
+                return None
+            if row["status"] == "answered":
+                return self._accepted(row)
+            self._store.expire_asks(self._terms.run, time.time())
+            await self._waker.wait()
+
+    def _accepted(self, ask: Row) -> DeviceAnswer:
+        upload = self._store.upload_of(ask["id"])
+        assert upload is not None  # status and row are written in one transaction
+        self.used.append(ask["id"])
+        return DeviceAnswer(ask["device"], upload["samples"], self._store.blobs.open(upload["sha256"]))

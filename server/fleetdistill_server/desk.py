@@ -1,0 +1,414 @@
+"""What the server says to devices, without a transport: the gRPC front and the in-memory link both stand on this.
+
+It knows contracts, asks and receipts, but no method and no torch. Every call is synchronous and may run in any thread;
+writes go through `commit`, which the front replaces by its group-committing writer thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from fleetdistill.errors import RefusedError, StoreError
+from fleetdistill.knowledge import Metrics
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload, decode
+from fleetdistill.wire.codes import MEANINGS, Code
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill_server.admission import check_profile
+from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.store import Row, Store
+
+T = TypeVar("T")
+_DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def commit_directly(store: Store, job: Callable[[Store], T]) -> T:
+    """Runs a job in a transaction of its own, at once."""
+    with store.transaction():
+        return job(store)
+
+
+class Desk:
+    """Answers devices. See the module's docstring.
+
+    Args:
+        store: Read by every call.
+        commit: Runs a job in a durable transaction and returns its result.
+        wake_engine: Called after something was committed that the engine may wait for.
+        lease_seconds: A device that is silent for longer is taken for gone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        commit: Callable[[Callable[[Store], T]], T] | None = None,
+        wake_engine: Callable[[], None] = lambda: None,
+        lease_seconds: float = 60.0,
+    ) -> None:
+        self.store = store
+        self._commit = commit or (lambda job: commit_directly(store, job))
+        self.wake_engine = wake_engine
+        self.lease_seconds = lease_seconds
+        self._contracts: dict[str, contract_pb2.Contract] = {}
+        self._leases: dict[tuple[str, str], float] = {}
+        self._uploads: dict[str, UploadSession] = {}
+        self._uploads_lock = threading.Lock()
+
+    # --- presence
+
+    def check_in(self, request: service_pb2.CheckInRequest) -> service_pb2.CheckInResponse:
+        """Registers a device that fits the contract; without a profile only tells the contract."""
+        run = self._run(request.identity.run)
+        contract = self.contract(run)
+        answer = service_pb2.CheckInResponse(contract=contract)
+        if request.HasField("profile"):
+            device = request.identity.device
+            secret = self._admit(run, device, request.identity.secret)
+            self._check_profile(run, device, contract, request.profile)
+            answer.secret = b"" if request.identity.secret else secret
+            hashed, profile = _hashed(secret), request.profile.SerializeToString()
+            self._commit(lambda store: store.register_device(run, device, hashed, profile))
+            self._renew(run, device)
+            self.wake_engine()
+        answer.lease_seconds = self.lease_seconds
+        answer.heartbeat_seconds = self.lease_seconds / 4
+        return answer
+
+    def _check_profile(
+        self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
+    ) -> None:
+        try:
+            check_profile(contract, profile)
+        except RefusedError as refusal:
+            self._note_refusal(run, 0, device, refusal)
+            raise
+
+    def contract(self, run: str) -> contract_pb2.Contract:
+        """The run's contract. Raises RefusedError until the engine has prepared it."""
+        if run not in self._contracts:
+            row = self.store.run(run)
+            if row is None:
+                raise RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}")
+            if row["contract"] is None:
+                raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
+            self._contracts[run] = contract_pb2.Contract.FromString(row["contract"])
+        return self._contracts[run]
+
+    def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
+        """The device's oldest open ask, or the end of the run; None when there is nothing to do."""
+        run, device = self.authenticate(identity)
+        row = self.store.next_ask(run, device)
+        if row is not None:
+            return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
+        status = self.store.run(run)
+        if status is not None and status["status"] in ("finished", "stopped"):
+            return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
+        return None
+
+    def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
+        """Renews the lease."""
+        run, device = self.authenticate(request.identity)
+        return service_pb2.HeartbeatResponse(ask_open=self.store.next_ask(run, device) is not None)
+
+    def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
+        """Ends the lease at the device's wish."""
+        run, device = self.authenticate(request.identity)
+        self._gone(run, device, "device left")
+        return service_pb2.LeaveResponse()
+
+    def adopt_present_devices(self) -> None:
+        """Gives every device that was present before a restart a fresh lease."""
+        for run in self.store.runs():
+            for device in self.store.present_devices(run["name"]):
+                self._renew(run["name"], device)
+
+    def end_leases(self) -> None:
+        """Takes devices that were silent for too long for gone."""
+        now = time.monotonic()
+        for (run, device), until in list(self._leases.items()):
+            if until < now:
+                self._gone(run, device, "lease ended")
+                text = f"{device} was silent for {self.lease_seconds:g} s"
+                self._commit(lambda store, r=run, d=device, t=text: store.add_event(r, "lease-ended", t, device=d))
+
+    def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
+        """Checks who calls and renews the lease; returns run and device.
+
+        Raises:
+            RefusedError: The device never checked in to this run, or the secret is wrong.
+        """
+        run = self._run(identity.run)
+        row = self.store.device(run, identity.device)
+        if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
+            raise RefusedError(Code.BAD_IDENTITY, f"device {identity.device!r} is not checked in with this secret")
+        self._renew(run, identity.device)
+        return run, identity.device
+
+    def _admit(self, run: str, device: str, secret: bytes) -> bytes:
+        if not _DEVICE_ID.fullmatch(device):
+            raise RefusedError(
+                Code.BAD_IDENTITY, f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'"
+            )
+        row = self.store.device(run, device)
+        if row is None:
+            return secret or secrets.token_bytes(32)
+        if not hmac.compare_digest(row["secret_hash"], _hashed(secret)):
+            raise RefusedError(
+                Code.BAD_IDENTITY,
+                f"device id {device!r} belongs to another device; choose another id or restore its secret",
+            )
+        return secret
+
+    def _run(self, name: str) -> str:
+        if name:
+            return name
+        runs = [row["name"] for row in self.store.runs()]
+        if len(runs) != 1:
+            listed = ", ".join(runs) or "none"
+            raise RefusedError(Code.UNKNOWN_RUN if runs else Code.NOT_READY, f"name the run; the server has: {listed}")
+        return str(runs[0])
+
+    def _renew(self, run: str, device: str) -> None:
+        self._leases[run, device] = time.monotonic() + self.lease_seconds
+
+    def _gone(self, run: str, device: str, reason: str) -> None:
+        self._leases.pop((run, device), None)
+        self._commit(lambda store: store.device_gone(run, device, reason))
+        self.wake_engine()
+
+    def _ask_message(self, run: str, row: Row) -> service_pb2.Ask:
+        return service_pb2.Ask(
+            round=row["round"],
+            step_number=row["step_number"],
+            step=row["step"],
+            payload=row["payload"] or b"",
+            payload_bytes=row["payload_bytes"],
+            seed=row["seed"],
+            deadline_seconds=max(row["deadline_at"] - time.time(), 0.0),
+            completed_rounds=(self.store.run(run) or {"completed_rounds": 0})["completed_rounds"],
+        )
+
+    # --- downloads
+
+    def download(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Iterator[knowledge_pb2.TensorChunk]]:
+        """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on."""
+        run, device = self.authenticate(request.identity)
+        wanted = request.sha256
+        if wanted != self.contract(run).initial_weights and not self.store.is_payload_for(run, device, wanted):
+            raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
+        payload = self.store.blobs.open(wanted)
+        ask = self.store.next_ask(run, device)
+        header_bytes = payload.header().ByteSize()
+        tensor_bytes = max(payload.data_bytes - request.first_byte, 0)
+        number = ask["round"] if ask else 0
+        self._commit(lambda store: store.add_traffic(run, number, device, "down", tensor_bytes, header_bytes))
+        return payload, wire.chunks(payload.source, payload.slots, request.first_byte)
+
+    # --- uploads
+
+    def upload_status(self, request: service_pb2.UploadStatusRequest) -> service_pb2.UploadStatusResponse:
+        """Tells how far an upload has come."""
+        run, device = self.authenticate(request.identity)
+        ask = self._asked(run, device, request.name)
+        answer = service_pb2.UploadStatusResponse(ask_open=ask["status"] == "open")
+        accepted = self.store.upload_of(ask["id"])
+        if accepted is not None:
+            answer.receipt.CopyFrom(_receipt(request.name, accepted))
+        else:
+            answer.next_byte = self.store.blobs.staged(_staging_key(ask, request.name.attempt))
+        return answer
+
+    def begin_upload(self, header: service_pb2.UploadHeader) -> UploadSession:
+        """Checks an upload's header; the session takes its chunks.
+
+        A session of the same upload that is still open elsewhere is ended: the newest stream wins.
+        """
+        run, device = self.authenticate(header.identity)
+        ask = self._asked(run, device, header.name)
+        key = _staging_key(ask, header.name.attempt)
+        with self._uploads_lock:
+            older = self._uploads.pop(key, None)
+        if older is not None:
+            older.abandon()
+        session = UploadSession(self, run, ask, header, key)
+        with self._uploads_lock:
+            self._uploads[key] = session
+        return session
+
+    def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
+        ask = self.store.ask(run, name.round, name.step_number, device)
+        if ask is None:
+            text = f"device {device} was not asked step {name.step_number} of round {name.round}"
+            refusal = RefusedError(Code.NOT_ASKED, text)
+            self._note_refusal(run, name.round, device, refusal)
+            raise refusal
+        return ask
+
+    def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader) -> service_pb2.Receipt:
+        """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
+        payload = header.payload
+        device = ask["device"]
+
+        def record(store: Store) -> Row | None:
+            row = store.accept_upload(
+                ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, max(header.samples, 1)
+            )
+            if row is not None and row["attempt"] == header.name.attempt:
+                store.add_traffic(run, ask["round"], device, "up", payload.data_bytes, payload.ByteSize())
+                for part in payload.parts.parts:
+                    if part.WhichOneof("kind") == "metrics":
+                        store.add_figures(run, ask["round"], device, _metrics(part))
+            return row
+
+        row = self._commit(record)
+        if row is None:
+            raise self.refuse(run, ask, RefusedError(Code.CLOSED, _closed_text(self.store.ask(*_name_of(run, ask)))))
+        self.wake_engine()
+        return _receipt(header.name, row)
+
+    def refuse(self, run: str, ask: Row, refusal: RefusedError) -> RefusedError:
+        """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it."""
+        self._note_refusal(run, ask["round"], ask["device"], refusal)
+        if MEANINGS[Code(refusal.code)].final:
+            self._commit(lambda store: store.close_ask(ask["id"], f"refused: {refusal}"))
+            self.wake_engine()
+        return refusal
+
+    def _note_refusal(self, run: str, number: int, device: str, refusal: RefusedError) -> None:
+        self._commit(
+            lambda store: store.add_event(
+                run, "refused", str(refusal), number=number, device=device[:64], code=refusal.code
+            )
+        )
+
+    def forget(self, key: str, session: UploadSession) -> None:
+        """Removes a session that has ended."""
+        with self._uploads_lock:
+            if self._uploads.get(key) is session:
+                del self._uploads[key]
+
+
+class UploadSession:
+    """One stream of one upload. `feed` its chunks, then `finish` for the receipt; `abandon` when the stream breaks."""
+
+    def __init__(self, desk: Desk, run: str, ask: Row, header: service_pb2.UploadHeader, key: str) -> None:
+        self._desk = desk
+        self._run = run
+        self._ask = ask
+        self._header = header
+        self._key = key
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._accepted = desk.store.upload_of(ask["id"])
+        if self._accepted is None:
+            self._refusing(self._open)
+
+    def _open(self) -> None:
+        if self._ask["status"] != "open":
+            raise RefusedError(Code.CLOSED, _closed_text(self._ask))
+        contract = self._desk.contract(self._run)
+        self._ingest = Ingest(self._ask["device"], self._header.payload, contract, json.loads(self._ask["expects"]))
+        self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
+        held = self._ingest.start(self._staging)
+        if held != self._header.first_byte:
+            text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}, the server has {held}"
+            raise RefusedError(Code.OUT_OF_STEP, f"{text}; ask for its status")
+
+    def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
+        """Takes a chunk; of an upload that is accepted already it takes nothing."""
+        if self._accepted is None:
+            with self._lock:
+                self._assert_open()
+                self._refusing(lambda: self._ingest.feed(chunk))
+
+    def finish(self) -> service_pb2.Receipt:
+        """Checks the whole, makes it durable, commits, and only then gives the receipt."""
+        if self._accepted is not None:
+            self._desk.forget(self._key, self)
+            return _receipt(self._header.name, self._accepted)
+        with self._lock:
+            self._assert_open()
+            self._refusing(self._ingest.finish)
+            self._staging.commit(self._header.payload.sha256)
+            self._abandoned = True
+        self._desk.forget(self._key, self)
+        return self._desk.accept(self._run, self._ask, self._header)
+
+    def abandon(self) -> None:
+        """Ends the session; what was staged stays for the next one."""
+        with self._lock:
+            if not self._abandoned and self._accepted is None and hasattr(self, "_staging"):
+                self._staging.close()
+            self._abandoned = True
+        self._desk.forget(self._key, self)
+
+    def _assert_open(self) -> None:
+        if self._abandoned:
+            raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
+
+    def _refusing(self, step: Callable[[], None]) -> None:
+        """Runs a step; on a refusal throws away what was staged, where going on is useless."""
+        try:
+            step()
+        except RefusedError as refusal:
+            if hasattr(self, "_staging"):
+                keep = refusal.code in (Code.INCOMPLETE, Code.OUT_OF_STEP)
+                self._staging.close() if keep else self._staging.discard()
+            self._abandoned = True
+            self._desk.forget(self._key, self)
+            raise self._desk.refuse(self._run, self._ask, refusal) from refusal
+        except StoreError:
+            self._abandoned = True
+            self._desk.forget(self._key, self)
+            raise
+
+
+def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:
+    return run, ask["round"], ask["step_number"], ask["device"]
+
+
+def _staging_key(ask: Row, attempt: int) -> str:
+    return f"ask-{ask['id']}-attempt-{attempt}"
+
+
+def _closed_text(ask: Row | None) -> str:
+    if ask is None:
+        return "the ask is gone"
+    return (
+        f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} takes no answer any more "
+        f"({ask['reason'] or ask['status']})"
+    )
+
+
+def _receipt(name: service_pb2.UploadName, row: Row) -> service_pb2.Receipt:
+    return service_pb2.Receipt(
+        id=row["receipt"],
+        name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=row["attempt"]),
+        sha256=row["sha256"],
+        data_bytes=row["data_bytes"],
+        received_at_ms=int(row["received_at"] * 1000),
+    )
+
+
+def _hashed(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def _metrics(part: knowledge_pb2.Part) -> Metrics:
+    parts = knowledge_pb2.Parts(parts=[part])
+    found = decode(Payload(parts, (), _NoData(), b""))[part.name]
+    assert isinstance(found, Metrics)
+    return found
+
+
+class _NoData:
+    def read(self, start: int, size: int) -> bytes:
+        return b""

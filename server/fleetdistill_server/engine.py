@@ -1,0 +1,264 @@
+"""The engine: runs the server half of one run's method over the store, in a process of its own.
+
+It talks to devices only through the store: asks are written, answers are read. Killed and started again, it goes on
+from the last checkpoint with the open round's asks and answers. Run by `fleetdistill serve` as
+`python -m fleetdistill_server.engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleetdistill import methods
+from fleetdistill.errors import ConfigurationError, FleetDistillError, QuorumNotReached, RunError
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.base import CUT
+from fleetdistill.model import fingerprint, output_shape
+from fleetdistill.models import build_model
+from fleetdistill.seeds import derive_seed
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.tensors import arrays_of
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.payload import ELEMENT_TYPES
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod, Setting
+from fleetdistill_server.models import build_server_model
+from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.store import Store
+from fleetdistill_server.wakeups import Ends, Wakeups
+
+logger = logging.getLogger(__name__)
+EXIT_CONFIGURATION = 2
+MAX_SHORT_ROUNDS_IN_A_ROW = 100
+
+
+class Engine:
+    """Runs one run to its end.
+
+    Args:
+        store: Where the run lives.
+        config: The run's configuration.
+        waker: How to wait for devices.
+    """
+
+    def __init__(self, store: Store, config: RunConfig, waker: Waker) -> None:
+        self._store = store
+        self._config = config
+        self._waker = waker
+        self._name = config.run.name
+        store.begin_run(self._name, config.fixed_part())
+        self._token = store.own_run(self._name)
+        self.method = build_method(config)
+        self._terms = RoundTerms(
+            run=self._name,
+            seed=config.run.seed,
+            quorum=config.run.quorum,
+            deadline_seconds=config.run.deadline_seconds,
+            knowledge_type=np.dtype(config.contract.knowledge_type),
+            steps=self.method.steps,
+        )
+
+    async def run(self) -> None:
+        """Completes the rounds that the run still lacks.
+
+        Raises:
+            RunError: Another engine took the run over, or round after round falls short.
+        """
+        torch.set_num_threads(self._config.run.threads)
+        self._prepare()
+        short = 0
+        while self._completed() < self._config.run.rounds:
+            cohort = await self._next_cohort()
+            short = 0 if await self._round(cohort) else short + 1
+            if short >= MAX_SHORT_ROUNDS_IN_A_ROW:
+                raise RunError(f"{short} rounds in a row fell short of the quorum; look at `fleetdistill runs show`")
+        self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
+        self._waker.wake_other()
+
+    def _prepare(self) -> None:
+        """Publishes the contract, or takes up the state of an earlier start."""
+        row = self._row()
+        if row["contract"] is None:
+            contract, initial = make_contract(self._config, self.method)
+            self._store.blobs.put(initial)
+            self._store.publish_contract(self._name, contract.SerializeToString())
+        elif row["status"] == "stopped":
+            self._store.end_run(self._name, "running", "started again")
+        self._restore()
+
+    def _restore(self) -> None:
+        checkpoint = self._row()["checkpoint"]
+        if checkpoint is None:
+            checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
+            self._store.set_checkpoint(self._name, checkpoint)
+        self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
+
+    async def _next_cohort(self) -> Cohort:
+        """The open round of before a crash, or a new one as soon as enough devices are present."""
+        row = self._store.open_round(self._name)
+        if row is not None:
+            return self._cohort(row["round"], row["cohort"])
+        while len(devices := self._store.present_devices(self._name)) < self._config.run.min_devices:
+            await self._waker.wait()
+        with self._store.transaction():
+            self._store.assert_owner(self._name, self._token)
+            number = self._store.start_round(self._name, devices)
+        return self._cohort(number, devices)
+
+    def _cohort(self, number: int, devices: list[str]) -> Cohort:
+        return Cohort(
+            self._store, self._terms, self._waker, number=number, completed=self._completed(), devices=devices
+        )
+
+    async def _round(self, cohort: Cohort) -> bool:
+        """One round; True if it completed, False if it fell short and was taken back."""
+        torch.manual_seed(derive_seed(self._config.run.seed, cohort.round, "round", "server"))
+        try:
+            await self.method.round(cohort)
+            if cohort.completed + 1 == self._config.run.rounds:
+                await self.method.finish(cohort)
+        except QuorumNotReached as reason:
+            logger.warning("round %d fell short: %s", cohort.round, reason)
+            with self._store.transaction():
+                self._store.assert_owner(self._name, self._token)
+                self._store.close_short_round(self._name, cohort.round, str(reason))
+            self._restore()
+            return False
+        self._close(cohort)
+        return True
+
+    def _close(self, cohort: Cohort) -> None:
+        checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
+        with self._store.transaction():
+            self._store.assert_owner(self._name, self._token)
+            self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
+        logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
+
+    def _row(self) -> dict[str, Any]:
+        row = self._store.run(self._name)
+        assert row is not None  # written by __init__
+        return row
+
+    def _completed(self) -> int:
+        return int(self._row()["completed_rounds"])
+
+
+def build_method(config: RunConfig) -> ServerMethod:
+    """The server half of a run, with models drawn from the run's seed."""
+    features = {CUT: output_shape(_extractor(config), config.contract.input_shape)}
+    classes = len(config.contract.class_names())
+    torch.manual_seed(derive_seed(config.run.seed, 0, "server model", "server"))
+    predictor = build_server_model(config.model.server, feature_shape=features[CUT], classes=classes)
+    setting = Setting(
+        classes=classes,
+        features=features,
+        server_model=predictor,
+        torch_device=pick_torch_device(config.server.torch_device),
+        seed=config.run.seed,
+    )
+    return server_class(config.run.method)(config.method_config(), setting)
+
+
+def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2.Contract, Payload]:
+    """The terms of a run and the initial weights that its devices start from."""
+    extractor = _extractor(config)
+    parameters, buffers = arrays_of(extractor)
+    initial = encode({"initial": ModelParameters(parameters=parameters, buffers=buffers, scope="extractor")})
+    plan = knowledge_pb2.Parts.FromString(
+        encode({"config": methods.config_to_plan(method.config)}).parts.SerializeToString()
+    )
+    shapes = [contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.setting.features.items()]
+    return contract_pb2.Contract(
+        run=config.run.name,
+        method=config.run.method,
+        config=plan.parts[0].plan,
+        classes=config.contract.class_names(),
+        input_shape=config.contract.input_shape,
+        features=shapes,
+        knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
+        requirements=method.requirements(),
+        extractor_fingerprint=fingerprint(extractor),
+        initial_weights=initial.sha256,
+        rounds=config.run.rounds,
+        seed=config.run.seed,
+        threads=config.run.threads,
+        max_upload_bytes=config.server.max_upload_bytes,
+    ), initial
+
+
+def _extractor(config: RunConfig) -> torch.nn.Module:
+    torch.manual_seed(derive_seed(config.run.seed, 0, "initial extractor", "server"))
+    return build_model(config.model.extractor, input_shape=tuple(config.contract.input_shape))
+
+
+def pick_torch_device(name: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigurationError: torch does not know the name, or has no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise ConfigurationError(f"[server] torch_device: {name!r} cannot be used here: {error}") from error
+    return device
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    config: Path
+    store: Path
+    wakeups: Ends
+
+
+async def _main(given: _Arguments) -> int:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    store = Store.open(given.store)
+    try:
+        await Engine(store, load_run_config(given.config), Wakeups(given.wakeups)).run()
+    except asyncio.CancelledError:
+        return 0
+    except (ConfigurationError, RunError) as error:
+        print(f"the engine stops: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    finally:
+        store.close()
+    return 0
+
+
+def main() -> int:
+    """Entry point of the engine's process."""
+    parser = argparse.ArgumentParser(prog="fleetdistill-engine", description="The engine of one run.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
+    try:
+        return asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups)))
+    except FleetDistillError:
+        logger.exception("the engine failed")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Checks of everything that a device sends, before it is kept: both links go through here.
+
+The header is held against the contract and the ask before a byte of data is taken; then every chunk against its
+checksum and every value against its rule, while it streams by; at the end ids must be unique and the SHA-256 must
+match. A bad upload is refused whole, with a code and a sentence that names device, tensor and row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import google_crc32c
+import numpy as np
+
+from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import KINDS
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.payload import DTYPES, Slot
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+from fleetdistill_server.blobs import Staging
+
+ROWS = -1
+"""Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
+
+_FLOAT32 = np.dtype("<f4")
+_INT32 = np.dtype("<i4")
+_INT64 = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one tensor must be.
+
+    Attributes:
+        dtypes: Element types that are taken.
+        shape: Expected shape with `ROWS` for the row axis; None where any shape fits.
+        low: Smallest value, None for no bound. Floats must be finite in any case.
+        high: First value that is too large, None for no bound.
+        unique: Values may not repeat.
+        what: The column in words, for messages.
+    """
+
+    dtypes: tuple[np.dtype, ...]
+    shape: tuple[int, ...] | None = None
+    low: float | None = None
+    high: float | None = None
+    unique: bool = False
+    what: str = "value"
+
+
+class Ingest:
+    """Takes one payload in, chunk by chunk, into a staging area.
+
+    Args:
+        device: Who sends, for messages.
+        header: What the payload claims to be.
+        contract: What it must fit.
+        expects: Part name to kind name, what the ask wants; a part "metrics" may always come along.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        header: knowledge_pb2.PayloadHeader,
+        contract: contract_pb2.Contract,
+        expects: Mapping[str, str],
+    ) -> None:
+        self._device = device
+        self.header = header
+        self._contract = contract
+        self.slots = self._slots()
+        _check_size(header, self.slots, contract.max_upload_bytes)
+        self._check_kinds(expects)
+        self._rules = {path: rule for part in header.parts.parts for path, rule in rules_of(part, contract).items()}
+        for slot in self.slots:
+            self._check_slot(slot)
+        self._check_rows()
+        self._staging: Staging | None = None
+        self._hash = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
+        self._number = 0
+        self._carry = b""
+
+    def start(self, staging: Staging) -> int:
+        """Goes on in a staging area, checking again what it holds; returns the first byte that is missing."""
+        self._staging = staging
+        held = staging.length
+        if held > self._total:
+            raise self._refuse(Code.BAD_MESSAGE, f"{held} bytes are staged, the payload has {self._total}")
+        for slot in self.slots:
+            for piece in wire.pieces(staging, min(slot.start, held), min(slot.stop, held)):
+                self._examine(piece)
+        return held
+
+    def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
+        """Takes the next chunk.
+
+        Raises:
+            RefusedError: Checksum, order, size or a value is wrong.
+            StoreError: The disk is full.
+        """
+        assert self._staging is not None
+        data = chunk.data
+        if google_crc32c.value(data) != chunk.crc32c:
+            raise self._refuse(Code.CHECKSUM, f"a chunk of tensor {chunk.tensor} fails its CRC-32C; send it again")
+        self._check_place(chunk, len(data))
+        self._examine(data)
+        self._staging.append(data)
+
+    def finish(self) -> None:
+        """Checks the whole once every byte is there.
+
+        Raises:
+            RefusedError: Bytes are missing, ids repeat, or the SHA-256 differs.
+        """
+        assert self._staging is not None
+        if self._staging.length != self._total:
+            have = self._staging.length
+            raise self._refuse(Code.INCOMPLETE, f"the stream ended after {have} of {self._total} bytes")
+        if self._hash.digest() != self.header.sha256:
+            raise self._refuse(Code.CHECKSUM, "the SHA-256 of parts and data is not the one in the header")
+        for slot in self.slots:
+            if self._rules[slot.path].unique:
+                self._check_unique(slot, self._staging)
+
+    @property
+    def _total(self) -> int:
+        return self.slots[-1].stop if self.slots else 0
+
+    def _slots(self) -> tuple[Slot, ...]:
+        try:
+            return wire.slots(self.header.parts)
+        except WireError as error:
+            raise self._refuse(Code.BAD_MESSAGE, str(error)) from error
+
+    def _check_kinds(self, expects: Mapping[str, str]) -> None:
+        given = {part.name: part.WhichOneof("kind") for part in self.header.parts.parts}
+        if len(given) != len(self.header.parts.parts):
+            raise self._refuse(Code.BAD_MESSAGE, "two parts have the same name")
+        wanted = dict(expects)
+        if "metrics" in given:
+            wanted.setdefault("metrics", "metrics")
+        if given != wanted:
+            raise self._refuse(Code.BAD_MESSAGE, f"the answer has parts {_words(given)}, asked for {_words(wanted)}")
+
+    def _check_slot(self, slot: Slot) -> None:
+        rule = self._rules.get(slot.path)
+        if rule is None:
+            raise self._refuse(Code.BAD_TENSOR, f"tensor {slot.path!r} is not part of the contract", slot)
+        if slot.dtype not in rule.dtypes:
+            expected = " or ".join(dtype.name for dtype in rule.dtypes)
+            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
+        if rule.shape is not None and not _fits(slot.shape, rule.shape):
+            raise self._refuse(
+                Code.BAD_TENSOR,
+                f"{rule.what} {slot.path} have shape {list(slot.shape)}, expected {_shape_text(rule.shape)}",
+                slot,
+            )
+
+    def _check_rows(self) -> None:
+        rows: dict[str, Slot] = {}
+        for slot in self.slots:
+            shape = self._rules[slot.path].shape
+            if shape is None or shape[:1] != (ROWS,):
+                continue
+            first = rows.setdefault(slot.path.split("/")[0], slot)
+            if slot.shape[0] != first.shape[0] or slot.shape[0] == 0:
+                text = f"{slot.path} has {slot.shape[0]} rows, {first.path} has {first.shape[0]}; they must agree, >= 1"
+                raise self._refuse(Code.BAD_TENSOR, text, slot)
+
+    def _check_place(self, chunk: knowledge_pb2.TensorChunk, size: int) -> None:
+        assert self._staging is not None
+        if not 1 <= size <= wire.CHUNK_BYTES:
+            raise self._refuse(Code.BAD_MESSAGE, f"a chunk has {size} bytes, must be 1 to {wire.CHUNK_BYTES}")
+        if chunk.tensor >= len(self.slots):
+            raise self._refuse(Code.BAD_MESSAGE, f"a chunk is for tensor {chunk.tensor}, there are {len(self.slots)}")
+        slot = self.slots[chunk.tensor]
+        if chunk.offset + size > slot.nbytes:
+            text = f"{slot.path} was declared with {slot.nbytes} bytes, a chunk ends at {chunk.offset + size}"
+            raise self._refuse(Code.BAD_MESSAGE, text, slot)
+        if slot.start + chunk.offset != self._staging.length:
+            text = f"a chunk starts at byte {slot.start + chunk.offset}, expected {self._staging.length}"
+            raise self._refuse(Code.OUT_OF_STEP, text, slot)
+
+    def _examine(self, data: bytes) -> None:
+        """Hashes bytes in order and checks each whole element; a split element waits in `_carry`."""
+        self._hash.update(data)
+        while self._examined_to(self._number) and self._number + 1 < len(self.slots):
+            self._number += 1
+            self._position = 0
+        slot = self.slots[self._number]
+        joined = self._carry + data
+        whole = len(joined) - len(joined) % slot.dtype.itemsize
+        self._check_values(slot, np.frombuffer(joined[:whole], slot.dtype), self._position)
+        self._position += whole // slot.dtype.itemsize
+        self._carry = joined[whole:]
+
+    _position = 0
+
+    def _examined_to(self, number: int) -> bool:
+        return self._position * self.slots[number].dtype.itemsize == self.slots[number].nbytes
+
+    def _check_values(self, slot: Slot, values: np.ndarray, first: int) -> None:
+        rule = self._rules[slot.path]
+        if values.dtype.kind == "f":
+            self._refuse_where(~np.isfinite(values), values, first, slot, f"non-finite {rule.what}")
+        if rule.low is not None or rule.high is not None:
+            low, high = rule.low if rule.low is not None else -math.inf, rule.high
+            bad = values < low if high is None else (values < low) | (values >= high)
+            bounds = f"outside [{low:g}, {high:g})" if high is not None else f"below {low:g}"
+            self._refuse_where(bad, values, first, slot, f"{rule.what} {{value}} {bounds}")
+
+    def _refuse_where(self, bad: np.ndarray, values: np.ndarray, first: int, slot: Slot, text: str) -> None:
+        if not bad.any():
+            return
+        at = int(bad.argmax())
+        row = (first + at) // max(math.prod(slot.shape[1:]), 1)
+        text = text.replace("{value}", f"{values[at].item():g}")
+        raise self._refuse(Code.BAD_VALUE, f"{text} at row {row} of {slot.path}", slot, row=str(row))
+
+    def _check_unique(self, slot: Slot, staging: Staging) -> None:
+        values = np.frombuffer(staging.read(slot.start, slot.nbytes), slot.dtype)
+        order = np.argsort(values, kind="stable")
+        repeats = np.flatnonzero(np.diff(values[order]) == 0)
+        if len(repeats):
+            row = int(order[repeats[0] + 1])
+            text = (
+                f"{self._rules[slot.path].what} {values[row].item()} appears twice, again at row {row} of {slot.path}"
+            )
+            raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
+
+    def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
+        if slot is not None:
+            details["tensor"] = slot.path
+        return RefusedError(code, f"device {self._device}: {text}", {"device": self._device, **details})
+
+
+def rules_of(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """What each tensor of a part must be, by path; a required tensor that is missing is refused here.
+
+    Raises:
+        RefusedError: A column that the contract requires is missing.
+    """
+    kind = part.WhichOneof("kind")
+    make = _RULES.get(kind)
+    return make(part, contract) if make else {}
+
+
+def _sample_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    floats = (DTYPES[contract.knowledge_type],)
+    classes = len(contract.classes)
+    rules = {
+        f"{part.name}/sample_ids": Rule((_INT64,), (ROWS,), low=0, unique=True, what="sample id"),
+        f"{part.name}/logits": Rule(floats, (ROWS, classes), what="logits"),
+        f"{part.name}/labels": Rule((_INT32,), (ROWS,), low=0, high=classes, what="label"),
+    }
+    for column in contract.features:
+        path = f"{part.name}/features/{column.name}"
+        rules[path] = Rule(floats, (ROWS, *column.shape), what="features")
+    _require_columns(part, contract)
+    return rules
+
+
+def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> None:
+    sent = part.sample_knowledge
+    present = {"features": bool(sent.features), "logits": sent.HasField("logits"), "labels": sent.HasField("labels")}
+    missing = [name for name in contract.requirements.columns if not present.get(name, True)]
+    if not sent.HasField("sample_ids"):
+        missing.append("sample_ids")
+    if missing:
+        text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
+        raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
+
+
+def _proxy_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
+        raise RefusedError(Code.CONTRACT_MISMATCH, f"part {part.name!r} is about another proxy set than the contract's")
+    floats = (DTYPES[contract.knowledge_type],)
+    return {
+        f"{part.name}/logits": Rule(floats, (ROWS, len(contract.classes)), what="logits"),
+        f"{part.name}/embeddings": Rule(floats, None, what="embeddings"),
+    }
+
+
+def _prediction_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    return {f"{part.name}/values": Rule((_FLOAT32,), (ROWS, len(contract.classes)), low=0, what="predictions")}
+
+
+def _finite_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """Parameters and gradients: their names and shapes were agreed by fingerprint, the method compares them."""
+    own = wire.slots(knowledge_pb2.Parts(parts=[part]))
+    return {
+        slot.path: Rule((_INT64,) if slot.path.split("/")[-2] == "buffers" and slot.dtype == _INT64 else (_FLOAT32,))
+        for slot in own
+    }
+
+
+def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    for metric in part.metrics.metrics:
+        labels = [one.label for one in metric.by_class]
+        numbers = [metric.sum, *(one.sum for one in metric.by_class)]
+        if not all(math.isfinite(number) for number in numbers) or any(x >= len(contract.classes) for x in labels):
+            raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or names an unknown class")
+    return {}
+
+
+_RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], dict[str, Rule]]] = {
+    "sample_knowledge": _sample_rules,
+    "proxy_knowledge": _proxy_rules,
+    "weighted_predictions": _prediction_rules,
+    "model_parameters": _finite_rules,
+    "distillation_gradient": _finite_rules,
+    "generator": _finite_rules,
+    "discriminator": _finite_rules,
+    "metrics": _metric_rules,
+}
+
+
+def _check_size(header: knowledge_pb2.PayloadHeader, slots: tuple[Slot, ...], limit: int) -> None:
+    size = slots[-1].stop if slots else 0
+    if size > limit:
+        raise RefusedError(Code.TOO_LARGE, str(PayloadTooLargeError(size, limit)))
+    if header.data_bytes != size or len(header.sha256) != 32:
+        text = f"the header declares {header.data_bytes} data bytes, its tensors have {size}; or its digest is not 32 bytes"
+        raise RefusedError(Code.BAD_MESSAGE, text)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return len(shape) == len(expected) and all(want in (ROWS, have) for have, want in zip(shape, expected, strict=True))
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join("N" if size == ROWS else str(size) for size in shape) + "]"
+
+
+def _words(parts: Mapping[str, str | None]) -> str:
+    unknown = sorted(name for name, kind in parts.items() if kind not in KINDS)
+    listed = ", ".join(f"{name} ({kind})" for name, kind in sorted(parts.items()) if kind in KINDS) or "none"
+    return f"{listed}{f' and unknown {unknown}' if unknown else ''}"

@@ -1,0 +1,167 @@
+"""FedDKC, server half: refines each device's logits, distils them into the predictor, answers with its logits.
+
+Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, 2022, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
+from fleetdistill.local_training import extract, make_optimizer
+from fleetdistill.losses import distillation_loss
+from fleetdistill.methods.base import CUT
+from fleetdistill.methods.feddkc import FedDKCConfig
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.methods.base import ServerMethod, Setting
+from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One device's knowledge, on the server's torch device: ids `[N]`, features `[N, ...]`, logits, labels."""
+
+    device: str
+    sample_ids: Tensor
+    features: Tensor
+    logits: Tensor
+    labels: Tensor
+
+
+class FedDKCServer(ServerMethod):
+    """Keeps the server's predictor W^S, its optimiser, and its logits z^S for every device's samples."""
+
+    config: FedDKCConfig
+    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
+
+    def __init__(self, config: FedDKCConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        if setting.server_model is None:
+            raise ConfigurationError("feddkc needs a server predictor; name one with [model] server")
+        self.predictor = setting.server_model.to(setting.torch_device)
+        self._optimizer = make_optimizer(
+            self.predictor.parameters(),
+            learning_rate=config.server_learning_rate,
+            momentum=config.momentum,
+            nesterov=config.momentum > 0,
+            weight_decay=config.weight_decay,
+        )
+        self._knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
+
+    @staticmethod
+    def requirements() -> contract_pb2.Requirements:
+        return contract_pb2.Requirements(same_extractor=True, columns=["features", "logits", "labels"])
+
+    async def round(self, cohort: Cohort) -> None:
+        uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for)]
+        refined = [self._refine(upload.logits) for upload in uploads]
+        self._distil(uploads, refined, cohort.generator("distil"))
+        for upload in uploads:
+            self._answer(upload, cohort)
+        cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
+
+    def _knowledge_for(self, device: str) -> Parts:
+        """Message 1: z^S for the device's own rows; none in round 1 or where the guard fired."""
+        sample_ids, logits, valid = self._knowledge.get(device, (None, None, False))
+        if sample_ids is None or logits is None or not valid:
+            return {"knowledge": RefinedKnowledge(valid=False)}
+        return {"knowledge": RefinedKnowledge(valid=True, sample_ids=sample_ids.numpy(), values=logits.numpy())}
+
+    def _upload(self, answer: DeviceAnswer) -> Upload:
+        """Message 2, moved to where the server computes; features keep their type on the wire until they are used."""
+        sent = answer.part("knowledge", SampleKnowledge)
+        assert sent.logits is not None  # the contract's columns were checked at ingest
+        assert sent.labels is not None
+        tensors = (sent.sample_ids, sent.features[CUT], sent.logits, sent.labels.astype(np.int64))
+        ids, features, logits, labels = (torch.from_numpy(np.array(one)) for one in tensors)
+        where = self.setting.torch_device
+        return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
+
+    def _refine(self, logits: Tensor) -> Refined:
+        config = self.config
+        assert config.target_peak is not None
+        assert config.target_entropy is not None
+        match config.refinement:
+            case "kkr":
+                return kkr(logits, config.target_peak, temperature=config.refine_temperature)
+            case "kkr_kernel":
+                return kkr_kernel(
+                    logits,
+                    config.target_peak,
+                    kernel=config.kernel,
+                    epsilon=config.epsilon,
+                    temperature=config.refine_temperature,
+                )
+            case "skr":
+                return skr(logits, config.target_entropy, epsilon=config.epsilon)
+            case _:
+                return no_refinement(logits, temperature=config.temperature)
+
+    def _distil(self, uploads: list[Upload], refined: list[Refined], generator: torch.Generator) -> None:
+        """Eq. (2) over all uploads: one shuffled pool, or device after device as in the paper."""
+        features = torch.cat([upload.features for upload in uploads])
+        labels = torch.cat([upload.labels for upload in uploads])
+        targets = torch.cat([one.probabilities for one in refined]).float()
+        self.predictor.train()
+        for _ in range(self.config.server_epochs):
+            for rows in self._batches([len(upload.labels) for upload in uploads], generator):
+                self._step(features[rows].float(), labels[rows], targets[rows])
+
+    def _batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
+        """Row positions of every mini-batch of one epoch; a batch of one row would break batch-norm."""
+        pools = [sum(sizes)] if self.config.server_order == "mixed" else sizes
+        batches: list[Tensor] = []
+        first = 0
+        for size in pools:
+            shuffled = first + torch.randperm(size, generator=generator)
+            batches.extend(batch for batch in shuffled.split(self.config.batch_size) if len(batch) > 1)
+            first += size
+        return [batch.to(self.setting.torch_device) for batch in batches]
+
+    def _step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
+        logits_bc = self.predictor(features_b)
+        loss = functional.cross_entropy(logits_bc, labels_b)
+        if self.config.server_beta > 0:
+            loss = loss + self.config.server_beta * distillation_loss(logits_bc, targets_bc, self.config.temperature)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._optimizer.step()
+
+    def _answer(self, upload: Upload, cohort: Cohort) -> None:
+        """z^S = W^S(H) in eval mode after training; the guard holds back a teacher that is worse than no teacher."""
+        logits = extract(lambda rows: self.predictor(rows.float()), upload.features, model=self.predictor)
+        labels = upload.labels.cpu()
+        teacher = float((logits.argmax(1) == labels).double().mean())
+        own = float((upload.logits.cpu().argmax(1) == labels).double().mean())
+        useless = teacher <= 1 / self.setting.classes and teacher < own
+        valid = not (useless and self.config.teacher_guard)
+        if not valid:
+            text = f"the server scores {teacher:.3f} on the rows of {upload.device}, which itself scores {own:.3f}"
+            cohort.event("teacher-guard", f"{text}; its knowledge is held back", upload.device)
+        cohort.report("teacher_accuracy", {upload.device: teacher})
+        self._knowledge[upload.device] = (upload.sample_ids, logits, valid)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "predictor": self.predictor.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "knowledge": {device: list(entry) for device, entry in self._knowledge.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.predictor.load_state_dict(state["predictor"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._knowledge = {device: (ids, logits, valid) for device, (ids, logits, valid) in state["knowledge"].items()}
+
+    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
+        return self.predictor, self.setting.features[CUT]

@@ -1,0 +1,36 @@
+"""The server's predictor for 8x8 digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from fleetdistill.models.shapes import checked_classes, checked_shape
+
+_WIDTH = 128
+
+
+def digits_server(feature_shape: Sequence[int] = (8, 4, 4), classes: int = 10) -> nn.Sequential:
+    """Two hidden layers of 128 on flattened features.
+
+    Args:
+        feature_shape: Shape of one sample's features.
+        classes: Number of classes, at least 2.
+
+    Returns:
+        `[batch, *feature_shape]` to logits `[batch, classes]`.
+
+    Raises:
+        ConfigurationError: A shape or number that makes no model.
+    """
+    features = prod(checked_shape(feature_shape))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(features, _WIDTH),
+        nn.ReLU(),
+        nn.Linear(_WIDTH, _WIDTH),
+        nn.ReLU(),
+        nn.Linear(_WIDTH, checked_classes(classes)),
+    )

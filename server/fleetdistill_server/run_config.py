@@ -1,0 +1,137 @@
+"""run.toml: what an operator writes, checked whole before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import config_class
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(_Section):
+    """[run]: the job itself."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    method: str = "feddkc"
+    rounds: Annotated[int, Field(ge=1)] = 30
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    min_devices: Annotated[int, Field(ge=1)] = 2
+    quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    threads: Annotated[int, Field(ge=1)] = 1
+
+
+class ContractSection(_Section):
+    """[contract]: what every device must fit."""
+
+    classes: Annotated[int, Field(ge=2)] | Annotated[list[str], Field(min_length=2)]
+    input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    knowledge_type: Literal["float16", "float32"] = "float16"
+
+    def class_names(self) -> list[str]:
+        """Names in label order; numbers where only a count was given."""
+        return [str(label) for label in range(self.classes)] if isinstance(self.classes, int) else self.classes
+
+
+class ModelSection(_Section):
+    """[model]: zoo names, or package.module:factory."""
+
+    extractor: str = "digits_extractor"
+    server: str = "digits_server"
+
+
+class ServerSection(_Section):
+    """[server]: where and how the server runs; may change between starts of one run."""
+
+    listen: str = "127.0.0.1:50051"
+    store: str = "fleetdistill-store"
+    lease_seconds: Annotated[float, Field(gt=0)] = 60.0
+    max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    torch_device: str = "auto"
+
+
+class RunConfig(_Section):
+    """A whole run.toml.
+
+    Attributes:
+        method: The method's own settings, [method]; checked against its configuration class.
+    """
+
+    run: RunSection
+    contract: ContractSection
+    model: ModelSection = ModelSection()
+    method: dict[str, Any] = Field(default_factory=dict)
+    server: ServerSection = ServerSection()
+
+    def method_config(self) -> Any:
+        """The method's configuration, complete for the contract's number of classes.
+
+        Raises:
+            ConfigurationError: Unknown method or setting, wrong type, or out of range.
+        """
+        cls = config_class(self.run.method)
+        # By default pydantic takes unknown keys of a dataclass silently; strict and JSON, so that 1 is no bool.
+        strict = with_config(ConfigDict(extra="forbid", strict=True))(cls)
+        try:
+            config = TypeAdapter(strict).validate_json(json.dumps(self.method, default=str))
+        except ValidationError as error:
+            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise ConfigurationError(_sentence(error, "method", known)) from error
+        return config.for_classes(len(self.contract.class_names()))
+
+    def fixed_part(self) -> dict[str, Any]:
+        """What may not change between two starts of one run."""
+        return self.model_dump(mode="json", exclude={"server"})
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """Reads and checks a run.toml.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a setting is unknown, of the wrong type or out of range; the
+            message names section and key.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    try:
+        return run_config(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def run_config(values: dict[str, Any]) -> RunConfig:
+    """Checks settings that are given as nested dicts, method included.
+
+    Raises:
+        ConfigurationError: As `load_run_config`.
+    """
+    try:
+        checked = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(_sentence(error)) from error
+    checked.method_config()
+    return checked
+
+
+def _sentence(error: ValidationError, section: str = "", known: str = "") -> str:
+    problems = []
+    for one in error.errors():
+        path = ".".join(str(part) for part in (section, *one["loc"]) if part != "")
+        where = f"[{path.split('.')[0]}] {'.'.join(path.split('.')[1:])}".strip()
+        if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            problems.append(f"{where}: unknown setting{f'; known are {known}' if known else ''}")
+        else:
+            problems.append(f"{where}: {one['msg']}, got {one['input']!r}")
+    return "; ".join(problems)

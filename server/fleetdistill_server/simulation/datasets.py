@@ -1,0 +1,194 @@
+"""The labelled image sets that simulations train on, as tensors in memory."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.simulation.partition import largest_remainder
+
+_DIGITS = tuple("0123456789")
+_FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+_CIFAR10 = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
+
+DATASETS: Mapping[str, tuple[str, ...]] = {
+    "digits": _DIGITS,
+    "fashion-mnist": tuple(_FASHION.split(",")),
+    "mnist": _DIGITS,
+    "cifar10": tuple(_CIFAR10.split(",")),
+}
+"""Name -> class names, in label order."""
+
+_TORCHVISION = {"fashion-mnist": "FashionMNIST", "mnist": "MNIST", "cifar10": "CIFAR10"}
+_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """A labelled image set.
+
+    Attributes:
+        name: Its name in `DATASETS`.
+        train_images: `[N, channels, height, width]` float32 in [0, 1], not normalised any further.
+        train_labels: `[N]` int64 in [0, len(classes)).
+        test_images: As `train_images`.
+        test_labels: As `train_labels`.
+        classes: Class names, in label order.
+    """
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: tuple[str, ...]
+
+
+def load_dataset(
+    name: str, data_dir: str | os.PathLike[str] | None = None, *, train_limit: int | None = None, seed: int = 0
+) -> Dataset:
+    """Loads a set by name: `digits`, `fashion-mnist`, `mnist` or `cifar10`; `-` and `_` count as the same.
+
+    `digits` comes with scikit-learn and is split 80/20 by class, always in the same way. The others are read from
+    `<folder>/<name>/<name>.npz` (name with `_`; arrays `train_images`, `train_labels`, `test_images`, `test_labels`;
+    images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA. Where
+    that file is not there, torchvision downloads the set into the folder, or into the user's cache without one.
+
+    Args:
+        train_limit: At most this many training images, at least 1: a random part with the class shares of the whole,
+            in the original order. The test images are never limited.
+        seed: Chooses that part, and nothing else.
+
+    Raises:
+        ConfigurationError: `train_limit` is out of range.
+        DataError: The name is unknown, or the set is missing, damaged or cannot be downloaded.
+    """
+    name = _known_name(name)
+    if train_limit is not None and train_limit < 1:
+        raise ConfigurationError(f"train_limit is {train_limit}, must be at least 1; leave it out for all images")
+    arrays = _digits() if name == "digits" else _images(name, data_dir)
+    images, labels = arrays["train_images"], arrays["train_labels"]
+    if train_limit is not None and train_limit < len(labels):
+        rows = stratified_rows(labels, train_limit, seed)
+        images, labels = images[rows], labels[rows]
+    return Dataset(
+        name,
+        *(_image_tensor(images), _label_tensor(labels)),
+        *(_image_tensor(arrays["test_images"]), _label_tensor(arrays["test_labels"])),
+        DATASETS[name],
+    )
+
+
+def stratified_rows(labels: npt.NDArray[Any], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Ascending positions of `count` random rows whose class shares are those of `labels`, up to rounding."""
+    rng = np.random.default_rng(seed)
+    classes, sizes = np.unique(labels, return_counts=True)
+    wanted = largest_remainder(sizes / len(labels), count)
+    picked = [
+        rng.permutation(np.flatnonzero(labels == label))[:take] for label, take in zip(classes, wanted, strict=True)
+    ]
+    return np.sort(np.concatenate(picked)).astype(np.int64)
+
+
+def _known_name(name: str) -> str:
+    plain = {known.replace("-", ""): known for known in DATASETS}
+    found = plain.get(name.lower().replace("-", "").replace("_", ""))
+    if found is None:
+        raise DataError(f"unknown data set {name!r}; known are {', '.join(DATASETS)}")
+    return found
+
+
+def _digits() -> _Arrays:
+    """The 1,797 scanned digits of 8x8 pixels and 17 grey levels that scikit-learn brings along."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise DataError(
+            "the digits come with scikit-learn, which is missing: pip install 'fleetdistill[sim]'"
+        ) from error
+    bundled = load_digits()
+    images = (bundled.images / 16).astype(np.float32)
+    parts = train_test_split(images, bundled.target, test_size=0.2, stratify=bundled.target, random_state=0)
+    return dict(zip(("train_images", "test_images", "train_labels", "test_labels"), parts, strict=True))
+
+
+def _images(name: str, data_dir: str | os.PathLike[str] | None) -> _Arrays:
+    given = data_dir or os.environ.get("FLEETDISTILL_DATA")
+    folder = Path(given).expanduser() if given else _cache_folder()
+    plain = name.replace("-", "_")
+    file = folder / plain / f"{plain}.npz"
+    arrays = _read(file) if file.is_file() else _download(name, folder, file)
+    for part in ("train", "test"):
+        _check(arrays[f"{part}_images"], arrays[f"{part}_labels"], len(DATASETS[name]), f"{name}, {part} part")
+    return arrays
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fleetdistill"
+
+
+def _read(file: Path) -> _Arrays:
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return {key: stored[key] for key in _KEYS}
+    except KeyError as error:
+        raise DataError(f"{file} is not a data set: {error.args[0]}; it needs {', '.join(_KEYS)}") from error
+    except (OSError, ValueError, EOFError, NotImplementedError) as error:
+        raise DataError(f"cannot read {file}: {error}; fetch it again or delete it to download the set") from error
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{file} is damaged: {error}; fetch it again or delete it to download the set") from error
+
+
+def _download(name: str, folder: Path, file: Path) -> _Arrays:
+    try:
+        from torchvision import datasets
+
+        source = getattr(datasets, _TORCHVISION[name])
+        train, test = (source(folder, train=train, download=True) for train in (True, False))
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DataError(
+            f"{name}: {file} does not exist and the download into {folder} failed ({error}); "
+            "put the file there, or name its folder with --data-dir or FLEETDISTILL_DATA"
+        ) from error
+    parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
+    return {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
+
+
+def _check(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: int, where: str) -> None:
+    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
+        raise DataError(
+            f"{where}: the images are {images.dtype} of shape {list(images.shape)}, "
+            "expected uint8 of [N, H, W] or [N, H, W, 3]"
+        )
+    if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or len(labels) == 0:
+        raise DataError(
+            f"{where}: the labels are {labels.dtype} of shape {list(labels.shape)}, "
+            f"expected integers, one for each of {len(images)} images and at least one"
+        )
+    if labels.min() < 0 or labels.max() >= classes:
+        raise DataError(f"{where}: the labels run from {labels.min()} to {labels.max()}, expected [0, {classes})")
+
+
+def _image_tensor(images: npt.NDArray[Any]) -> Tensor:
+    scaled = torch.from_numpy(images).float()
+    if images.dtype == np.uint8:
+        scaled.div_(255)
+    return scaled[:, None] if scaled.ndim == 3 else scaled.permute(0, 3, 1, 2).contiguous()
+
+
+def _label_tensor(labels: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(labels.astype(np.int64))

@@ -1,0 +1,250 @@
+"""Partitions: the specification's oracles ([partition], [splits] of evaluation.md), hand-worked cases, laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.simulation.partition import (
+    PARTITIONS,
+    Ints,
+    Partition,
+    counts_from_pools,
+    cut_sizes,
+    dirichlet_by_class,
+    dirichlet_per_device,
+    iid,
+    largest_remainder,
+    mask_full_devices,
+    partition,
+)
+
+TEN_BY_100 = np.repeat(np.arange(10), 100)
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "iid": {},
+    "dirichlet_by_class": {"alpha": 0.5, "min_size": 1},
+    "dirichlet_per_device": {"alpha": 0.5},
+}
+
+
+def _mean_largest_share(split: Partition, labels: Ints, classes: int) -> float:
+    counts = split.class_counts(labels, classes)
+    return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
+
+
+class TestOracles:
+    def test_partition_cuts(self) -> None:
+        first, second = cut_sizes(np.array([0.25, 0.25, 0.5]), 10), cut_sizes(np.array([0.05, 0.15, 0.8]), 6)
+        assert first.tolist() == [2, 3, 5]
+        assert second.tolist() == [0, 1, 5]
+        assert (first + second).tolist() == [2, 4, 10]
+
+    def test_partition_mask(self) -> None:
+        masked = mask_full_devices(np.array([0.2, 0.2, 0.6]), np.array([2, 3, 6]), 16 / 3)
+        np.testing.assert_allclose(masked, [0.5, 0.5, 0.0])
+
+    def test_partition_largest_remainder(self) -> None:
+        assert largest_remainder(np.array([0.62, 0.25, 0.13]), 10).tolist() == [6, 3, 1]
+
+    @pytest.mark.parametrize(
+        ("alpha", "sizes"),
+        [
+            (0.1, (67, 153, 102, 46, 145, 106, 155, 107, 17, 102)),
+            (1.0, (102, 118, 98, 102, 79, 101, 112, 80, 97, 111)),
+        ],
+    )
+    def test_splits_by_class(self, alpha: float, sizes: tuple[int, ...]) -> None:
+        assert dirichlet_by_class(TEN_BY_100, 10, alpha, 7).sizes == sizes
+
+    @pytest.mark.parametrize(("alpha", "share"), [(0.1, 0.632), (1.0, 0.345)])
+    def test_splits_per_device(self, alpha: float, share: float) -> None:
+        split = dirichlet_per_device(TEN_BY_100, 10, alpha, 7, rounding="floor")
+        assert split.sizes == (100,) * 10
+        assert _mean_largest_share(split, TEN_BY_100, 10) == pytest.approx(share, abs=1e-9)
+
+    @pytest.mark.parametrize(("alpha", "share"), [(0.1, 0.664), (1.0, 0.293)])
+    def test_shares_have_the_expected_shape(self, alpha: float, share: float) -> None:
+        """Without balance each class's shares over 10 devices are free draws from Dir(alpha · 1_10)."""
+        labels = np.repeat(np.arange(2000), 100)
+        counts = dirichlet_by_class(labels, 10, alpha, 0, balance=False).class_counts(labels, 2000)
+        assert (counts / counts.sum(axis=0)).max(axis=0).mean() == pytest.approx(share, abs=0.02)
+
+
+class TestLaws:
+    @given(
+        kind=st.sampled_from(sorted(PARTITIONS)),
+        labels=st.lists(st.integers(0, 5), min_size=60, max_size=200),
+        devices=st.integers(1, 6),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    @settings(deadline=None, max_examples=100)
+    def test_lists_are_disjoint_sorted_and_repeatable(
+        self, kind: str, labels: list[int], devices: int, seed: int
+    ) -> None:
+        split = partition(kind, labels, devices, seed, **PARAMETERS[kind])
+        again = partition(kind, labels, devices, seed, **PARAMETERS[kind])
+        dealt = np.concatenate(split.indices)
+        used = len(labels) // devices * devices if kind == "dirichlet_per_device" else len(labels)
+        assert len(np.unique(dealt)) == len(dealt) == used
+        assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in split.indices)
+        assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
+        assert (len(split.indices), split.kind) == (devices, kind)
+
+    @given(kind=st.sampled_from(sorted(PARTITIONS)[:2]), order=st.randoms(use_true_random=False))
+    @settings(deadline=None, max_examples=20)
+    def test_the_order_of_rows_does_not_change_class_counts(self, kind: str, order: Any) -> None:
+        labels = np.repeat(np.arange(4), [40, 30, 50, 20])
+        shuffled = labels.tolist()
+        order.shuffle(shuffled)
+        first, second = (partition(kind, y, 4, 3, **PARAMETERS[kind]).class_counts(y, 4) for y in (labels, shuffled))
+        assert np.array_equal(first, second)
+
+    @given(weights=st.lists(st.floats(0, 1), min_size=1, max_size=12), count=st.integers(0, 10_000))
+    @settings(deadline=None)
+    def test_sizes_sum_to_the_count_and_stay_close(self, weights: list[float], count: int) -> None:
+        shares = np.array(weights) + 1e-3
+        shares /= shares.sum()
+        for sizes in (cut_sizes(shares, count), largest_remainder(shares, count)):
+            assert sizes.sum() == count
+            assert (np.abs(sizes - shares * count) < 1 + 1e-6).all()
+
+    @given(
+        pools=st.lists(st.integers(0, 30), min_size=2, max_size=8).filter(any),
+        seed=st.integers(0, 1000),
+        fraction=st.floats(0, 1),
+        rounding=st.sampled_from(["largest_remainder", "floor"]),
+    )
+    @settings(deadline=None)
+    def test_pools_are_never_overdrawn(self, pools: list[int], seed: int, fraction: float, rounding: str) -> None:
+        prior = np.random.default_rng(seed).dirichlet(np.full(len(pools), 0.05))
+        size = int(fraction * sum(pools))
+        taken = counts_from_pools(prior, np.array(pools), size, rounding)
+        assert taken.sum() == size
+        assert ((taken >= 0) & (taken <= pools)).all()
+
+    def test_different_seeds_differ(self) -> None:
+        for kind, parameters in PARAMETERS.items():
+            first, second = (partition(kind, TEN_BY_100, 5, seed, **parameters) for seed in (0, 1))
+            assert not np.array_equal(first.indices[0], second.indices[0]), kind
+
+
+class TestTraps:
+    def test_rounding_gives_a_masked_last_device_nothing(self) -> None:
+        """0.1 is added ten times to 0.9999999999999999, so a plain floor would leave row 10 to device 11."""
+        shares = np.array([0.1] * 10 + [0.0])
+        assert np.cumsum(shares)[-1] < 1
+        assert cut_sizes(shares, 10).tolist() == [1] * 10 + [0]
+
+    @pytest.mark.parametrize("alpha", [0.1, 1e-4])
+    def test_balance_gives_a_full_device_nothing_more(self, alpha: float) -> None:
+        """Two devices, classes of 10 each, even share 10: who holds 10 or more after class 0 gets none of class 1.
+
+        At alpha 1e-4 all of class 1's mass often lies on the full device, and renormalising would divide by 0.
+        """
+        labels = np.repeat([0, 1], 10)
+        for seed in range(50):
+            counts = dirichlet_by_class(labels, 2, alpha, seed, min_size=0).class_counts(labels, 2)
+            assert not counts[counts[:, 0] >= 10, 1].any(), seed
+
+    def test_the_minimum_size_holds(self) -> None:
+        for seed in range(20):
+            assert min(dirichlet_by_class(TEN_BY_100, 16, 0.1, seed, min_size=10).sizes) >= 10
+
+    def test_giving_up_says_what_to_change(self) -> None:
+        with pytest.raises(DataError, match=r"no split with the wanted minimum size 10: none of 3 draws.*larger alpha"):
+            dirichlet_by_class(TEN_BY_100, 90, 0.05, 0, max_tries=3)
+        with pytest.raises(DataError, match="no split with the wanted minimum size 101: 10 devices of 101 rows"):
+            dirichlet_by_class(TEN_BY_100, 10, 1.0, 0, min_size=101)
+
+    def test_largest_remainder_keeps_the_prior_with_many_classes(self) -> None:
+        """100 classes, 100 rows a device: rounding down hands most of a device's rows to its largest class."""
+        labels = np.repeat(np.arange(100), 100)
+        fair, floor = (
+            _mean_largest_share(dirichlet_per_device(labels, 100, 1.0, 0, rounding=name), labels, 100)
+            for name in ("largest_remainder", "floor")
+        )
+        assert fair < 0.15 < floor
+
+    def test_the_share_of_an_empty_pool_goes_to_the_others(self) -> None:
+        """Wanted 5, 3, 2 but one is left of class 0: 1, 3, 2, then 4 more as .6 : .4, that is 2 and 2."""
+        taken = counts_from_pools(np.array([0.5, 0.3, 0.2]), np.array([1, 10, 10]), 10)
+        assert taken.tolist() == [1, 5, 4]
+
+    def test_a_mix_that_has_run_out_takes_from_what_is_left(self) -> None:
+        """Two of class 0, then 4 from pools of 6 and 2, that is 3 and 1."""
+        assert counts_from_pools(np.array([1.0, 0.0, 0.0]), np.array([2, 6, 2]), 6).tolist() == [2, 3, 1]
+
+    def test_the_remainder_is_left_over(self) -> None:
+        split = dirichlet_per_device(TEN_BY_100[:998], 10, 0.5, 0)
+        assert split.sizes == (99,) * 10
+
+    def test_lognormal_sizes_are_unequal_and_fit(self) -> None:
+        sizes = dirichlet_per_device(TEN_BY_100, 10, 0.5, 0, unbalanced=1.0).sizes
+        assert len(set(sizes)) > 5
+        assert 990 < sum(sizes) <= 1000
+        with pytest.raises(DataError, match="no split with the wanted minimum size 1"):
+            dirichlet_per_device(TEN_BY_100, 100, 0.5, 0, unbalanced=8.0)
+
+    def test_iid_sizes_differ_by_one_at_most(self) -> None:
+        assert sorted(iid(TEN_BY_100, 7, 0).sizes) == [142] + [143] * 6
+
+
+class TestArguments:
+    def test_a_partition_carries_all_that_it_follows_from(self) -> None:
+        split = dirichlet_by_class(TEN_BY_100, 5, 0.5, 9)
+        assert split.parameters == {
+            "devices": 5,
+            "seed": 9,
+            "alpha": 0.5,
+            "min_size": 10,
+            "balance": True,
+            "max_tries": 1000,
+        }
+        parameters: dict[str, Any] = dict(split.parameters)
+        again = partition(split.kind, TEN_BY_100, **parameters)
+        assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
+
+    @pytest.mark.parametrize("kind", ["dirichlet_by_class", "dirichlet_per_device"])
+    @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+    def test_alpha_out_of_range(self, kind: str, alpha: float) -> None:
+        with pytest.raises(ConfigurationError, match=f"alpha is {alpha}"):
+            partition(kind, TEN_BY_100, 5, 0, alpha=alpha)
+
+    @pytest.mark.parametrize("kind", sorted(PARTITIONS))
+    def test_devices_out_of_range(self, kind: str) -> None:
+        with pytest.raises(ConfigurationError, match="devices is 0"):
+            partition(kind, TEN_BY_100, 0, 0, **PARAMETERS[kind])
+        with pytest.raises(DataError, match="1001 devices cannot share 1000 rows"):
+            partition(kind, TEN_BY_100, 1001, 0, **PARAMETERS[kind])
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [([0.0, 1.0], "float64"), ([[0], [1]], r"shape \[2, 1\]"), ([0, -2], "label -2 at row 1 is negative")],
+    )
+    def test_labels_that_cannot_be_used(self, labels: Any, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            iid(labels, 1, 0)
+
+    def test_unknown_names_list_the_known_ones(self) -> None:
+        with pytest.raises(ConfigurationError, match="unknown partition 'shards'; known are iid, dirichlet_by_class"):
+            partition("shards", TEN_BY_100, 5, 0)
+        with pytest.raises(ConfigurationError, match="unexpected keyword argument 'alfa'"):
+            partition("dirichlet_by_class", TEN_BY_100, 5, 0, alpha=1.0, alfa=1.0)
+        with pytest.raises(ConfigurationError, match="missing a required argument: 'alpha'"):
+            partition("dirichlet_by_class", TEN_BY_100, 5, 0)
+        with pytest.raises(ConfigurationError, match="unknown rounding 'up'"):
+            partition("dirichlet_per_device", TEN_BY_100, 5, 0, alpha=1.0, rounding="up")
+
+    @pytest.mark.parametrize("change", [{"min_size": -1}, {"max_tries": 0}])
+    def test_by_class_settings_out_of_range(self, change: dict[str, int]) -> None:
+        with pytest.raises(ConfigurationError, match="must be at least"):
+            partition("dirichlet_by_class", TEN_BY_100, 5, 0, alpha=1.0, **change)
+
+    def test_unbalanced_out_of_range(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"unbalanced is -0\.1"):
+            dirichlet_per_device(TEN_BY_100, 5, 1.0, 0, unbalanced=-0.1)
