@@ -35,12 +35,12 @@ from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod, Setting
 from fleetdistill_server.models import build_server_model
+from fleetdistill_server.processes import EXIT_CONFIGURATION, end_with_parent
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, Wakeups
 
 logger = logging.getLogger(__name__)
-EXIT_CONFIGURATION = 2
 MAX_SHORT_ROUNDS_IN_A_ROW = 100
 
 
@@ -157,7 +157,7 @@ class Engine:
 
 def build_method(config: RunConfig) -> ServerMethod:
     """The server half of a run, with models drawn from the run's seed."""
-    features = {CUT: output_shape(_extractor(config), config.contract.input_shape)}
+    features = {CUT: output_shape(initial_extractor(config), config.contract.input_shape)}
     classes = len(config.contract.class_names())
     torch.manual_seed(derive_seed(config.run.seed, 0, "server model", "server"))
     predictor = build_server_model(config.model.server, feature_shape=features[CUT], classes=classes)
@@ -173,7 +173,7 @@ def build_method(config: RunConfig) -> ServerMethod:
 
 def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2.Contract, Payload]:
     """The terms of a run and the initial weights that its devices start from."""
-    extractor = _extractor(config)
+    extractor = initial_extractor(config)
     parameters, buffers = arrays_of(extractor)
     initial = encode({"initial": ModelParameters(parameters=parameters, buffers=buffers, scope="extractor")})
     plan = knowledge_pb2.Parts.FromString(
@@ -198,7 +198,8 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
     ), initial
 
 
-def _extractor(config: RunConfig) -> torch.nn.Module:
+def initial_extractor(config: RunConfig) -> torch.nn.Module:
+    """The extractor that every device of a run starts from."""
     torch.manual_seed(derive_seed(config.run.seed, 0, "initial extractor", "server"))
     return build_model(config.model.extractor, input_shape=tuple(config.contract.input_shape))
 
@@ -253,6 +254,7 @@ def main() -> int:
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
+    end_with_parent()
     try:
         return asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups)))
     except FleetDistillError:

@@ -28,6 +28,7 @@ from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.commits import CommitThread
 from fleetdistill_server.desk import Desk, UploadSession
+from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
@@ -40,7 +41,6 @@ POOL_THREADS = 16
 LONGEST_WAIT_SECONDS = 60.0
 # After a wake-up the devices spread over [0, waiting / this] seconds.
 WAKES_PER_SECOND = 1000
-EXIT_CANNOT_LISTEN = 3
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -205,14 +205,17 @@ async def serve(directory: Path, listen: str, ends: Ends, lease_seconds: float, 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    wake_engine = lambda: loop.call_soon_threadsafe(wakeups.wake_other)  # noqa: E731
+
+    def wake_engine() -> None:
+        loop.call_soon_threadsafe(wakeups.wake_other)
+
     with open_desk(directory, wake_engine, lease_seconds) as desk, ThreadPoolExecutor(POOL_THREADS) as pool:
         desk.adopt_present_devices()
         service = DeviceService(desk, pool)
         server = await _start(service, listen)
         if server is None:
-            print(f"cannot listen on {listen}: the address is in use or not ours; choose another with [server] listen",
-                  file=sys.stderr)  # fmt: skip
+            text = "the address is in use or not ours; choose another with [server] listen"
+            print(f"cannot listen on {listen}: {text}", file=sys.stderr)
             return EXIT_CANNOT_LISTEN
         grpc_server, port = server
         ready(port)
@@ -268,8 +271,12 @@ def main() -> int:
     parser.add_argument("--lease-seconds", type=float, default=60.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="front: %(message)s")
-    ready = lambda port: print(f"listening {port}", flush=True)  # noqa: E731
-    return asyncio.run(serve(given.store, given.listen, given.wakeups, given.lease_seconds, ready))
+    end_with_parent()
+    return asyncio.run(serve(given.store, given.listen, given.wakeups, given.lease_seconds, _say_port))
+
+
+def _say_port(port: int) -> None:
+    print(f"listening {port}", flush=True)
 
 
 if __name__ == "__main__":

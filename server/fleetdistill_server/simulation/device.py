@@ -1,0 +1,117 @@
+"""One simulated device: the SDK's own `Device` on files, in this process or in one of its own.
+
+    python -m fleetdistill_server.simulation.device SPEC.json --server 127.0.0.1:PORT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill.link import Link
+from fleetdistill.seeds import derive_seed
+from fleetdistill_server.processes import end_with_parent
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Everything that makes a simulated device.
+
+    Attributes:
+        name: Its id in the fleet.
+        model: Name in the zoo, or package.module:factory.
+        seed: The simulation's seed; with the name it decides the model's first weights.
+        classes: C of the contract.
+        data_file, test_file: `.npz` with `inputs` and `labels`.
+        state_dir: Its state directory, where `exported.json` says how its ONNX model turned out.
+        run: Name of the run.
+    """
+
+    name: str
+    model: str
+    seed: int
+    classes: int
+    data_file: str
+    test_file: str
+    state_dir: str
+    run: str
+
+    @property
+    def exported_file(self) -> Path:
+        """Where the device tells about its exported model."""
+        return Path(self.state_dir) / "exported.json"
+
+
+def load_arrays(file: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of a device's file."""
+    with np.load(file) as arrays:
+        return arrays["inputs"], arrays["labels"]
+
+
+def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module
+    """The device's model with its first weights, the same in every process."""
+    import torch
+
+    from fleetdistill.models import build_model
+
+    torch.manual_seed(derive_seed(spec.seed, 0, "device model", spec.name))
+    return build_model(spec.model, input_shape=input_shape, classes=spec.classes)
+
+
+def make_device(spec: DeviceSpec, server: str | Link) -> Device:
+    """The SDK's device for a spec."""
+    data, test_data = load_arrays(spec.data_file), load_arrays(spec.test_file)
+
+    def note(event: Event) -> None:
+        if event.kind == "exported":
+            spec.exported_file.write_text(json.dumps(event.values))
+
+    return Device(
+        server=server,
+        model=lambda: build_device_model(spec, data[0].shape[1:]),
+        model_name=spec.model,
+        data=data,
+        test_data=test_data,
+        state_dir=spec.state_dir,
+        run=spec.run,
+        device_id=spec.name,
+        allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
+        export_onnx="finish",
+        on_event=note,
+    )
+
+
+def main() -> int:
+    """Entry point of a device's process."""
+    parser = argparse.ArgumentParser(description="One simulated device.")
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--server", required=True)
+    given = parser.parse_args()
+    end_with_parent()
+    device = make_device(DeviceSpec(**json.loads(given.spec.read_text())), given.server)
+    signal.signal(signal.SIGTERM, lambda number, frame: device.stop())
+    try:
+        with device:
+            device.run()
+    except FleetDistillError as error:
+        print(f"{device.device_id}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def save_spec(spec: DeviceSpec) -> Path:
+    """Writes a spec beside the device's state directory, for `main`."""
+    path = Path(f"{spec.state_dir}.json")
+    path.write_text(json.dumps(asdict(spec)))
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Simulated fleets: the real engine, store, messages and device halves on one machine.
+
+`simulate` partitions a data set over devices, runs a whole training over one of two links, and says what each device
+gained against training alone. Over `memory` everything happens in this process, one step after the other; over `grpc`
+front, engine and devices are processes of their own on the loopback. For one seed both give the same figures.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.local_training import Counts
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.alone import LocalPlan, train_alone
+from fleetdistill_server.simulation.datasets import Dataset, load_dataset
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
+from fleetdistill_server.simulation.partition import Partition, partition
+from fleetdistill_server.simulation.report import FleetReport, make_report
+from fleetdistill_server.store import Store
+
+RUN = "simulation"
+DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
+RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What to simulate.
+
+    Attributes:
+        method: Name of the method.
+        settings: The method's settings, as under [method] in run.toml.
+        dataset: `digits`, `fashion-mnist`, `mnist` or `cifar10`.
+        data_dir: Where the data sets lie; see `load_dataset`.
+        train_limit: At most this many training images in the whole fleet.
+        devices: Number of devices.
+        models: Device models, dealt out in turn; by default five different ones that fit the data set.
+        partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
+        rounds: Rounds to complete.
+        seed: Decides partition, models, batches and everything else.
+        link: `memory` or `grpc`.
+        threads: Threads of every handler.
+        knowledge_type: float16 or float32 on the wire.
+        torch_device: Where the server half computes: auto, cpu, cuda.
+        out: Folder for report.json, the figure and the models; its folder `work` is made anew.
+        with_alone: Train every device alone too.
+    """
+
+    method: str = "feddkc"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = "digits"
+    data_dir: Path | None = None
+    train_limit: int | None = None
+    devices: int = 5
+    models: tuple[str, ...] = ()
+    partition: str = "dirichlet_by_class"
+    alpha: float = 0.5
+    rounds: int = 30
+    seed: int = 0
+    link: Literal["memory", "grpc"] = "memory"
+    threads: int = 1
+    knowledge_type: Literal["float16", "float32"] = "float16"
+    torch_device: str = "auto"
+    out: Path = Path("out/simulation")
+    with_alone: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a simulation is: completed rounds, and the mean accuracy on the test part where it is known."""
+
+    completed: int
+    rounds: int
+    accuracy: float | None
+
+
+def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambda progress: None) -> FleetReport:
+    """Runs a simulation and writes report.json, fleet.png and the exported models under `out`.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+        DataError: The data set or the partition cannot be had.
+        RunError: The run failed.
+    """
+    started = time.monotonic()
+    _check(wanted)
+    data = load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed)
+    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
+    work = _fresh(wanted.out / "work")
+    config = make_run_config(wanted, data, work)
+    specs = make_specs(wanted, data, split, work)
+    watch = _watcher(wanted.rounds, on_progress)
+    store = (run_over_memory if wanted.link == "memory" else run_over_grpc)(config, specs, work, watch)
+    try:
+        alone = train_fleet_alone(config, specs) if wanted.with_alone else {}
+        elapsed = time.monotonic() - started
+        return make_report(wanted, store, config, data, split, specs, alone, elapsed)
+    finally:
+        store.close()
+
+
+def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
+    """The run.toml of a simulation, as settings."""
+    extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
+    return run_config(
+        {
+            "run": {
+                "name": RUN,
+                "method": wanted.method,
+                "rounds": wanted.rounds,
+                "seed": wanted.seed,
+                "min_devices": wanted.devices,
+                "threads": wanted.threads,
+            },
+            "contract": {
+                "classes": list(data.classes),
+                "input_shape": list(data.train_images.shape[1:]),
+                "knowledge_type": wanted.knowledge_type,
+            },
+            "model": {"extractor": extractor, "server": server},
+            "method": dict(wanted.settings),
+            "server": {
+                "listen": "127.0.0.1:0",
+                "store": str(work / "store"),
+                "torch_device": wanted.torch_device,
+            },
+        }
+    )
+
+
+def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
+    """Gives each device its part of the data, as files, and its model."""
+    models = wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+    test_file = work / "test.npz"
+    np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
+    specs = []
+    for number, rows in enumerate(split.indices):
+        name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
+        data_file = work / f"{name}.npz"
+        np.savez(data_file, inputs=data.train_images[rows].numpy(), labels=data.train_labels[rows].numpy())
+        specs.append(
+            DeviceSpec(
+                name=name,
+                model=models[number % len(models)],
+                seed=wanted.seed,
+                classes=len(data.classes),
+                data_file=str(data_file),
+                test_file=str(test_file),
+                state_dir=str(work / name),
+                run=RUN,
+            )
+        )
+    return specs
+
+
+def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec]) -> dict[str, list[Counts]]:
+    """Trains every device's model by itself, with as many local epochs as in the fleet."""
+    plan = LocalPlan.of(config.method_config(), rounds=config.run.rounds, seed=config.run.seed)
+    torch.set_num_threads(config.run.threads)
+    return {spec.name: train_alone(spec, config, plan) for spec in specs}
+
+
+def _check(wanted: Simulation) -> None:
+    if wanted.link not in ("memory", "grpc"):
+        raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
+    for name in ("devices", "rounds", "threads"):
+        if getattr(wanted, name) < 1:
+            raise ConfigurationError(f"{name} is {getattr(wanted, name)}, must be at least 1")
+
+
+def _shape(wanted: Simulation) -> dict[str, float]:
+    return {} if wanted.partition == "iid" else {"alpha": wanted.alpha}
+
+
+def _is_small(data: Dataset) -> bool:
+    return tuple(data.train_images.shape[1:]) == (1, 8, 8)
+
+
+def _fresh(work: Path) -> Path:
+    """Makes the folder anew, but only if it is one of ours."""
+    marker = work / "made-by-fleetdistill"
+    if work.exists() and not marker.exists() and any(work.iterdir()):
+        raise DataError(f"{work} is not empty and was not made by a simulation; choose another out folder")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    marker.write_text(json.dumps({"run": RUN}))
+    return work.resolve()
+
+
+def _watcher(rounds: int, on_progress: Callable[[Progress], None]) -> Callable[[Store], None]:
+    """Calls `on_progress` when another round has been completed."""
+    last = -1
+
+    def watch(store: Store) -> None:
+        nonlocal last
+        row = store.run(RUN)
+        completed = int(row["completed_rounds"]) if row else 0
+        if completed != last:
+            last = completed
+            on_progress(Progress(completed, rounds, _latest_accuracy(store)))
+
+    return watch
+
+
+def _latest_accuracy(store: Store) -> float | None:
+    closed = [row["round"] for row in store.rounds(RUN) if row["status"] == "closed"]
+    if not closed:
+        return None
+    rates = [row["sum"] / row["count"] for row in store.figures(RUN, "accuracy", "test") if row["round"] == closed[-1]]
+    return sum(rates) / len(rates) if rates else None

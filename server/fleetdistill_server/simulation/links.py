@@ -1,0 +1,135 @@
+"""Running a simulated fleet over one of the two links. Both return the store that the run was written to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fleetdistill import Device, Step
+from fleetdistill.errors import RunError
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+from fleetdistill_server.supervisor import Supervisor
+
+Watch = Callable[[Store], None]
+_LOOK_SECONDS = 0.1
+
+
+class DriveDevices:
+    """Waits for answers by letting the devices work, one step each in turn; implements the engine's `Waker`."""
+
+    def __init__(self, devices: list[Device], after_step: Callable[[], None]) -> None:
+        self._devices = devices
+        self._after_step = after_step
+        self._next = 0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        """One device takes one step."""
+        self._devices[self._next % len(self._devices)].step(0.0)
+        self._next += 1
+        self._after_step()
+
+    def wake_other(self) -> None:
+        """Devices in this process need no wake-up."""
+
+
+def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
+    """Runs engine and devices in this process, strictly one after the other."""
+    from fleetdistill_server.engine import Engine
+
+    store = Store.in_memory()
+    desk = Desk(store)
+    with contextlib.ExitStack() as stack:
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)))
+        asyncio.run(engine.run())
+        for device in devices:
+            while device.step(0.0) is not Step.FINISHED:
+                pass
+    watch(store)
+    return store
+
+
+def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
+    """Runs front, engine and devices in processes of their own on the loopback."""
+    config_file = work / "run.toml"
+    config_file.write_text(as_toml(config))
+    supervisor = Supervisor(config_file, config, log=work / "server.log")
+    failure: list[Exception] = []
+    serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
+    serving.start()
+    try:
+        with device_processes(specs, _port(supervisor, failure)) as processes:
+            _watch_until_over(config.run.name, supervisor, processes, watch, failure)
+    finally:
+        supervisor.stop()
+        serving.join()
+    return Store.open(Path(config.server.store))
+
+
+def _serve(supervisor: Supervisor, failure: list[Exception]) -> None:
+    try:
+        supervisor.serve()
+    except Exception as error:  # handed to the thread that waits for the run
+        failure.append(error)
+
+
+def _port(supervisor: Supervisor, failure: list[Exception]) -> int:
+    while supervisor.port is None:
+        if failure:
+            raise failure[0]
+        time.sleep(_LOOK_SECONDS)
+    return supervisor.port
+
+
+@contextlib.contextmanager
+def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts a process for each device, and ends those that are left at the end."""
+    command = [sys.executable, "-m", "fleetdistill_server.simulation.device"]
+    processes = [
+        subprocess.Popen([*command, str(save_spec(spec)), "--server", f"127.0.0.1:{port}"], start_new_session=True)
+        for spec in specs
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def _watch_until_over(
+    run: str,
+    supervisor: Supervisor,
+    processes: list[subprocess.Popen[bytes]],
+    watch: Watch,
+    failure: list[Exception],
+) -> None:
+    while any(process.poll() is None for process in processes):
+        if failure:
+            raise failure[0]
+        failed = [process for process in processes if process.poll() not in (None, 0)]
+        if failed:
+            raise RunError(f"{len(failed)} device processes failed; what they said stands above")
+        watch(supervisor.store)
+        time.sleep(_LOOK_SECONDS)
+    watch(supervisor.store)
+
+
+def as_toml(config: RunConfig) -> str:
+    """A configuration as run.toml; JSON's strings, numbers and lists are TOML's too."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json").items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""`fleetdistill serve`: starts the front and the engine of one run, restarts either when it dies, stops both cleanly.
+
+The supervisor owns the wake-up pipes and hands them to every child it starts, so a restarted child is woken as before.
+It computes nothing and holds no state: killed itself, it can simply be started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
+from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.store import Store
+from fleetdistill_server.wakeups import Ends, make_pair
+
+logger = logging.getLogger(__name__)
+MAX_RESTARTS = 5
+"""Engine failures without a completed round between them after which the run is stopped."""
+_LOOK_SECONDS = 0.1
+_STOP_SECONDS = 10.0
+
+
+class Child:
+    """One process that is kept alive."""
+
+    def __init__(
+        self, module: str, arguments: list[str], ends: Ends, log: Path | None, *, keep_output: bool = False
+    ) -> None:
+        self.arguments = arguments
+        self._module = module
+        self._ends = ends
+        self._log = log
+        self._keep_output = keep_output
+        self.failures = 0
+        self.process = self._start()
+
+    def restart(self) -> None:
+        """Starts the process again after it died."""
+        self.failures += 1
+        time.sleep(min(0.2 * self.failures, 2.0))
+        self.process = self._start()
+
+    def stop(self) -> None:
+        """Asks the process to end, and ends it if it does not."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _start(self) -> subprocess.Popen[str]:
+        errors = self._log.open("ab") if self._log else None
+        # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then ends the children.
+        return subprocess.Popen(
+            [sys.executable, "-m", self._module, *self.arguments, "--wakeups", str(self._ends)],
+            pass_fds=(self._ends.read, self._ends.write),
+            stdout=subprocess.PIPE if self._keep_output else None,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+
+
+class Supervisor:
+    """Keeps front and engine of one run alive.
+
+    Args:
+        config_path: The run.toml, handed to the engine.
+        config: What it says.
+        on_listening: Called with the port whenever the front has begun to listen.
+        log: File for what front and engine say; by default they say it on standard error.
+
+    Attributes:
+        port: Where the front listens, None before it does.
+    """
+
+    def __init__(
+        self,
+        config_path: Path,
+        config: RunConfig,
+        on_listening: Callable[[int], None] = lambda port: None,
+        log: Path | None = None,
+    ) -> None:
+        self._config_path = config_path
+        self._config = config
+        self._on_listening = on_listening
+        self._log = log
+        self._stopped = threading.Event()
+        self.port: int | None = None
+        self.store = Store.open(Path(config.server.store))
+        # Before any process starts, so that a changed configuration is refused here, to the operator's face.
+        self.store.begin_run(config.run.name, config.fixed_part())
+
+    def stop(self) -> None:
+        """Makes `serve` return; may be called from a signal handler."""
+        self._stopped.set()
+
+    def serve(self, *, until_finished: bool = False) -> None:
+        """Serves until `stop`, or until the run is over and every device knows it.
+
+        Raises:
+            RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
+        """
+        front_ends, engine_ends = make_pair()
+        store = ["--store", self._config.server.store]
+        self._engine = Child("fleetdistill_server.engine", [str(self._config_path), *store], engine_ends, self._log)
+        listen = ["--listen", self._config.server.listen, "--lease-seconds", str(self._config.server.lease_seconds)]
+        self._front = Child("fleetdistill_server.front", [*store, *listen], front_ends, self._log, keep_output=True)
+        self._read_port()
+        try:
+            while not self._stopped.wait(_LOOK_SECONDS):
+                self._look_after_front()
+                self._look_after_engine()
+                if until_finished and self._is_over():
+                    return
+        finally:
+            self._front.stop()
+            self._engine.stop()
+            self.store.close()
+
+    def _read_port(self) -> None:
+        """The front says `listening PORT` when it has begun."""
+        stdout = self._front.process.stdout
+        assert stdout is not None
+
+        def read() -> None:
+            for line in stdout:
+                if line.startswith("listening "):
+                    self.port = int(line.split()[1])
+                    self._on_listening(self.port)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def _look_after_front(self) -> None:
+        code = self._front.process.poll()
+        if code is None:
+            return
+        if code == EXIT_CANNOT_LISTEN and self.port is None:
+            raise RunError(f"the front cannot listen on {self._config.server.listen}; see the line above")
+        logger.warning("the front ended with %s; starting it again", code)
+        if self.port is not None:  # devices know this port, even if the first start drew it freely
+            host = self._config.server.listen.rpartition(":")[0]
+            at = self._front.arguments.index("--listen") + 1
+            self._front.arguments[at] = f"{host}:{self.port}"
+        self._front.restart()
+        self._read_port()
+
+    def _look_after_engine(self) -> None:
+        code = self._engine.process.poll()
+        if code is None or self._run_is_over():
+            return
+        if code == EXIT_CONFIGURATION:
+            raise RunError("the engine cannot run this configuration; see the line above")
+        self._note_progress()
+        if self._engine.failures >= MAX_RESTARTS:
+            reason = f"the engine failed {self._engine.failures + 1} times at the same point, last with {code}"
+            self.store.end_run(self._config.run.name, "stopped", reason)
+            raise RunError(f"{reason}; its log says why, the state is intact")
+        logger.warning("the engine ended with %s; starting it again", code)
+        self._engine.restart()
+
+    _completed = 0
+
+    def _note_progress(self) -> None:
+        row = self.store.run(self._config.run.name)
+        completed = int(row["completed_rounds"]) if row else 0
+        if completed > self._completed:
+            self._completed, self._engine.failures = completed, 0
+
+    def _run_is_over(self) -> bool:
+        row = self.store.run(self._config.run.name)
+        return row is not None and row["status"] == "finished"
+
+    def _is_over(self) -> bool:
+        return self._run_is_over() and not self.store.present_devices(self._config.run.name)
