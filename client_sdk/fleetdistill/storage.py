@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from fleetdistill.errors import StateError
+from google.protobuf.message import DecodeError
+
+from fleetdistill.errors import StateError, WireError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
@@ -64,13 +66,8 @@ class Storage:
 
     def load_identity(self) -> dict[str, Any]:
         """What `save_identity` saved; empty for a new directory."""
-        path = self.directory / "device.json"
-        if not path.exists():
-            return {}
-        try:
-            return dict(json.loads(path.read_text()))
-        except ValueError as error:
-            raise StateError(f"{path} is damaged: {error}; restore it, or use a fresh state directory") from error
+        data = self.load("device.json")
+        return {} if data is None else _json_object(self.directory / "device.json", data)
 
     def save_identity(self, identity: dict[str, Any]) -> None:
         """Keeps id, run and secret; the secret is readable by the owner only."""
@@ -79,7 +76,8 @@ class Storage:
     def load(self, name: str) -> bytes | None:
         """A file of the directory, or None."""
         path = self.directory / name
-        return path.read_bytes() if path.exists() else None
+        with _disk_errors(self.directory):
+            return path.read_bytes() if path.exists() else None
 
     def save(self, name: str, data: bytes) -> None:
         """Writes a file of the directory whole or not at all."""
@@ -106,21 +104,27 @@ class Storage:
         if not (self._outbox / "candidate.safetensors").exists():
             self.drop_answer()  # a crash fell between promoting and clearing
             return None
-        return Pending(**json.loads(data))
+        path = self._outbox / "manifest.json"
+        try:
+            return Pending(**_json_object(path, data))
+        except TypeError as error:
+            raise _damaged(path, error) from error
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[Payload]:
-        """Opens the payload in the outbox."""
-        data = self.load("outbox/header.bin")
-        if data is None:
-            raise StateError(f"{self._outbox} has a manifest but no header; remove the directory to start afresh")
-        header = knowledge_pb2.PayloadHeader.FromString(data)
-        with (self._outbox / "data.bin").open("rb") as file:
-            yield Payload(header.parts, wire.slots(header.parts), _FileSource(file), header.sha256)
-
-    def candidate(self) -> bytes:
-        """The state that goes with the answer in the outbox."""
-        return (self._outbox / "candidate.safetensors").read_bytes()
+        """Opens the payload in the outbox. Raises StateError if a file of it is missing or damaged."""
+        path = self._outbox / "header.bin"
+        try:
+            header = knowledge_pb2.PayloadHeader.FromString(self.load("outbox/header.bin") or b"")
+            slots = wire.slots(header.parts)
+        except (DecodeError, WireError) as error:
+            raise _damaged(path, error) from error
+        if len(header.sha256) != 32:
+            raise _damaged(path, "it is empty or missing")
+        with _disk_errors(self.directory):
+            file = (self._outbox / "data.bin").open("rb")
+        with file:
+            yield Payload(header.parts, slots, _FileSource(file), header.sha256)
 
     def promote_answer(self) -> None:
         """The receipt is here: the candidate becomes the state."""
@@ -131,8 +135,11 @@ class Storage:
 
     def drop_answer(self) -> None:
         """Empties the outbox; the manifest goes first, so that half an outbox never counts."""
-        for name in ("manifest.json", "candidate.safetensors", "header.bin", "data.bin"):
-            (self._outbox / name).unlink(missing_ok=True)
+        with _disk_errors(self.directory):
+            (self._outbox / "manifest.json").unlink(missing_ok=True)
+            _sync_directory(self._outbox)
+            for name in ("candidate.safetensors", "header.bin", "data.bin"):
+                (self._outbox / name).unlink(missing_ok=True)
 
     def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:
         path = self.directory / name
@@ -153,6 +160,20 @@ class _FileSource:
     def read(self, start: int, size: int) -> bytes:
         self._file.seek(start)
         return self._file.read(size)
+
+
+def _json_object(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"expected an object, found {type(found).__name__}")
+    return found
+
+
+def _damaged(path: Path, why: object) -> StateError:
+    return StateError(f"{path} is damaged: {why}; restore it, or use a fresh state directory")
 
 
 def _sync(file: IO[Any]) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from google.protobuf.message import DecodeError
+
 from fleetdistill.errors import StoreError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
@@ -126,17 +128,26 @@ class FileBlobs:
         path = self._path(sha256)
         if not path.exists():
             raise StoreError(f"payload {sha256.hex()} is not in the store")
-        with disk_errors(f"mapping payload {sha256.hex()}"), path.open("rb") as file:
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        header_bytes = 8 + int.from_bytes(view[:8], "little")
-        parts = _parts_in(view[8:header_bytes])
-        return Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
+        try:
+            with disk_errors(f"mapping payload {sha256.hex()}"), path.open("rb") as file:
+                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            header_bytes = 8 + int.from_bytes(view[:8], "little")
+            parts = _parts_in(view[8:header_bytes])
+        except (ValueError, KeyError, DecodeError) as error:
+            raise StoreError(f"payload {sha256.hex()} is damaged: {error}") from error
+        payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
+        if len(view) != header_bytes + payload.data_bytes:
+            text = f"{len(view)} bytes in its file instead of {header_bytes + payload.data_bytes}"
+            raise StoreError(f"payload {sha256.hex()} is damaged: {text}")
+        return payload
 
     def put(self, payload: Payload) -> None:
         if self._path(payload.sha256).exists():
             return
-        staging = self.stage(f"put-{payload.sha256.hex()}-{os.getpid()}", payload.parts)
-        for piece in wire.pieces(payload.source, staging.length, payload.data_bytes):
+        key = f"put-{payload.sha256.hex()}-{os.getpid()}"
+        self._staging_path(key).unlink(missing_ok=True)  # nobody checked what a crash left behind
+        staging = self.stage(key, payload.parts)
+        for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
 
@@ -184,8 +195,9 @@ class _FileStaging:
         self.length += len(data)
 
     def read(self, start: int, size: int) -> bytes:
-        self._file.seek(self._header_bytes + start)
-        return self._file.read(size)
+        with disk_errors("writing an upload"):  # reading writes out what is buffered
+            self._file.seek(self._header_bytes + start)
+            return self._file.read(size)
 
     def commit(self, sha256: bytes) -> None:
         with disk_errors("making an upload durable"):
@@ -193,7 +205,7 @@ class _FileStaging:
             _rename_durably(self._path, self._path_of(sha256))
 
     def discard(self) -> None:
-        self._file.close()
+        self.close()
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.store import Row, Store
 
 T = TypeVar("T")
+_LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -75,7 +76,8 @@ class Desk:
             self._check_profile(run, device, contract, request.profile)
             answer.secret = b"" if request.identity.secret else secret
             hashed, profile = _hashed(secret), request.profile.SerializeToString()
-            self._commit(lambda store: store.register_device(run, device, hashed, profile))
+            if not self._commit(lambda store: store.register_device(run, device, hashed, profile)):
+                raise _id_taken(device)  # another device of the same id was quicker
             self._renew(run, device)
             self.wake_engine()
         answer.lease_seconds = self.lease_seconds
@@ -140,7 +142,7 @@ class Desk:
                 self._commit(lambda store, r=run, d=device, t=text: store.add_event(r, "lease-ended", t, device=d))
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
-        """Checks who calls and renews the lease; returns run and device.
+        """Checks who calls and renews the lease, also one that had ended; returns run and device.
 
         Raises:
             RefusedError: The device never checked in to this run, or the secret is wrong.
@@ -150,6 +152,9 @@ class Desk:
         if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
             raise RefusedError(Code.BAD_IDENTITY, f"device {identity.device!r} is not checked in with this secret")
         self._renew(run, identity.device)
+        if not row["present"]:
+            self._commit(lambda store: store.device_back(run, identity.device))
+            self.wake_engine()
         return run, identity.device
 
     def _admit(self, run: str, device: str, secret: bytes) -> bytes:
@@ -161,10 +166,7 @@ class Desk:
         if row is None:
             return secret or secrets.token_bytes(32)
         if not hmac.compare_digest(row["secret_hash"], _hashed(secret)):
-            raise RefusedError(
-                Code.BAD_IDENTITY,
-                f"device id {device!r} belongs to another device; choose another id or restore its secret",
-            )
+            raise _id_taken(device)
         return secret
 
     def _run(self, name: str) -> str:
@@ -233,22 +235,24 @@ class Desk:
         """
         run, device = self.authenticate(header.identity)
         ask = self._asked(run, device, header.name)
-        key = _staging_key(ask, header.name.attempt)
-        with self._uploads_lock:
-            older = self._uploads.pop(key, None)
-        if older is not None:
-            older.abandon()
-        session = UploadSession(self, run, ask, header, key)
-        with self._uploads_lock:
-            self._uploads[key] = session
+        session = UploadSession(self, run, ask, header, _staging_key(ask, header.name.attempt))
+        session.open()
         return session
 
+    def take_over(self, key: str, session: UploadSession) -> UploadSession | None:
+        """Makes a session the one that counts for its upload; returns the one that did so far."""
+        with self._uploads_lock:
+            older = self._uploads.get(key)
+            self._uploads[key] = session
+        return older
+
     def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
-        ask = self.store.ask(run, name.round, name.step_number, device)
+        number = min(name.round, _LARGEST_NUMBER)
+        ask = self.store.ask(run, number, name.step_number, device)
         if ask is None:
             text = f"device {device} was not asked step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
-            self._note_refusal(run, name.round, device, refusal)
+            self._note_refusal(run, number, device, refusal)
             raise refusal
         return ask
 
@@ -258,10 +262,11 @@ class Desk:
         device = ask["device"]
 
         def record(store: Store) -> Row | None:
+            first = store.upload_of(ask["id"]) is None
             row = store.accept_upload(
-                ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, max(header.samples, 1)
+                ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples
             )
-            if row is not None and row["attempt"] == header.name.attempt:
+            if row is not None and first:
                 store.add_traffic(run, ask["round"], device, "up", payload.data_bytes, payload.ByteSize())
                 for part in payload.parts.parts:
                     if part.WhichOneof("kind") == "metrics":
@@ -307,13 +312,24 @@ class UploadSession:
         self._key = key
         self._lock = threading.Lock()
         self._abandoned = False
-        self._accepted = desk.store.upload_of(ask["id"])
-        if self._accepted is None:
-            self._refusing(self._open)
+        self._accepted: Row | None = None
+
+    def open(self) -> None:
+        """Takes over from an older session of the same upload, once that has let go of what is staged."""
+        with self._lock:
+            older = self._desk.take_over(self._key, self)
+            if older is not None:
+                older.abandon()
+            self._accepted = self._desk.store.upload_of(self._ask["id"])
+            if self._accepted is None:
+                self._refusing(self._open)
 
     def _open(self) -> None:
         if self._ask["status"] != "open":
             raise RefusedError(Code.CLOSED, _closed_text(self._ask))
+        if not 1 <= self._header.samples <= _LARGEST_NUMBER:
+            text = f"device {self._ask['device']}: the answer is weighted with {self._header.samples} samples"
+            raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         contract = self._desk.contract(self._run)
         self._ingest = Ingest(self._ask["device"], self._header.payload, contract, json.loads(self._ask["expects"]))
         self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
@@ -366,9 +382,17 @@ class UploadSession:
             self._desk.forget(self._key, self)
             raise self._desk.refuse(self._run, self._ask, refusal) from refusal
         except StoreError:
+            if hasattr(self, "_staging"):
+                self._staging.close()  # what is on the disk stays, for the next stream to go on from
             self._abandoned = True
             self._desk.forget(self._key, self)
             raise
+
+
+def _id_taken(device: str) -> RefusedError:
+    return RefusedError(
+        Code.BAD_IDENTITY, f"device id {device!r} belongs to another device; choose another id or restore its secret"
+    )
 
 
 def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:

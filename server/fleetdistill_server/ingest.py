@@ -7,9 +7,10 @@ match. A bad upload is refused whole, with a code and a sentence that names devi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import google_crc32c
@@ -26,6 +27,7 @@ from fleetdistill_server.blobs import Staging
 ROWS = -1
 """Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
 
+_MAX_WORD = 64
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -73,9 +75,11 @@ class Ingest:
         self.header = header
         self._contract = contract
         self.slots = self._slots()
-        _check_size(header, self.slots, contract.max_upload_bytes)
+        with self._naming_device():
+            _check_size(header, self.slots, contract.max_upload_bytes)
         self._check_kinds(expects)
-        self._rules = {path: rule for part in header.parts.parts for path, rule in rules_of(part, contract).items()}
+        with self._naming_device():
+            self._rules = {path: rule for part in header.parts.parts for path, rule in rules_of(part, contract).items()}
         for slot in self.slots:
             self._check_slot(slot)
         self._check_rows()
@@ -105,7 +109,8 @@ class Ingest:
         assert self._staging is not None
         data = chunk.data
         if google_crc32c.value(data) != chunk.crc32c:
-            raise self._refuse(Code.CHECKSUM, f"a chunk of tensor {chunk.tensor} fails its CRC-32C; send it again")
+            text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C; send it again"
+            raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
         self._check_place(chunk, len(data))
         self._examine(data)
         self._staging.append(data)
@@ -237,6 +242,13 @@ class Ingest:
             details["tensor"] = slot.path
         return RefusedError(code, f"device {self._device}: {text}", {"device": self._device, **details})
 
+    @contextlib.contextmanager
+    def _naming_device(self) -> Iterator[None]:
+        try:
+            yield
+        except RefusedError as refusal:
+            raise self._refuse(Code(refusal.code), str(refusal), **refusal.details) from refusal
+
 
 def rules_of(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     """What each tensor of a part must be, by path; a required tensor that is missing is refused here.
@@ -266,8 +278,11 @@ def _sample_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> 
 
 def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> None:
     sent = part.sample_knowledge
-    present = {"features": bool(sent.features), "logits": sent.HasField("logits"), "labels": sent.HasField("labels")}
-    missing = [name for name in contract.requirements.columns if not present.get(name, True)]
+    needed = contract.requirements.columns
+    missing = [name for name in ("logits", "labels") if name in needed and not sent.HasField(name)]
+    if "features" in needed:
+        given = {column.name for column in sent.features}
+        missing += [f"features/{column.name}" for column in contract.features if column.name not in given]
     if not sent.HasField("sample_ids"):
         missing.append("sample_ids")
     if missing:
@@ -286,6 +301,8 @@ def _proxy_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> d
 
 
 def _prediction_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    if not part.weighted_predictions.HasField("values"):
+        raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
     return {f"{part.name}/values": Rule((_FLOAT32,), (ROWS, len(contract.classes)), low=0, what="predictions")}
 
 
@@ -304,6 +321,17 @@ def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> 
         numbers = [metric.sum, *(one.sum for one in metric.by_class)]
         if not all(math.isfinite(number) for number in numbers) or any(x >= len(contract.classes) for x in labels):
             raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or names an unknown class")
+        if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or metric.count >= 1 << 63:
+            text = f"metric {metric.name[:64]!r}: its name must be 1 to {_MAX_WORD} characters, its count below 2**63"
+            raise RefusedError(Code.BAD_VALUE, text)
+    return {}
+
+
+def _plan_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    entries = part.plan.entries
+    doubled = len({entry.name for entry in entries}) != len(entries)
+    if doubled or any(entry.WhichOneof("value") is None for entry in entries):
+        raise RefusedError(Code.BAD_MESSAGE, f"part {part.name!r} has a setting twice, or one without a value")
     return {}
 
 
@@ -315,6 +343,7 @@ _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], d
     "distillation_gradient": _finite_rules,
     "generator": _finite_rules,
     "discriminator": _finite_rules,
+    "plan": _plan_rules,
     "metrics": _metric_rules,
 }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, with_config
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
@@ -34,9 +35,18 @@ class RunSection(_Section):
 class ContractSection(_Section):
     """[contract]: what every device must fit."""
 
-    classes: Annotated[int, Field(ge=2)] | Annotated[list[str], Field(min_length=2)]
+    classes: int | list[str]
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     knowledge_type: Literal["float16", "float32"] = "float16"
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _check_classes(cls, given: object) -> object:
+        names = given if isinstance(given, list) and all(isinstance(name, str) for name in given) else []
+        count = given if isinstance(given, int) and not isinstance(given, bool) else len(set(names))
+        if count < 2 or len(set(names)) != len(names):
+            raise ValueError("must be a number of classes or a list of different names, at least 2")
+        return given
 
     def class_names(self) -> list[str]:
         """Names in label order; numbers where only a count was given."""
@@ -79,15 +89,20 @@ class RunConfig(_Section):
         Raises:
             ConfigurationError: Unknown method or setting, wrong type, or out of range.
         """
-        cls = config_class(self.run.method)
+        try:
+            cls = config_class(self.run.method)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"[run] method: {error}") from error
         # By default pydantic takes unknown keys of a dataclass silently; strict and JSON, so that 1 is no bool.
         strict = with_config(ConfigDict(extra="forbid", strict=True))(cls)
         try:
             config = TypeAdapter(strict).validate_json(json.dumps(self.method, default=str))
+            return config.for_classes(len(self.contract.class_names()))
         except ValidationError as error:
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise ConfigurationError(_sentence(error, "method", known)) from error
-        return config.for_classes(len(self.contract.class_names()))
+            names = [field.name for field in dataclasses.fields(cls)]
+            raise ConfigurationError(_sentence(error, {"method": names}, "method")) from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"[method] {error}") from error
 
     def fixed_part(self) -> dict[str, Any]:
         """What may not change between two starts of one run."""
@@ -102,8 +117,8 @@ def load_run_config(path: Path) -> RunConfig:
             message names section and key.
     """
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     try:
         return run_config(tomllib.loads(text))
@@ -120,18 +135,32 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     try:
         checked = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(_sentence(error)) from error
+        raise ConfigurationError(_sentence(error, _SETTINGS)) from error
     checked.method_config()
     return checked
 
 
-def _sentence(error: ValidationError, section: str = "", known: str = "") -> str:
+_SETTINGS = {
+    "": list(RunConfig.model_fields),
+    "run": list(RunSection.model_fields),
+    "contract": list(ContractSection.model_fields),
+    "model": list(ModelSection.model_fields),
+    "server": list(ServerSection.model_fields),
+}
+"""Known sections, and the known settings of each."""
+
+
+def _sentence(error: ValidationError, known: Mapping[str, Sequence[str]], section: str = "") -> str:
+    """Says of every problem where it is: `[section] key: what is wrong, got value`."""
     problems = []
     for one in error.errors():
-        path = ".".join(str(part) for part in (section, *one["loc"]) if part != "")
-        where = f"[{path.split('.')[0]}] {'.'.join(path.split('.')[1:])}".strip()
+        path = [str(part) for part in (section, *one["loc"]) if part != ""]
+        where = f"[{path[0]}] {'.'.join(path[1:])}".strip()
         if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            problems.append(f"{where}: unknown setting{f'; known are {known}' if known else ''}")
+            what = "setting" if len(path) > 1 else "section"
+            problems.append(f"{where}: unknown {what}; known are {', '.join(known[path[0] if path[1:] else ''])}")
+        elif one["type"] == "missing":
+            problems.append(f"{where}: it is missing")
         else:
             problems.append(f"{where}: {one['msg']}, got {one['input']!r}")
     return "; ".join(problems)

@@ -45,9 +45,14 @@ class Store:
         self.blobs = blobs
         self._lock = threading.RLock()
         self._db = sqlite_utils.Database(connection)
-        with _database_errors():
-            self._assert_durable(journal_mode)
-            migrations.apply(self._db)
+        try:
+            with _database_errors():
+                self._assert_durable(journal_mode)
+            with self.transaction():  # of several processes that open a new store, one makes the tables
+                migrations.apply(self._db)
+        except StoreError:
+            connection.close()
+            raise
 
     @classmethod
     def open(cls, directory: Path) -> Store:
@@ -62,7 +67,7 @@ class Store:
             connection = sqlite3.connect(
                 directory / "store.sqlite", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_wal(connection)
         return cls(connection, FileBlobs(directory / "blobs"), "wal")
 
     @classmethod
@@ -150,7 +155,9 @@ class Store:
         """All runs, oldest first, with the number of devices seen and of uploads."""
         return self._rows(
             "SELECT name, status, reason, completed_rounds, config, created_at, "
-            "(SELECT count(*) FROM devices WHERE run = name) AS devices FROM runs ORDER BY created_at, name"
+            "(SELECT count(*) FROM devices WHERE run = name) AS devices, "
+            "(SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = name) AS uploads "
+            "FROM runs ORDER BY created_at, name"
         )
 
     def own_run(self, name: str) -> str:
@@ -191,15 +198,26 @@ class Store:
         rows = self._rows("SELECT device FROM devices WHERE run = ? AND present = 1 ORDER BY device", run)
         return [row["device"] for row in rows]
 
-    def register_device(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> None:
-        """Notes that a device is present; keeps the secret of its first check-in."""
+    def register_device(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
+        """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one."""
         now = time.time()
         row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 1}
-        self._insert(
-            "devices",
-            {**row, "first_seen": now, "last_seen": now},
-            "ON CONFLICT (run, device) DO UPDATE SET profile = excluded.profile, present = 1, "
-            "last_seen = excluded.last_seen",
+        with self.transaction():
+            known = self.device(run, device)
+            if known is not None and known["secret_hash"] != secret_hash:
+                return False
+            self._insert(
+                "devices",
+                {**row, "first_seen": now, "last_seen": now},
+                "ON CONFLICT (run, device) DO UPDATE SET profile = excluded.profile, present = 1, "
+                "last_seen = excluded.last_seen",
+            )
+        return True
+
+    def device_back(self, run: str, device: str) -> None:
+        """A device that was taken for gone has called again."""
+        self._write(
+            "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ?", time.time(), run, device
         )
 
     def device_gone(self, run: str, device: str, reason: str) -> None:
@@ -387,7 +405,11 @@ class Store:
             by_class = {one.label: [one.sum, one.count] for one in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
             row |= {"sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)}
-            self._insert("figures", row, "ON CONFLICT DO UPDATE SET sum=excluded.sum, count=excluded.count")
+            self._insert(
+                "figures",
+                row,
+                "ON CONFLICT DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
+            )
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
         """One figure over rounds and devices."""
@@ -410,6 +432,19 @@ class Store:
     def traffic(self, run: str) -> list[Row]:
         """Bytes by round, device and direction."""
         return self._rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction", run)
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Two processes that switch a new database at the same moment are told BUSY at once, whatever the timeout."""
+    until = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ One generic mapping by field names serves every kind: a new kind is a class, a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +129,7 @@ class _Encoder:
 
     def fill(self, message: Message, value: Any, path: str) -> None:
         if isinstance(value, knowledge.Plan):
-            _fill_plan(message, value)
+            _fill_plan(message, value, path)
             return
         for field in sorted(message.DESCRIPTOR.fields, key=lambda one: one.number):
             item = getattr(value, field.name)
@@ -150,7 +151,8 @@ class _Encoder:
             target.SetInParent()
             self.fill(target, item, path)
         else:
-            setattr(message, field.name, item)
+            with _field_errors(path, item):
+                setattr(message, field.name, item)
 
     def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
         array = _to_wire_type(np.asarray(array), self._wire_type, path)
@@ -200,20 +202,34 @@ def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
     return array
 
 
-def _fill_plan(message: Message, plan: knowledge.Plan) -> None:
+def _fill_plan(message: Message, plan: knowledge.Plan, path: str) -> None:
     for name, value in plan.values.items():
         entry = message.entries.add(name=name)  # type: ignore[attr-defined]
-        if isinstance(value, bool):
-            entry.flag = value
-        elif isinstance(value, int):
-            entry.integer = value
-        elif isinstance(value, float):
-            entry.real = value
-        elif isinstance(value, str):
-            entry.text = value
-        else:
-            entry.integers.SetInParent()
-            entry.integers.values.extend(value)
+        with _field_errors(f"{path}/{name}", value):
+            _set_value(entry, value)
+
+
+def _set_value(entry: knowledge_pb2.PlanEntry, value: knowledge.PlanValue) -> None:
+    if isinstance(value, bool):
+        entry.flag = value
+    elif isinstance(value, int):
+        entry.integer = value
+    elif isinstance(value, float):
+        entry.real = value
+    elif isinstance(value, str):
+        entry.text = value
+    else:
+        entry.integers.SetInParent()
+        entry.integers.values.extend(value)
+
+
+@contextlib.contextmanager
+def _field_errors(path: str, value: object) -> Iterator[None]:
+    """Protobuf's refusals of a value, in our words."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise WireError(f"{path}: {value!r} does not fit its field: {error}") from error
 
 
 def read_plan(message: Message) -> knowledge.Plan:

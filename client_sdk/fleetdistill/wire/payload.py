@@ -23,6 +23,8 @@ CHUNK_BYTES = 1 << 20
 MAX_TENSORS = 10_000
 MAX_AXES = 16
 MAX_NAME = 256
+# No array of more elements can be made, not even an empty one such as [2**62, 2**62, 0].
+MAX_ELEMENTS = 1 << 56
 
 DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
@@ -67,8 +69,8 @@ def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
     """Finds every tensor of the parts in field order.
 
     Raises:
-        WireError: A tensor has an unknown type or encoding, a negative axis, too many axes, or carries data inline;
-            a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
+        WireError: A tensor has an unknown type or encoding, a negative axis, too many or too long axes, or carries
+            data inline; a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
     """
     found: list[Slot] = []
     start = 0
@@ -172,4 +174,6 @@ def _shape(path: str, tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
         raise WireError(
             f"tensor {path!r} has shape {list(shape)[: MAX_AXES + 1]}, axes must be >= 0, at most {MAX_AXES}"
         )
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise WireError(f"tensor {path!r} has shape {list(shape)}, which no machine can hold")
     return shape

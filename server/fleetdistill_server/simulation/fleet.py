@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.local_training import Counts
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.alone import LocalPlan, train_alone
-from fleetdistill_server.simulation.datasets import Dataset, load_dataset
+from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.partition import Partition, partition
@@ -44,6 +44,7 @@ class Simulation:
         dataset: `digits`, `fashion-mnist`, `mnist` or `cifar10`.
         data_dir: Where the data sets lie; see `load_dataset`.
         train_limit: At most this many training images in the whole fleet.
+        test_limit: At most this many test images, a stratified part.
         devices: Number of devices.
         models: Device models, dealt out in turn; by default five different ones that fit the data set.
         partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
@@ -62,6 +63,7 @@ class Simulation:
     dataset: str = "digits"
     data_dir: Path | None = None
     train_limit: int | None = None
+    test_limit: int | None = None
     devices: int = 5
     models: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
@@ -95,7 +97,7 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     """
     started = time.monotonic()
     _check(wanted)
-    data = load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed)
+    data = _limited(load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed), wanted)
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     work = _fresh(wanted.out / "work")
     config = make_run_config(wanted, data, work)
@@ -177,6 +179,13 @@ def _check(wanted: Simulation) -> None:
     for name in ("devices", "rounds", "threads"):
         if getattr(wanted, name) < 1:
             raise ConfigurationError(f"{name} is {getattr(wanted, name)}, must be at least 1")
+
+
+def _limited(data: Dataset, wanted: Simulation) -> Dataset:
+    if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
+        return data
+    rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
+    return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
 
 
 def _shape(wanted: Simulation) -> dict[str, float]:

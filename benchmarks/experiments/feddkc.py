@@ -1,0 +1,134 @@
+"""FedDKC against its controls: alone, none (FedGKT), KKR, SKR, and `server_beta = 0`, with paired differences.
+
+    python benchmarks/experiments/feddkc.py --dataset fashion-mnist --train-limit 3000 --rounds 10 --seeds 0 1 2
+
+Every run of one (alpha, seed) shares partition, first weights and batches, so differences are paired. Results are
+appended to a file as they come; a run that is there already is not repeated. Print the table again with `--rounds` and
+the rest unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleetdistill_server.simulation.fleet import Simulation, simulate
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {"refinement": "none"},
+    "kkr": {"refinement": "kkr"},
+    "skr": {"refinement": "skr"},
+    "server_beta=0": {"server_beta": 0.0},
+}
+
+
+def runs(given: argparse.Namespace) -> Iterator[tuple[str, Simulation]]:
+    """Every run with its key, seeds outermost so that a stopped experiment has whole seeds."""
+    for seed in given.seeds:
+        for alpha in given.alphas:
+            for name, settings in VARIANTS.items():
+                key = f"{given.dataset}/{given.train_limit}/{given.test_limit}/{given.rounds}/{alpha}/{seed}/{name}"
+                yield (
+                    key,
+                    Simulation(
+                        dataset=given.dataset,
+                        data_dir=given.data_dir,
+                        train_limit=given.train_limit,
+                        test_limit=given.test_limit,
+                        rounds=given.rounds,
+                        alpha=alpha,
+                        seed=seed,
+                        settings=settings,
+                        with_alone=name == "none",
+                        torch_device=given.torch_device,
+                        out=given.out,
+                    ),
+                )
+
+
+def measure(given: argparse.Namespace, known: dict[str, Any]) -> None:
+    """Runs what is missing and appends it to the results."""
+    for key, simulation in runs(given):
+        if key in known:
+            continue
+        report = simulate(simulation)
+        known[key] = {
+            "alone": report.mean_accuracy_alone,
+            "alone_own": report.mean_own_accuracy_alone,
+            "fleet": report.mean_accuracy_fleet,
+            "own": report.mean_own_accuracy_fleet,
+            "bytes_up": [one.bytes_up for one in report.devices],
+            "bytes_down": [one.bytes_down for one in report.devices],
+            "samples": [one.samples for one in report.devices],
+            "parameters": [one.parameters for one in report.devices],
+            "guards": report.guards_fired,
+            "seconds": report.seconds,
+        }
+        with given.results.open("a") as file:
+            file.write(json.dumps({"key": key, **known[key]}) + "\n")
+        print(f"{key}: fleet {report.mean_accuracy_fleet:.4f}, {report.seconds:.0f} s", flush=True)
+
+
+def print_table(given: argparse.Namespace, known: dict[str, Any]) -> None:
+    """Mean and deviation over seeds, and the paired difference to alone."""
+    for alpha in given.alphas:
+        found = {key.split("/")[-1] + "/" + key.split("/")[-2]: known[key] for key, s in runs(given) if key in known and s.alpha == alpha}
+        seeds = [seed for seed in given.seeds if f"none/{seed}" in found]
+        if not seeds:
+            continue
+        alone = [found[f"none/{seed}"]["alone"] for seed in seeds]
+        print(f"\n{given.dataset}, alpha {alpha}, {given.rounds} rounds, seeds {seeds}, % mean device accuracy")
+        print(f"| alone | {_spread(alone)} | | own classes {_spread([found[f'none/{s}']['alone_own'] for s in seeds])} |")
+        for name in VARIANTS:
+            have = [seed for seed in seeds if f"{name}/{seed}" in found]
+            fleet = [found[f"{name}/{seed}"]["fleet"] for seed in have]
+            differences = [value - found[f"none/{seed}"]["alone"] for value, seed in zip(fleet, have, strict=True)]
+            own = [found[f"{name}/{seed}"]["own"] for seed in have]
+            each = ", ".join(f"{100 * one:+.1f}" for one in differences)
+            print(f"| {name} | {_spread(fleet)} | {_spread(differences)} over alone ({each}) | own classes {_spread(own)} |")
+        _print_bytes(found, seeds, given.rounds)
+
+
+def _print_bytes(found: dict[str, Any], seeds: list[int], rounds: int) -> None:
+    one = [found[f"skr/{seed}"] for seed in seeds if f"skr/{seed}" in found]
+    if not one:
+        return
+    up = statistics.mean(statistics.mean(run["bytes_up"]) for run in one) / rounds
+    down = statistics.mean(statistics.mean(run["bytes_down"]) for run in one) / rounds
+    fedavg = 4 * max(one[0]["parameters"])
+    text = f"{up / fedavg:.2f} and {down / fedavg:.2f} of it"
+    print(f"bytes per device and round: {up:,.0f} up, {down:,.0f} down; FedAvg on the largest model {fedavg:,} each way: {text}")
+
+
+def _spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{100 * statistics.mean(values):.1f} ± {100 * deviation:.1f}"
+
+
+def main() -> None:
+    """Measures what is missing and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--train-limit", type=int)
+    parser.add_argument("--test-limit", type=int)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.5, 0.1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--torch-device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
+    parser.add_argument("--results", type=Path, default=Path("out/experiments/feddkc.jsonl"))
+    given = parser.parse_args()
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    known = {row.pop("key"): row for row in map(json.loads, lines)}
+    measure(given, known)
+    print_table(given, known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The server's model of a run as ONNX, from its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError, ExportError
+from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.onnx_export import OnnxReport, export_onnx
+from fleetdistill.state_file import unpack_state
+from fleetdistill.wire.codec import decode
+from fleetdistill_server.store import Store
+
+_PARITY_SAMPLES = 64
+
+
+def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
+    """Writes the model and compares it with PyTorch on features that a device uploaded.
+
+    Raises:
+        ConfigurationError: No such run, or its method keeps no model on the server.
+        ExportError: The run has no completed round yet, or the export does not agree.
+    """
+    import torch
+
+    from fleetdistill_server.engine import build_method
+    from fleetdistill_server.run_config import run_config
+
+    row = store.run(run)
+    if row is None:
+        raise ConfigurationError(f"there is no run {run!r}")
+    if not row["completed_rounds"]:
+        raise ExportError(f"run {run!r} has completed no round yet; there is nothing to export")
+    config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}})
+    method = build_method(config)
+    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    exported = method.export()
+    if exported is None:
+        raise ConfigurationError(f"{config.run.method} keeps no model on the server")
+    samples = torch.from_numpy(_uploaded_features(store, run)).float()
+    metadata = {"run": run, "round": str(row["next_round"] - 1), "method": config.run.method}
+    return export_onnx(exported[0], path, samples, metadata)
+
+
+def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def]  # a numpy array of any float type
+    for upload in reversed(store.uploads(run)):
+        for part in decode(store.blobs.open(upload["sha256"])).values():
+            if isinstance(part, SampleKnowledge) and part.features:
+                return next(iter(part.features.values()))[:_PARITY_SAMPLES].copy()
+    raise ExportError(f"run {run!r} has no uploaded features to compare the export on")

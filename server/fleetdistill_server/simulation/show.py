@@ -1,0 +1,59 @@
+"""A simulation on the terminal: a live progress bar, then the table. The command and the example scripts share it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fleetdistill_server.simulation.fleet import Progress as Done
+from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.report import FleetReport, report_table
+
+_TABLE_WIDTH = 104
+
+
+def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetReport:
+    """Runs a simulation with a progress bar and prints its table, or its report as JSON."""
+    report = _with_progress(wanted, Console(stderr=True))
+    if as_json:
+        print(json.dumps(asdict(report), indent=1))
+        return report
+    console = Console()
+    wide = Console(width=max(console.width, _TABLE_WIDTH))
+    wide.print(report_table(report))
+    console.print(verdict(report), soft_wrap=True)
+    console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({len(report.devices)} models)", soft_wrap=True)
+    return report
+
+
+def verdict(report: FleetReport) -> str:
+    """What the run showed, in one honest sentence."""
+    uploads = f"{report.acknowledged_uploads} uploads acknowledged, {report.used_uploads} used"
+    if report.mean_accuracy_alone is None:
+        return f"{report.seconds:.0f} s; {uploads}"
+    gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
+    word = "better" if gain > 0 else "worse"
+    return f"{report.seconds:.0f} s; the fleet is {abs(gain):.1f} points {word} than alone on average; {uploads}"
+
+
+def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"{wanted.method} over {wanted.link}", total=wanted.rounds, accuracy="starting")
+
+        def show(done: Done) -> None:
+            text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
+            if done.completed == done.rounds:
+                text += ", now training alone" if wanted.with_alone else ""
+            progress.update(task, completed=done.completed, accuracy=text)
+
+        return simulate(wanted, show)

@@ -1,0 +1,149 @@
+"""What a person or a script sees of a store: plain data first, tables made of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store import Row, Store
+
+
+@dataclass(frozen=True)
+class View:
+    """Named lists of rows; `facts` stand above the tables.
+
+    Attributes:
+        lists: Title to rows of plain values.
+        facts: Name to value.
+    """
+
+    lists: dict[str, list[Row]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def json(self) -> str:
+        """Everything as JSON; a single list as a list."""
+        value: Any = {**self.facts, **self.lists}
+        if not self.facts and len(self.lists) == 1:
+            value = next(iter(self.lists.values()))
+        return json.dumps(value, indent=1)
+
+    def tables(self) -> list[Table | str]:
+        """Everything as tables."""
+        facts = ["\n".join(f"{name}: {value}" for name, value in self.facts.items())] if self.facts else []
+        return [*facts, *(_table(title, rows) for title, rows in self.lists.items())]
+
+
+def runs(store: Store) -> View:
+    """All runs."""
+    return View({"runs": [_run_row(row) for row in store.runs()]})
+
+
+def run(store: Store, name: str) -> View:
+    """One run: rounds, accuracies, traffic, and everything out of the ordinary.
+
+    Raises:
+        ConfigurationError: There is no run of that name.
+    """
+    found = {row["name"]: row for row in store.runs()}
+    if name not in found:
+        raise ConfigurationError(f"there is no run {name!r}; the store has {', '.join(found) or 'none'}")
+    lists = {
+        "rounds": [_round_row(store, row) for row in store.rounds(name)],
+        "bytes": _bytes_by_device(store, name),
+        "events": [_event_row(row) for row in store.events(name)],
+    }
+    return View(lists, _run_row(found[name]))
+
+
+def devices(store: Store, only: str | None) -> View:
+    """Devices of all runs, or of one."""
+    names = [row["name"] for row in store.runs() if only in (None, row["name"])]
+    if only is not None and not names:
+        raise ConfigurationError(f"there is no run {only!r}")
+    return View({"devices": [_device_row(store, row) for name in names for row in store.devices(name)]})
+
+
+def _run_row(row: Row) -> Row:
+    config = json.loads(row["config"])
+    return {
+        "run": row["name"],
+        "method": config.get("run", {}).get("method", ""),
+        "status": row["status"],
+        "reason": row["reason"] or "",
+        "rounds": f"{row['completed_rounds']} of {config.get('run', {}).get('rounds', '?')}",
+        "devices": row["devices"],
+        "started": _when(row["created_at"]),
+    }
+
+
+def _round_row(store: Store, row: Row) -> Row:
+    figures = json.loads(row["figures"] or "{}")
+    seconds = (row["ended_at"] - row["started_at"]) if row["ended_at"] else None
+    rates = [
+        one["sum"] / one["count"]
+        for one in store.figures(row["run"], "accuracy", "test")
+        if one["round"] == row["round"] and one["count"]
+    ]
+    teacher = figures.get("teacher_accuracy", {})
+    return {
+        "round": row["round"],
+        "status": row["status"] + (f": {row['reason']}" if row["reason"] else ""),
+        "cohort": len(json.loads(row["cohort"])),
+        "used": row["used"],
+        "reported": row["reported"],
+        "seconds": round(seconds, 2) if seconds is not None else None,
+        "test accuracy": round(sum(rates) / len(rates), 4) if rates else None,
+        "server on uploads": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
+        "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
+    }
+
+
+def _bytes_by_device(store: Store, name: str) -> list[Row]:
+    rows: dict[str, Row] = {}
+    for one in store.traffic(name):
+        row = rows.setdefault(one["device"], {"device": one["device"], "up": 0, "down": 0, "of it envelopes": 0})
+        row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
+        row["of it envelopes"] += one["envelope_bytes"]
+    return list(rows.values())
+
+
+def _event_row(row: Row) -> Row:
+    names = ("round", "device", "kind", "code", "text")
+    return {**{name: row[name] for name in names}, "at": _when(row["at"])}
+
+
+def _device_row(store: Store, row: Row) -> Row:
+    profile = contract_pb2.DeviceProfile.FromString(row["profile"])
+    scored = [one for one in store.figures(row["run"], "accuracy", "test") if one["device"] == row["device"]]
+    return {
+        "run": row["run"],
+        "device": row["device"],
+        "present": bool(row["present"]),
+        "model": profile.model_name,
+        "parameters": profile.parameters,
+        "samples": profile.samples,
+        "test accuracy": round(scored[-1]["sum"] / scored[-1]["count"], 4) if scored else None,
+        "sdk": profile.sdk_version,
+        "last seen": _when(row["last_seen"]),
+    }
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD)
+    for name in rows[0] if rows else ["none"]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    return table
