@@ -74,34 +74,41 @@ def measure(given: argparse.Namespace, known: dict[str, Any]) -> None:
 
 
 def print_table(given: argparse.Namespace, known: dict[str, Any]) -> None:
-    """Mean and deviation over seeds, and the paired difference to alone."""
+    """Mean and deviation over seeds for each alpha, and the paired difference to alone."""
     for alpha in given.alphas:
-        found = {key.split("/")[-1] + "/" + key.split("/")[-2]: known[key] for key, s in runs(given) if key in known and s.alpha == alpha}
-        seeds = [seed for seed in given.seeds if f"none/{seed}" in found]
-        if not seeds:
-            continue
-        alone = [found[f"none/{seed}"]["alone"] for seed in seeds]
-        print(f"\n{given.dataset}, alpha {alpha}, {given.rounds} rounds, seeds {seeds}, % mean device accuracy")
-        print(f"| alone | {_spread(alone)} | | own classes {_spread([found[f'none/{s}']['alone_own'] for s in seeds])} |")
-        for name in VARIANTS:
-            have = [seed for seed in seeds if f"{name}/{seed}" in found]
-            fleet = [found[f"{name}/{seed}"]["fleet"] for seed in have]
-            differences = [value - found[f"none/{seed}"]["alone"] for value, seed in zip(fleet, have, strict=True)]
-            own = [found[f"{name}/{seed}"]["own"] for seed in have]
-            each = ", ".join(f"{100 * one:+.1f}" for one in differences)
-            print(f"| {name} | {_spread(fleet)} | {_spread(differences)} over alone ({each}) | own classes {_spread(own)} |")
-        _print_bytes(found, seeds, given.rounds)
+        found: dict[tuple[str, int], Any] = {}
+        for key, simulation in runs(given):
+            if key in known and simulation.alpha == alpha:
+                found[key.split("/")[-1], simulation.seed] = known[key]
+        seeds = [seed for seed in given.seeds if ("none", seed) in found]
+        if seeds:
+            _print_alpha(found, seeds, f"{given.dataset}, alpha {alpha}, {given.rounds} rounds")
 
 
-def _print_bytes(found: dict[str, Any], seeds: list[int], rounds: int) -> None:
-    one = [found[f"skr/{seed}"] for seed in seeds if f"skr/{seed}" in found]
-    if not one:
+def _print_alpha(found: dict[tuple[str, int], Any], seeds: list[int], title: str) -> None:
+    alone = {seed: found["none", seed]["alone"] for seed in seeds}
+    own = _spread([found["none", seed]["alone_own"] for seed in seeds])
+    print(f"\n{title}, seeds {seeds}: mean device accuracy in %, global test part and own classes")
+    print(f"| alone | {_spread(list(alone.values()))} | | {own} |")
+    for name in VARIANTS:
+        have = [seed for seed in seeds if (name, seed) in found]
+        gains = [found[name, seed]["fleet"] - alone[seed] for seed in have]
+        each = ", ".join(f"{100 * gain:+.1f}" for gain in gains)
+        fleet = _spread([found[name, seed]["fleet"] for seed in have])
+        own = _spread([found[name, seed]["own"] for seed in have])
+        print(f"| {name} | {fleet} | {_spread(gains)} over alone ({each}) | {own} |")
+    _print_bytes([found["skr", seed] for seed in seeds if ("skr", seed) in found], title)
+
+
+def _print_bytes(measured: list[Any], title: str) -> None:
+    if not measured:
         return
-    up = statistics.mean(statistics.mean(run["bytes_up"]) for run in one) / rounds
-    down = statistics.mean(statistics.mean(run["bytes_down"]) for run in one) / rounds
-    fedavg = 4 * max(one[0]["parameters"])
-    text = f"{up / fedavg:.2f} and {down / fedavg:.2f} of it"
-    print(f"bytes per device and round: {up:,.0f} up, {down:,.0f} down; FedAvg on the largest model {fedavg:,} each way: {text}")
+    rounds = int(title.split(", ")[-1].split()[0])
+    up = statistics.mean(statistics.mean(run["bytes_up"]) for run in measured) / rounds
+    down = statistics.mean(statistics.mean(run["bytes_down"]) for run in measured) / rounds
+    fedavg = 4 * max(measured[0]["parameters"])
+    print(f"bytes per device and round: {up:,.0f} up, {down:,.0f} down; FedAvg on the largest device model")
+    print(f"{fedavg:,} each way: {up / fedavg:.2f} and {down / fedavg:.2f} of it")
 
 
 def _spread(values: list[float]) -> str:

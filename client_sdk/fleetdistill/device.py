@@ -35,7 +35,7 @@ from fleetdistill.storage import Pending, Storage
 from fleetdistill.transfer import download
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill.wire.codes import MEANINGS, Code
+from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -336,7 +336,7 @@ class Device:
                 receipt = self._send(pending)
                 break
             except RefusedError as refusal:
-                if MEANINGS[Code(refusal.code)].final or attempt + 1 == _ATTEMPTS_TO_SEND:
+                if is_final(refusal.code) or attempt + 1 == _ATTEMPTS_TO_SEND:
                     self._drop(pending, refusal)
                     return
         if receipt is None:

@@ -58,14 +58,15 @@ class GrpcLink:
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
     ) -> service_pb2.CheckInResponse:
         with self._errors():
-            return self._stub.CheckIn(
-                service_pb2.CheckInRequest(identity=identity, profile=profile), timeout=CALL_SECONDS
-            )
+            request = service_pb2.CheckInRequest(identity=identity, profile=profile)
+            response: service_pb2.CheckInResponse = self._stub.CheckIn(request, timeout=CALL_SECONDS)
+        return response
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=identity, wait_seconds=wait_seconds)
         with self._errors():
-            return self._stub.NextAsk(request, timeout=wait_seconds + CALL_SECONDS)
+            response: service_pb2.NextAskResponse = self._stub.NextAsk(request, timeout=wait_seconds + CALL_SECONDS)
+        return response
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         with self._errors():
@@ -79,15 +80,18 @@ class GrpcLink:
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
         with self._errors():
-            return self._stub.UploadStatus(
-                service_pb2.UploadStatusRequest(identity=identity, name=name), timeout=CALL_SECONDS
-            )
+            request = service_pb2.UploadStatusRequest(identity=identity, name=name)
+            response: service_pb2.UploadStatusResponse = self._stub.UploadStatus(request, timeout=CALL_SECONDS)
+        return response
 
     def upload(
         self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
     ) -> service_pb2.Receipt:
         with self._errors():
-            return self._stub.Upload(_upload_messages(header, chunks), timeout=STREAM_SECONDS).receipt
+            receipt: service_pb2.Receipt = self._stub.Upload(
+                _upload_messages(header, chunks), timeout=STREAM_SECONDS
+            ).receipt
+        return receipt
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int

@@ -19,7 +19,7 @@ def pack_state(state: Any) -> bytes:
     """
     tensors: dict[str, torch.Tensor] = {}
     outline = _outline(state, tensors)
-    return save(tensors, metadata={"outline": json.dumps(outline)})
+    return bytes(save(tensors, metadata={"outline": json.dumps(outline)}))
 
 
 def unpack_state(data: bytes) -> Any:

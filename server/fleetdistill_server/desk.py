@@ -14,13 +14,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from fleetdistill.errors import RefusedError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode
-from fleetdistill.wire.codes import MEANINGS, Code
+from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.admission import check_profile
 from fleetdistill_server.ingest import Ingest
@@ -31,10 +32,22 @@ _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes 
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def commit_directly(store: Store, job: Callable[[Store], T]) -> T:
+class Commit(Protocol):
+    """Runs a job in a durable transaction and returns its result."""
+
+    def __call__(self, job: Callable[[Store], T], /) -> T:
+        """Returns once the job's writes are on the disk; raises what the job raises."""
+
+
+class _DirectCommit:
     """Runs a job in a transaction of its own, at once."""
-    with store.transaction():
-        return job(store)
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, job: Callable[[Store], T], /) -> T:
+        with self._store.transaction():
+            return job(self._store)
 
 
 class Desk:
@@ -50,12 +63,12 @@ class Desk:
     def __init__(
         self,
         store: Store,
-        commit: Callable[[Callable[[Store], T]], T] | None = None,
+        commit: Commit | None = None,
         wake_engine: Callable[[], None] = lambda: None,
         lease_seconds: float = 60.0,
     ) -> None:
         self.store = store
-        self._commit = commit or (lambda job: commit_directly(store, job))
+        self._commit: Commit = commit or _DirectCommit(store)
         self.wake_engine = wake_engine
         self.lease_seconds = lease_seconds
         self._contracts: dict[str, contract_pb2.Contract] = {}
@@ -139,7 +152,7 @@ class Desk:
             if until < now:
                 self._gone(run, device, "lease ended")
                 text = f"{device} was silent for {self.lease_seconds:g} s"
-                self._commit(lambda store, r=run, d=device, t=text: store.add_event(r, "lease-ended", t, device=d))
+                self._commit(partial(_note_lease_end, run, device, text))
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
         """Checks who calls and renews the lease, also one that had ended; returns run and device.
@@ -282,7 +295,7 @@ class Desk:
     def refuse(self, run: str, ask: Row, refusal: RefusedError) -> RefusedError:
         """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it."""
         self._note_refusal(run, ask["round"], ask["device"], refusal)
-        if MEANINGS[Code(refusal.code)].final:
+        if is_final(refusal.code):
             self._commit(lambda store: store.close_ask(ask["id"], f"refused: {refusal}"))
             self.wake_engine()
         return refusal
@@ -335,8 +348,8 @@ class UploadSession:
         self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
         held = self._ingest.start(self._staging)
         if held != self._header.first_byte:
-            text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}, the server has {held}"
-            raise RefusedError(Code.OUT_OF_STEP, f"{text}; ask for its status")
+            text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}"
+            raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
 
     def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
         """Takes a chunk; of an upload that is accepted already it takes nothing."""
@@ -393,6 +406,10 @@ def _id_taken(device: str) -> RefusedError:
     return RefusedError(
         Code.BAD_IDENTITY, f"device id {device!r} belongs to another device; choose another id or restore its secret"
     )
+
+
+def _note_lease_end(run: str, device: str, text: str, store: Store) -> None:
+    store.add_event(run, "lease-ended", text, device=device)
 
 
 def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,7 +124,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         session: UploadSession | None = None
         try:
             async for request in request_iterator:
-                session = await self._call(context, lambda r=request, s=session: self._take(r, s))
+                session = await self._call(context, partial(self._take, request, session))
             if session is None:
                 await self._abort(context, RefusedError(Code.BAD_MESSAGE, "an upload must begin with its header"))
                 raise AssertionError("abort raises")

@@ -24,12 +24,12 @@ class RunSection(_Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     method: str = "feddkc"
-    rounds: Annotated[int, Field(ge=1)] = 30
+    rounds: Annotated[int, Field(ge=1, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_devices: Annotated[int, Field(ge=1)] = 2
     quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
 
 
 class ContractSection(_Section):
@@ -162,5 +162,5 @@ def _sentence(error: ValidationError, known: Mapping[str, Sequence[str]], sectio
         elif one["type"] == "missing":
             problems.append(f"{where}: it is missing")
         else:
-            problems.append(f"{where}: {one['msg']}, got {one['input']!r}")
+            problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}, got {one['input']!r}")
     return "; ".join(problems)

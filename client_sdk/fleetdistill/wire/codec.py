@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from fleetdistill import knowledge
@@ -47,7 +46,7 @@ class ArraySource:
 
     def __init__(self, all_slots: tuple[Slot, ...], arrays: list[Array]) -> None:
         self._slots = all_slots
-        self._views = [memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays]
+        self._views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
     def read(self, start: int, size: int) -> bytes:
         """Returns `size` bytes from `start` on, over the borders of arrays where need be."""
@@ -116,7 +115,7 @@ def decode(payload: Payload) -> dict[str, Kind]:
     by_path = {slot.path: slot for slot in payload.slots}
     decoded: dict[str, Kind] = {}
     for part in payload.parts.parts:
-        kind = part.WhichOneof("kind")
+        kind = str(part.WhichOneof("kind"))  # `slots` refused a part without one
         reader = _Decoder(by_path, payload.source)
         decoded[part.name] = reader.read(KINDS[kind], getattr(part, kind), part.name)
     return decoded
@@ -131,12 +130,13 @@ class _Encoder:
         if isinstance(value, knowledge.Plan):
             _fill_plan(message, value, path)
             return
-        for field in sorted(message.DESCRIPTOR.fields, key=lambda one: one.number):
+        fields: list[Any] = sorted(message.DESCRIPTOR.fields, key=lambda one: one.number)
+        for field in fields:
             item = getattr(value, field.name)
             if item is not None:
                 self._set(message, field, item, f"{path}/{field.name}")
 
-    def _set(self, message: Message, field: FieldDescriptor, item: Any, path: str) -> None:
+    def _set(self, message: Message, field: Any, item: Any, path: str) -> None:
         target = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
         if kind == "Tensor":
@@ -173,7 +173,7 @@ class _Decoder:
         fields = {field.name: self._get(message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields}
         return cls(**fields)
 
-    def _get(self, message: Message, field: FieldDescriptor, path: str) -> Any:
+    def _get(self, message: Message, field: Any, path: str) -> Any:
         value = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
         if kind == "Tensor":

@@ -43,6 +43,11 @@ class Code(StrEnum):
     INTERNAL = "internal"
 
 
+def is_final(code: str) -> bool:
+    """Whether trying the same again is useless; so it is for a reason that this version does not know."""
+    return code not in set(Code) or MEANINGS[Code(code)].final
+
+
 MEANINGS: dict[Code, Meaning] = {
     Code.NOT_READY: Meaning("UNAVAILABLE", False, "the server is still preparing the run; come back"),
     Code.UNKNOWN_RUN: Meaning("NOT_FOUND", True, "the server has no run of that name"),

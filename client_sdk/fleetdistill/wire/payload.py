@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -26,7 +26,7 @@ MAX_NAME = 256
 # No array of more elements can be made, not even an empty one such as [2**62, 2**62, 0].
 MAX_ELEMENTS = 1 << 56
 
-DTYPES: dict[int, np.dtype] = {
+DTYPES: dict[int, np.dtype[Any]] = {
     tensor_pb2.ELEMENT_TYPE_FLOAT32: np.dtype("<f4"),
     tensor_pb2.ELEMENT_TYPE_FLOAT16: np.dtype("<f2"),
     tensor_pb2.ELEMENT_TYPE_FLOAT64: np.dtype("<f8"),
@@ -35,7 +35,7 @@ DTYPES: dict[int, np.dtype] = {
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
     tensor_pb2.ELEMENT_TYPE_BOOL: np.dtype("?"),
 }
-ELEMENT_TYPES = {dtype: element_type for element_type, dtype in DTYPES.items()}
+ELEMENT_TYPES: dict[np.dtype[Any], Any] = {dtype: element_type for element_type, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One simulated device: the SDK's own `Device` on files, in this process or in one of its own.
 
-    python -m fleetdistill_server.simulation.device SPEC.json --server 127.0.0.1:PORT
+python -m fleetdistill_server.simulation.device SPEC.json --server 127.0.0.1:PORT
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fleetdistill_server.simulation.fleet import Progress as Done
 from fleetdistill_server.simulation.fleet import Simulation, simulate
 from fleetdistill_server.simulation.report import FleetReport, report_table
 
-_TABLE_WIDTH = 104
+_TABLE_WIDTH = 118
 
 
 def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetReport:

@@ -1,0 +1,114 @@
+"""An app with a device of the fleet in it: takes part in the run of examples/run.toml with its own digits.
+
+    python examples/embed_in_app.py --server 127.0.0.1:50051 --state-dir out/device-0 --model digits_linear --part 0/3
+
+Ctrl-C ends it after the step it is in, a second Ctrl-C at once; started again it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from fleetdistill import COLUMNS, Device, Event, FleetDistillError
+
+
+def main() -> int:
+    """Takes part until the run is over or someone presses Ctrl-C."""
+    given = parse_arguments()
+    training, validation = load_own_digits(*given.part)
+    try:
+        with Device(
+            server=given.server,
+            model=lambda: build_my_model(given.model),
+            model_name=given.model,
+            data=training,
+            validation_data=validation,
+            test_data=validation,
+            state_dir=given.state_dir,
+            device_id=given.device_id,
+            allow=COLUMNS,  # FedDKC needs the labels of the samples: the app says that they may leave
+            on_event=show,
+        ) as device:
+            stop_on_ctrl_c(device)
+            device.run()
+    except KeyboardInterrupt:
+        print("ended at once; nothing that the server acknowledged is lost")
+    except FleetDistillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    use_model(given.state_dir / "model.onnx", *validation)
+    return 0
+
+
+def build_my_model(name: str):  # type: ignore[no-untyped-def]  # a torch module; torch is loaded when it is needed
+    """The app's own model: here one of the zoo, elsewhere `split_sequential(nn.Sequential(...), after=...)`."""
+    from fleetdistill.models import build_model
+
+    return build_model(name, input_shape=(1, 8, 8), classes=10)
+
+
+def show(event: Event) -> None:
+    """Prints what the device says."""
+    print(f"{event.kind:>10}  {event.text}", flush=True)
+
+
+def stop_on_ctrl_c(device: Device) -> None:
+    """The first signal stops the device after the step it is in, a second one raises KeyboardInterrupt."""
+
+    def stop(number: int, frame: object) -> None:
+        print("stopping after this step; Ctrl-C again ends at once", flush=True)
+        device.stop()
+        signal.signal(number, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def use_model(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """What the app does with the result: inference with onnxruntime, no torch needed."""
+    if not path.exists():
+        print("no round was delivered yet, so there is no model.onnx")
+        return
+    import onnxruntime
+
+    logits = onnxruntime.InferenceSession(str(path)).run(["logits"], {"input": images})[0]
+    print(f"{path} knows {np.mean(logits.argmax(1) == labels):.1%} of {len(labels)} digits it was not trained on")
+
+
+def load_own_digits(part: int, parts: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """This device's share of scikit-learn's digits, to train on and to validate with; no two parts overlap."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[part::parts, None] / 16).astype(np.float32)  # [N, 1, 8, 8] in [0, 1]
+    labels = digits.target[part::parts]
+    held_out = len(labels) // 5
+    return (images[held_out:], labels[held_out:]), (images[:held_out], labels[:held_out])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
+    parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
+    parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/models.md")
+    parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")
+    parser.add_argument("--device-id", help="its name in the fleet; a UUID by default")
+    return parser.parse_args()
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Reads `i/n` with 0 <= i < n."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be i/n with 0 <= i < n, such as 0/3")
+    return int(part), int(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Compares FedDKC's refinements on one simulated fleet, with training alone as the control.
+
+    python examples/simulate_fleet.py --rounds 10 --alpha 0.5 --seed 0
+
+All runs share data, partition and first weights, so their differences come from the refinement. One seed shows no more
+than how to compare; benchmarks/experiments/feddkc.py does it over several.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.report import FleetReport
+
+REFINEMENTS = ("none", "kkr", "skr")
+
+
+def main() -> None:
+    """Runs each refinement once and prints a table."""
+    given = parse_arguments()
+    reports = {name: run(name, given) for name in REFINEMENTS}
+    Console().print(compare(reports))
+
+
+def run(refinement: str, given: argparse.Namespace) -> FleetReport:
+    """One simulation in this process; its report, picture and models are in a folder of its own."""
+    wanted = Simulation(
+        settings={"refinement": refinement},
+        rounds=given.rounds,
+        alpha=given.alpha,
+        seed=given.seed,
+        with_alone=refinement == REFINEMENTS[0],  # the same for all of them
+        out=given.out / refinement,
+    )
+    return simulate(wanted, lambda done: print(f"\r{refinement}: round {done.completed}", end="", flush=True))
+
+
+def compare(reports: dict[str, FleetReport]) -> Table:
+    """Mean accuracy of the devices on the global test part and on their own classes, and what they sent."""
+    alone = reports[REFINEMENTS[0]]
+    assert alone.mean_accuracy_alone is not None
+    assert alone.mean_own_accuracy_alone is not None
+    print()
+    table = Table(title=f"{alone.dataset}, {alone.partition}, seed {alone.seed}, {alone.rounds} rounds")
+    for name in ("", "global test", "own classes", "bytes up", "guards"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("alone", f"{alone.mean_accuracy_alone:.1%}", f"{alone.mean_own_accuracy_alone:.1%}", "0", "")
+    for name, report in reports.items():
+        sent = sum(device.bytes_up for device in report.devices)
+        figures = (f"{report.mean_accuracy_fleet:.1%}", f"{report.mean_own_accuracy_fleet:.1%}")
+        table.add_row(name, *figures, f"{sent:,}", str(report.guards_fired))
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--alpha", type=float, default=0.5, help="small: every device lacks classes; large: all alike")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/refinements"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""FedDKC's two halves: what they compute, by its specification's oracles and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
+from fleetdistill.local_training import TensorData
+from fleetdistill.methods.base import CUT, Ask, Local
+from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
+from fleetdistill.model import split_sequential
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.codec import encode
+from fleetdistill_server.methods.base import Setting
+from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
+
+CLASSES, FEATURES = 3, 4
+
+
+class FakeCohort:
+    """Answers a round's one ask with knowledge that a test made; keeps what the method reported."""
+
+    def __init__(self, knowledge: dict[str, SampleKnowledge]) -> None:
+        self.knowledge = knowledge
+        self.sent: dict[str, Parts] = {}
+        self.events: list[tuple[str, str, str]] = []
+        self.figures: dict[str, Any] = {}
+
+    async def ask(self, step: str, payload: Any) -> AsyncIterator[Any]:
+        assert step == "train"
+        for device in sorted(self.knowledge):
+            self.sent[device] = payload(device)
+            yield SimpleNamespace(device=device, samples=1, part=lambda name, kind, d=device: self.knowledge[d])
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        self.events.append((kind, device, text))
+
+    def report(self, name: str, value: dict[str, Any]) -> None:
+        self.figures.setdefault(name, {}).update(value)
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(7)
+
+
+def make_server(**settings: Any) -> FedDKCServer:
+    torch.manual_seed(3)
+    config = FedDKCConfig(**settings).for_classes(CLASSES)
+    predictor = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    return FedDKCServer(
+        config,
+        Setting(
+            classes=CLASSES,
+            features={CUT: (FEATURES,)},
+            server_model=predictor,
+            torch_device=torch.device("cpu"),
+            seed=0,
+        ),
+    )
+
+
+def make_knowledge(seed: int, rows: int = 12, right: bool = True) -> SampleKnowledge:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, CLASSES, rows).astype(np.int32)
+    said = labels if right else (labels + 1) % CLASSES
+    return SampleKnowledge(
+        sample_ids=np.arange(rows) * 10 + seed,
+        features={CUT: (rng.normal(size=(rows, FEATURES)) + labels[:, None]).astype(np.float32)},
+        logits=(4 * np.eye(CLASSES)[said]).astype(np.float32),
+        labels=labels,
+    )
+
+
+def run_round(server: FedDKCServer, knowledge: dict[str, SampleKnowledge]) -> FakeCohort:
+    cohort = FakeCohort(knowledge)
+    asyncio.run(server.round(cohort))  # type: ignore[arg-type]
+    return cohort
+
+
+def make_device(rows: int = 20, **settings: Any) -> FedDKCDevice:
+    torch.manual_seed(5)
+    model = split_sequential(
+        nn.Sequential(nn.Linear(6, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)), 3
+    )
+    data = TensorData(torch.randn(rows, 6), torch.arange(rows) % CLASSES)
+    local = Local(model=model, taps=model, data=data, classes=CLASSES, torch_device=torch.device("cpu"))
+    return FedDKCDevice(FedDKCConfig(**settings).for_classes(CLASSES), local)
+
+
+def ask(knowledge: RefinedKnowledge, seed: int = 1) -> Ask:
+    return Ask(round=1, step="train", seed=seed, parts={"knowledge": knowledge})
+
+
+NOTHING = RefinedKnowledge(valid=False)
+
+
+# --- the wire
+
+
+@pytest.mark.parametrize(("shape", "up"), [((16, 16, 16), 16_428_000), ((16, 32, 32), 65_580_000)])
+def test_dkc_17_bytes_of_an_upload_and_of_the_answer(shape: tuple[int, ...], up: int) -> None:
+    rows, classes = 1000, 10
+    knowledge = SampleKnowledge(
+        sample_ids=np.arange(rows),
+        features={CUT: np.zeros((rows, *shape), np.float32)},
+        logits=np.zeros((rows, classes), np.float32),
+        labels=np.zeros(rows, np.int32),
+    )
+    ids = 8 * rows  # the specification counts them apart
+    assert encode({"knowledge": knowledge}).data_bytes == up + ids
+    features = 2 * rows * (int(np.prod(shape)) + classes)
+    assert encode({"knowledge": knowledge}, np.float16).data_bytes == features + 4 * rows + ids
+    down = RefinedKnowledge(valid=True, sample_ids=knowledge.sample_ids, values=knowledge.logits)
+    assert encode({"knowledge": down}).data_bytes == 40_000 + ids
+
+
+# --- server half
+
+
+def test_dkc_19_a_server_step_descends_equation_2() -> None:
+    """The specification's row: z_S = [1, 0, -1], label 0, target KKR([.7, .2, .1], T = .5), beta 1.5, tau 1."""
+    server = make_server(
+        server_beta=1.5, temperature=1.0, momentum=0.0, weight_decay=0.0, server_learning_rate=0.1, refinement="kkr"
+    )
+    server.predictor = nn.Linear(FEATURES, CLASSES, bias=False)
+    with torch.no_grad():
+        server.predictor.weight.zero_()[:, 0] = torch.tensor([1.0, 0.0, -1.0])
+    server._optimizer = torch.optim.SGD(server.predictor.parameters(), lr=0.1)
+    features = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    target = torch.tensor([[0.5, 0.272727, 0.227273]])
+    softmax = torch.tensor([1.0, 0.0, -1.0]).softmax(0)
+    # d(total)/dz = (softmax - onehot) + beta * (softmax - target), worked by hand from eq. (2)
+    gradient = (softmax - torch.tensor([1.0, 0.0, 0.0])) + 1.5 * (softmax - target[0])
+    server._step(features, torch.tensor([0]), target)
+    assert_close(server.predictor.weight[:, 0], torch.tensor([1.0, 0.0, -1.0]) - 0.1 * gradient, atol=1e-6, rtol=0)
+
+
+def test_knowledge_is_absent_in_round_1_and_the_servers_logits_afterwards() -> None:
+    server = make_server(teacher_guard=False)  # two steps do not make a teacher
+    knowledge = {"a": make_knowledge(1), "b": make_knowledge(2, rows=7)}
+    first = run_round(server, knowledge)
+    assert all(not parts["knowledge"].valid for parts in first.sent.values())
+    second = run_round(server, knowledge)
+    sent = second.sent["b"]["knowledge"]
+    assert sent.valid
+    np.testing.assert_array_equal(sent.sample_ids, knowledge["b"].sample_ids)
+    assert sent.values.shape == (7, CLASSES)
+
+
+def test_the_answer_is_the_predictor_in_eval_mode_after_training() -> None:
+    server = make_server()
+    knowledge = make_knowledge(1)
+    run_round(server, {"a": knowledge})
+    with torch.no_grad():
+        expected = server.predictor.eval()(torch.from_numpy(knowledge.features[CUT]))
+    sent = server._knowledge_for("a")["knowledge"]
+    np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)
+
+
+def test_server_beta_0_ignores_what_the_devices_say() -> None:
+    honest, lying = make_server(server_beta=0.0), make_server(server_beta=0.0)
+    run_round(honest, {"a": make_knowledge(1)})
+    run_round(lying, {"a": make_knowledge(1, right=False)})
+    for one, other in zip(honest.predictor.parameters(), lying.predictor.parameters(), strict=True):
+        assert torch.equal(one, other)
+    listening = make_server(server_beta=0.5)
+    run_round(listening, {"a": make_knowledge(1, right=False)})
+    assert not torch.equal(next(iter(listening.predictor.parameters())), next(iter(honest.predictor.parameters())))
+
+
+def test_none_is_fedgkt_the_devices_own_softmax() -> None:
+    logits = torch.randn(5, CLASSES)
+    refined = make_server(refinement="none", temperature=3.0)._refine(logits)
+    assert_close(refined.probabilities, (logits.double() / 3.0).softmax(1))
+
+
+@pytest.mark.parametrize("refinement", ["kkr", "kkr_kernel", "skr"])
+def test_refinement_makes_all_devices_knowledge_congruent(refinement: str) -> None:
+    server = make_server(refinement=refinement)
+    confident = server._refine(6 * torch.randn(50, CLASSES)).probabilities
+    unsure = server._refine(0.3 * torch.randn(50, CLASSES)).probabilities
+    both = torch.cat([confident, unsure])
+    if refinement == "skr":
+        entropies = -(both * both.clamp_min(1e-300).log2()).sum(1)
+        assert float(entropies.max() - entropies.min()) < server.config.epsilon
+    else:
+        peaks = both.max(1).values
+        assert float(peaks.max() - peaks.min()) < (1e-6 if refinement == "kkr" else server.config.epsilon)
+
+
+def test_sequential_order_goes_device_after_device_and_mixed_does_not() -> None:
+    sizes = [64, 64]
+    generator = torch.Generator().manual_seed(0)
+    sequential = make_server(server_order="sequential", batch_size=16)._batches(sizes, generator)
+    assert [bool((batch < 64).all()) for batch in sequential] == [True] * 4 + [False] * 4
+    assert sorted(torch.cat(sequential).tolist()) == list(range(128))
+    mixed = make_server(server_order="mixed", batch_size=16)._batches(sizes, generator)
+    assert any((batch < 64).any() and (batch >= 64).any() for batch in mixed)
+
+
+def test_refined_rows_are_counted_by_tag() -> None:
+    knowledge = make_knowledge(1)
+    assert knowledge.logits is not None
+    knowledge.logits[0] = 0.0  # a constant row cannot be refined
+    cohort = run_round(make_server(), {"a": knowledge, "b": make_knowledge(2)})
+    assert cohort.figures["refined_rows"] == {"degenerate": 1, "ok": 23}
+
+
+def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than_the_device() -> None:
+    server = make_server()
+    cohort = FakeCohort({})
+    bad = bad_upload(server, teacher_right=False)
+    server._answer(bad, cohort)  # type: ignore[arg-type]
+    assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a")]
+    assert "the server scores 0.000 on the rows of a, which itself scores 1.000" in cohort.events[0][2]
+    assert not server._knowledge_for("a")["knowledge"].valid
+    assert cohort.figures["teacher_accuracy"] == {"a": 0.0}
+
+
+def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
+    server, cohort = make_server(), FakeCohort({})
+    server._answer(bad_upload(server, teacher_right=True), cohort)  # type: ignore[arg-type]
+    assert cohort.events == []
+    assert server._knowledge_for("a")["knowledge"].valid
+    off = make_server(teacher_guard=False)
+    off._answer(bad_upload(off, teacher_right=False), cohort)  # type: ignore[arg-type]
+    assert cohort.events == []
+    assert off._knowledge_for("a")["knowledge"].valid
+
+
+def bad_upload(server: FedDKCServer, *, teacher_right: bool) -> Upload:
+    """Rows on which the device is right, and the server is right or wrong everywhere."""
+    features = torch.randn(10, FEATURES)
+    said = server.predictor.eval()(features).argmax(1).detach()
+    labels = said if teacher_right else (said + 1) % CLASSES
+    return Upload("a", torch.arange(10), features, functional.one_hot(labels, CLASSES).float(), labels)
+
+
+def test_a_server_goes_on_from_its_state_bit_for_bit() -> None:
+    one, other = make_server(), make_server()
+    knowledge = {"a": make_knowledge(1), "b": make_knowledge(2)}
+    run_round(one, knowledge)
+    other.load_state_dict(unpack_state(pack_state(one.state_dict())))
+    run_round(one, knowledge)
+    run_round(other, knowledge)
+    for mine, theirs in zip(one.predictor.parameters(), other.predictor.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_run_without_a_server_predictor_is_refused() -> None:
+    setting = Setting(classes=3, features={CUT: (4,)}, server_model=None, torch_device=torch.device("cpu"), seed=0)
+    with pytest.raises(ConfigurationError, match=r"name one with \[model\] server"):
+        FedDKCServer(FedDKCConfig().for_classes(3), setting)
+
+
+# --- device half
+
+
+def test_round_1_is_plain_cross_entropy() -> None:
+    """With nothing known, any beta gives the same weights as beta 0."""
+    one, other = make_device(beta=0.0), make_device(beta=1.5)
+    one.handle(ask(NOTHING))
+    other.handle(ask(NOTHING))
+    for mine, theirs in zip(one.local.model.parameters(), other.local.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_initial_zero_knowledge_distils_from_a_uniform_teacher_as_the_paper_does() -> None:
+    plain, paper = make_device(), make_device(initial_zero_knowledge=True)
+    plain.handle(ask(NOTHING))
+    paper.handle(ask(NOTHING))
+
+    def confidence(device: FedDKCDevice) -> float:
+        with torch.no_grad():
+            return float(device.local.model.eval()(device.local.data.inputs).softmax(1).max(1).values.mean())
+
+    assert confidence(paper) < confidence(plain)
+
+
+def test_the_device_loss_is_equation_1() -> None:
+    """One full-batch step without momentum equals the gradient of eq. (1), computed apart."""
+    device = make_device(rows=6, batch_size=6, local_epochs=1, momentum=0.0, weight_decay=0.0, learning_rate=0.1)
+    reference = make_device(rows=6).local.model
+    values = np.random.default_rng(0).normal(size=(6, CLASSES)).astype(np.float32)
+    device.handle(ask(RefinedKnowledge(valid=True, sample_ids=np.arange(6), values=values)))
+
+    inputs, labels = device.local.data.inputs, device.local.data.labels
+    logits = reference.train()(inputs)
+    teacher = torch.from_numpy(values / 3.0).softmax(1)
+    divergence = (teacher * (teacher.log() - (logits / 3.0).log_softmax(1))).sum(1).mean()
+    (functional.cross_entropy(logits, labels) + 1.5 * 9.0 * divergence).backward()
+    for mine, theirs in zip(device.local.model.parameters(), reference.parameters(), strict=True):
+        assert_close(mine, theirs - 0.1 * theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
+    device = make_device(rows=5)
+    ids = np.array([3, 99, 1])  # 99 is not known here; 0, 2 and 4 have no teacher
+    values = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9]], np.float32)
+    teacher = device._teacher(RefinedKnowledge(valid=True, sample_ids=ids, values=values))
+    assert teacher.valid.tolist() == [False, True, False, True, False]
+    assert teacher.probs[3].argmax() == 0
+    assert teacher.probs[1].argmax() == 2
+    answer = device.handle(ask(RefinedKnowledge(valid=True, sample_ids=ids, values=values)))
+    assert answer.notes == {"unknown_ids": 1}
+
+
+def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace() -> None:
+    device = make_device(rows=9)
+    answer = device.handle(ask(NOTHING))
+    knowledge = answer.parts["knowledge"]
+    assert isinstance(knowledge, SampleKnowledge)
+    model = device.local.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    again = device._knowledge()
+    with torch.no_grad():
+        features = model.eval().features(device.local.data.inputs)
+        logits = model(device.local.data.inputs)
+    np.testing.assert_array_equal(knowledge.sample_ids, np.arange(9))
+    np.testing.assert_allclose(knowledge.features[CUT], features.numpy(), atol=1e-6)
+    np.testing.assert_allclose(knowledge.logits, logits.numpy(), atol=1e-6)
+    np.testing.assert_array_equal(again.logits, knowledge.logits)
+    assert knowledge.labels is not None
+    assert knowledge.labels.dtype == np.int32
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_same_ask_gives_the_same_answer_and_momentum_carries_over() -> None:
+    one, other = make_device(), make_device()
+    first = [device.handle(ask(NOTHING, seed=4)).parts["knowledge"].logits for device in (one, other)]
+    np.testing.assert_array_equal(*first)
+    state = one.state_dict()
+    fresh = make_device()
+    fresh.local.model.load_state_dict(one.local.model.state_dict())
+    without = fresh.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
+    resumed = make_device()
+    resumed.local.model.load_state_dict(other.local.model.state_dict())
+    resumed.load_state_dict(state)
+    with_state = resumed.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
+    straight = other.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
+    np.testing.assert_array_equal(with_state, straight)
+    assert not np.array_equal(without, straight)
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"refinement": "kd"}, "unknown refinement 'kd', expected one of none, kkr, kkr_kernel, skr"),
+        ({"server_order": "random"}, "unknown server_order 'random'"),
+        ({"kernel": "cos"}, "unknown kernel 'cos'"),
+        ({"beta": -1.0}, "beta must be >= 0"),
+        ({"server_beta": float("nan")}, "server_beta must be >= 0"),
+        ({"beta": float("inf")}, "beta must be >= 0"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"epsilon": 0.0}, "epsilon must be > 0"),
+        ({"momentum": 1.0}, "momentum must be >= 0 and < 1"),
+        ({"local_epochs": 0}, "local_epochs must be >= 1"),
+        ({"server_epochs": 0}, "server_epochs must be >= 1"),
+        ({"batch_size": 0}, "batch_size must be >= 1"),
+    ],
+)
+def test_a_setting_out_of_range_says_so(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        FedDKCConfig(**settings)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"target_peak": 0.1}, "target peak T=0.1 must lie in (1/C, 1) = (0.1, 1)"),
+        ({"target_entropy": 3.4}, "target entropy E=3.4 must lie in (0, log2 C) = (0, 3.32193)"),
+        ({"epsilon": 4.0}, "epsilon=4.0 must be < 2*min(E, log2 C - E)"),
+    ],
+)
+def test_targets_are_checked_against_the_number_of_classes(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        FedDKCConfig(**settings).for_classes(10)
+    assert sentence in str(error.value)
+
+
+def test_dkc_18_the_defaults_for_ten_classes() -> None:
+    config = FedDKCConfig().for_classes(10)
+    assert config.target_peak == pytest.approx(0.55)
+    assert config.target_entropy == pytest.approx(0.5 * 3.321928, abs=1e-6)

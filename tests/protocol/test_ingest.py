@@ -1,0 +1,624 @@
+"""Everything from a device is hostile: each bad upload is refused with a code and a sentence that says where."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_samples import (
+    CUT_SHAPE,
+    EXPECTS,
+    cut_at,
+    data_of,
+    in_pieces,
+    make_chunk,
+    make_contract,
+    make_knowledge,
+    make_metrics,
+    make_payload,
+    raw_payload,
+)
+
+from fleetdistill import knowledge as k
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.payload import CHUNK_BYTES, digest, slots
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
+from fleetdistill_server.blobs import MemoryBlobs
+from fleetdistill_server.ingest import Ingest
+
+FLOAT32 = np.float32
+
+
+def take_in(
+    payload: Payload,
+    *,
+    contract: contract_pb2.Contract | None = None,
+    expects: dict[str, str] | None = None,
+    header: knowledge_pb2.PayloadHeader | None = None,
+    chunks: Iterable[knowledge_pb2.TensorChunk] | None = None,
+) -> Ingest:
+    """Sends a payload of device d1 through the checks, whole."""
+    header = header or payload.header()
+    ingest = Ingest("d1", header, contract or make_contract(), expects or EXPECTS)
+    ingest.start(MemoryBlobs().stage("key", header.parts))
+    for chunk in in_pieces(payload, CHUNK_BYTES) if chunks is None else chunks:
+        ingest.feed(chunk)
+    ingest.finish()
+    return ingest
+
+
+def refusal(payload: Payload, **how: Any) -> RefusedError:
+    """The refusal that a payload gets."""
+    with pytest.raises(RefusedError) as error:
+        take_in(payload, **how)
+    assert error.value.details["device"] == "d1"
+    return error.value
+
+
+def said(error: RefusedError) -> tuple[str, str]:
+    """Code and sentence."""
+    return error.code, str(error)
+
+
+def test_a_good_upload_is_taken() -> None:
+    take_in(make_payload())
+    take_in(encode({"knowledge": make_knowledge(), "metrics": make_metrics()}))
+    take_in(make_payload(1))
+
+
+# --- values
+
+
+BAD_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
+    "NaN in features": (
+        {"features": {"cut": np.float32([[[0, 0], [0, 0]], [[0, 0], [np.nan, 0]]])}},
+        "non-finite features at row 1 of knowledge/features/cut",
+        "knowledge/features/cut",
+        1,
+    ),
+    "infinity in logits": (
+        {"logits": np.float32([[0, 0, 0], [0, -np.inf, 0]])},
+        "non-finite logits at row 1 of knowledge/logits",
+        "knowledge/logits",
+        1,
+    ),
+    "label too large": (
+        {"labels": np.int32([2, 3])},
+        "label 3 outside [0, 3) at row 1 of knowledge/labels",
+        "knowledge/labels",
+        1,
+    ),
+    "label negative": (
+        {"labels": np.int32([-1, 0])},
+        "label -1 outside [0, 3) at row 0 of knowledge/labels",
+        "knowledge/labels",
+        0,
+    ),
+    "sample id negative": (
+        {"sample_ids": np.int64([0, -7])},
+        "sample id -7 below 0 at row 1 of knowledge/sample_ids",
+        "knowledge/sample_ids",
+        1,
+    ),
+    "sample id twice": (
+        {"sample_ids": np.int64([5, 5])},
+        "sample id 5 appears twice, again at row 1 of knowledge/sample_ids",
+        "knowledge/sample_ids",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_bad_value_is_refused_with_its_tensor_and_row(name: str) -> None:
+    changes, sentence, tensor, row = BAD_VALUES[name]
+    error = refusal(make_payload(2, **changes))
+    assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+    assert error.details == {"device": "d1", "tensor": tensor, "row": str(row)}
+
+
+def test_the_row_of_a_doubled_id_is_where_it_appears_again() -> None:
+    ids = np.int64([30, 20, 10, 20, 0])
+    error = refusal(make_payload(5, sample_ids=ids))
+    assert str(error) == "device d1: sample id 20 appears twice, again at row 3 of knowledge/sample_ids"
+
+
+@given(st.data())
+def test_a_nan_in_the_middle_is_found_at_its_row_however_the_data_are_cut(data: st.DataObject) -> None:
+    wire_type = data.draw(st.sampled_from(["float16", "float32"]))
+    rows = data.draw(st.integers(1, 40))
+    bad = data.draw(st.integers(0, rows * 4 - 1))
+    size = data.draw(st.integers(1, 200))  # often no multiple of a row, nor of an element
+    features = np.zeros((rows, *CUT_SHAPE), FLOAT32)
+    features.reshape(-1)[bad] = np.nan
+    payload = encode({"knowledge": make_knowledge(rows, features={"cut": features})}, np.dtype(wire_type))
+    contract = make_contract(knowledge_type=getattr(tensor_pb2, f"ELEMENT_TYPE_{wire_type.upper()}"))
+    error = refusal(payload, contract=contract, chunks=in_pieces(payload, size))
+    assert said(error) == (
+        Code.BAD_VALUE,
+        f"device d1: non-finite features at row {bad // 4} of knowledge/features/cut",
+    )
+
+
+def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
+    """A chunk boundary falls within a row and within an element; the element counts once it is whole."""
+    features = np.zeros((10, *CUT_SHAPE), FLOAT32)
+    features[6, 0, 0] = np.inf  # bytes 96 to 99 of the tensor
+    payload = make_payload(10, features={"cut": features})
+    start = payload.slots[1].start
+    ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
+    staging = MemoryBlobs().stage("key", payload.parts)
+    ingest.start(staging)
+    parts = list(cut_at(data_of(payload), payload.slots, {start + 98, start + 101}))
+    for chunk in parts[:2]:  # the ids, and the features up to the middle of the bad element
+        ingest.feed(chunk)
+    with pytest.raises(RefusedError, match="device d1: non-finite features at row 6 of knowledge/features/cut"):
+        ingest.feed(parts[2])
+    assert staging.length == start + 98  # the bad chunk was not kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "expects", "sentence"),
+    [
+        (
+            k.ModelParameters(parameters={"w": np.float32([0, np.nan])}),
+            "model_parameters",
+            "non-finite value at row 1 of x/parameters/w",
+        ),
+        (
+            k.ModelParameters(parameters={}, buffers={"mean": np.float32(np.inf)}),
+            "model_parameters",
+            "non-finite value at row 0 of x/buffers/mean",
+        ),
+        (
+            k.DistillationGradient(gradients={"w": np.float32([[0], [-np.inf]])}, batch_size=1, loss=0.0),
+            "distillation_gradient",
+            "non-finite value at row 1 of x/gradients/w",
+        ),
+        (
+            k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0, -0.5, 0]])),
+            "weighted_predictions",
+            "predictions -0.5 below 0 at row 1 of x/values",
+        ),
+        (
+            k.Generator(parameters=k.ModelParameters(parameters={"w": np.float32([np.nan])}), noise_size=3),
+            "generator",
+            "non-finite value at row 0 of x/parameters/parameters/w",
+        ),
+    ],
+)
+def test_bad_values_of_other_kinds_are_refused_too(kind: k.Kind, expects: str, sentence: str) -> None:
+    error = refusal(encode({"x": kind}), expects={"x": expects})
+    assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+
+
+# --- metrics and plans, which have no tensors
+
+
+def _metric(**changes: Any) -> k.Metric:
+    return replace(k.Metric(name="accuracy", split="test", sum=1.0, count=2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("metric", "sentence"),
+    [
+        (_metric(sum=float("nan")), "metric 'accuracy' is not finite or names an unknown class"),
+        (_metric(sum=float("inf")), "metric 'accuracy' is not finite or names an unknown class"),
+        (
+            _metric(by_class=[k.ClassCount(label=0, sum=float("nan"), count=1)]),
+            "metric 'accuracy' is not finite or names an unknown class",
+        ),
+        (
+            _metric(by_class=[k.ClassCount(label=3, sum=1.0, count=1)]),
+            "metric 'accuracy' is not finite or names an unknown class",
+        ),
+        (_metric(name=""), "metric '': its name must be 1 to 64 characters, its count below 2**63"),
+        (_metric(name="n" * 65), f"metric '{'n' * 64}': its name must be 1 to 64 characters, its count below 2**63"),
+        (_metric(count=2**63), "metric 'accuracy': its name must be 1 to 64 characters, its count below 2**63"),
+    ],
+)
+def test_bad_metrics_are_refused(metric: k.Metric, sentence: str) -> None:
+    error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[metric])}))
+    assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+
+
+@pytest.mark.parametrize("how", ["no value", "twice"])
+def test_a_plan_that_the_engine_could_not_read_is_refused(how: str) -> None:
+    payload = encode({"x": k.Plan(values={"cut": 1})})
+    entries = payload.parts.parts[0].plan.entries
+    if how == "twice":
+        entries.add().CopyFrom(entries[0])
+    else:
+        entries[0].ClearField("value")
+    error = refusal(payload, expects={"x": "plan"})
+    assert said(error) == (Code.BAD_MESSAGE, "device d1: part 'x' has a setting twice, or one without a value")
+
+
+# --- parts and tensors
+
+
+def _with_shape(payload: Payload, field: str, shape: list[int]) -> knowledge_pb2.PayloadHeader:
+    header = payload.header()
+    sent = header.parts.parts[0].sample_knowledge
+    tensor = sent.features[0].tensor if field == "features" else getattr(sent, field)
+    tensor.ClearField("shape")
+    tensor.shape.extend(shape)
+    header.data_bytes = slots(header.parts)[-1].stop
+    return header
+
+
+BAD_TENSORS: dict[str, tuple[Payload, str, str]] = {
+    "wrong feature shape": (
+        make_payload(features={"cut": np.zeros((4, 2, 3), FLOAT32)}),
+        "knowledge/features/cut has shape [4, 2, 3], expected [N, 2, 2]",
+        "knowledge/features/cut",
+    ),
+    "wrong number of classes": (
+        make_payload(logits=np.zeros((4, 10), FLOAT32)),
+        "knowledge/logits has shape [4, 10], expected [N, 3]",
+        "knowledge/logits",
+    ),
+    "too few axes": (
+        make_payload(logits=np.zeros(4, FLOAT32)),
+        "knowledge/logits has shape [4], expected [N, 3]",
+        "knowledge/logits",
+    ),
+    "a scalar": (
+        make_payload(labels=np.int32(1)),
+        "knowledge/labels has shape [], expected [N]",
+        "knowledge/labels",
+    ),
+    "features in half precision": (
+        encode({"knowledge": make_knowledge()}, np.float16),
+        "knowledge/features/cut is float16, expected float32",
+        "knowledge/features/cut",
+    ),
+    "labels of the wrong type": (
+        make_payload(labels=np.zeros(4, np.int64)),
+        "knowledge/labels is int64, expected int32",
+        "knowledge/labels",
+    ),
+    "unknown column": (
+        make_payload(features={"cut": np.zeros((4, *CUT_SHAPE), FLOAT32), "deep": np.zeros((4, 1), FLOAT32)}),
+        "tensor 'knowledge/features/deep' is not part of the contract",
+        "knowledge/features/deep",
+    ),
+    "columns that disagree": (
+        make_payload(labels=np.zeros(3, np.int32)),
+        "knowledge/labels has 3 rows, knowledge/sample_ids has 4; they must agree",
+        "knowledge/labels",
+    ),
+    "no rows at all": (
+        make_payload(0),
+        "knowledge/sample_ids has no rows, at least 1 is needed",
+        "knowledge/sample_ids",
+    ),
+    "labels missing": (
+        make_payload(labels=None),
+        "part 'knowledge' lacks labels, which feddkc needs",
+        "labels",
+    ),
+    "everything missing": (
+        encode({"knowledge": k.SampleKnowledge(sample_ids=np.arange(4))}),
+        "part 'knowledge' lacks logits, labels, features/cut, which feddkc needs",
+        "logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_a_tensor_that_does_not_fit_the_contract_is_refused_before_any_data(name: str) -> None:
+    payload, sentence, tensor = BAD_TENSORS[name]
+    error = refusal(payload, chunks=[])
+    assert said(error) == (Code.BAD_TENSOR, f"device d1: {sentence}")
+    assert error.details["tensor"] == tensor
+
+
+def test_each_feature_column_of_the_contract_must_be_there() -> None:
+    two = [contract_pb2.NamedShape(name=name, shape=CUT_SHAPE) for name in ("cut", "deep")]
+    error = refusal(make_payload(), contract=make_contract(features=two))
+    assert said(error) == (Code.BAD_TENSOR, "device d1: part 'knowledge' lacks features/deep, which feddkc needs")
+
+
+def test_sample_ids_are_always_needed() -> None:
+    payload = make_payload()
+    parts = knowledge_pb2.Parts()
+    parts.CopyFrom(payload.parts)
+    parts.parts[0].sample_knowledge.ClearField("sample_ids")
+    header = knowledge_pb2.PayloadHeader(parts=parts, data_bytes=slots(parts)[-1].stop, sha256=b"s" * 32)
+    error = refusal(payload, header=header, chunks=[])
+    assert said(error) == (Code.BAD_TENSOR, "device d1: part 'knowledge' lacks sample_ids, which feddkc needs")
+
+
+def test_predictions_without_values_are_refused() -> None:
+    payload = encode({"x": k.WeightedPredictions(noise_seed=1, values=np.zeros((1, 3), FLOAT32))})
+    payload.parts.parts[0].weighted_predictions.ClearField("values")
+    header = knowledge_pb2.PayloadHeader(parts=payload.parts, sha256=b"s" * 32)
+    error = refusal(payload, header=header, chunks=[], expects={"x": "weighted_predictions"})
+    assert said(error) == (Code.BAD_TENSOR, "device d1: part 'x' lacks values")
+
+
+def test_knowledge_about_another_proxy_set_is_refused() -> None:
+    payload = encode({"x": k.ProxyKnowledge(valid=True, proxy_digest=b"a" * 32)})
+    error = refusal(payload, contract=make_contract(proxy_digest=b"b" * 32), expects={"x": "proxy_knowledge"})
+    assert said(error) == (
+        Code.CONTRACT_MISMATCH,
+        "device d1: part 'x' is about another proxy set than the contract's",
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ({}, "the answer has parts none, asked for knowledge (sample_knowledge)"),
+        (
+            {"metrics": make_metrics()},
+            "the answer has parts metrics (metrics), asked for knowledge (sample_knowledge), metrics (metrics)",
+        ),
+        (
+            {"knowledge": make_knowledge(), "model": k.ModelParameters(parameters={})},
+            "the answer has parts knowledge (sample_knowledge), model (model_parameters), "
+            "asked for knowledge (sample_knowledge)",
+        ),
+        (
+            {"knowledge": k.RefinedKnowledge(valid=False)},
+            "the answer has parts knowledge (refined_knowledge), asked for knowledge (sample_knowledge)",
+        ),
+        (
+            {"knowledge": make_knowledge(), "metrics": k.Plan(values={})},
+            "the answer has parts knowledge (sample_knowledge), metrics (plan), "
+            "asked for knowledge (sample_knowledge), metrics (metrics)",
+        ),
+    ],
+)
+def test_parts_other_than_those_asked_for_are_refused(parts: dict[str, k.Kind], sentence: str) -> None:
+    assert said(refusal(encode(parts))) == (Code.BAD_MESSAGE, f"device d1: {sentence}")
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    payload = encode({"x": k.Plan(values={})})
+    payload.parts.parts.add().CopyFrom(payload.parts.parts[0])
+    error = refusal(payload, expects={"x": "plan"})
+    assert said(error) == (Code.BAD_MESSAGE, "device d1: two parts have the same name")
+
+
+def test_a_part_of_a_kind_that_only_the_server_sends_is_refused_even_if_named_in_the_ask() -> None:
+    payload = encode({"x": k.RefinedKnowledge(valid=True, values=np.zeros((1, 3), FLOAT32))})
+    error = refusal(payload, expects={"x": "refined_knowledge"})
+    assert said(error) == (Code.BAD_TENSOR, "device d1: tensor 'x/values' is not part of the contract")
+
+
+def test_parameters_travel_as_float32_and_only_buffers_as_int64() -> None:
+    good = {"w": np.float32([1])}
+    take_in(
+        encode({"x": k.ModelParameters(parameters=good, buffers={"n": np.int64([1]), "m": np.float32([1])})}),
+        expects={"x": "model_parameters"},
+    )
+    error = refusal(
+        encode({"x": k.ModelParameters(parameters={"w": np.int64([1])})}), expects={"x": "model_parameters"}
+    )
+    assert said(error) == (Code.BAD_TENSOR, "device d1: x/parameters/w is int64, expected float32")
+    error = refusal(raw_payload({"w": np.zeros(1)}), expects={"raw": "model_parameters"})
+    assert said(error) == (Code.BAD_TENSOR, "device d1: raw/buffers/w is float64, expected float32")
+
+
+def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> None:
+    payload = make_payload()
+    payload.parts.parts[0].sample_knowledge.logits.encoding = 9  # type: ignore[assignment]
+    error = refusal(payload)
+    assert said(error) == (
+        Code.BAD_MESSAGE,
+        "device d1: tensor 'knowledge/logits' has encoding 9, this version knows only raw",
+    )
+
+
+# --- sizes
+
+
+def test_a_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not() -> None:
+    payload = make_payload()
+    size = payload.data_bytes
+    take_in(payload, contract=make_contract(max_upload_bytes=size))
+    error = refusal(payload, contract=make_contract(max_upload_bytes=size - 1), chunks=[])
+    assert said(error) == (
+        Code.TOO_LARGE,
+        f"device d1: the payload is {size} bytes, the limit is {size - 1}; "
+        "send fewer samples per round, half precision, or raise the limit",
+    )
+
+
+def test_a_tensor_of_a_trillion_elements_is_refused_without_room_for_it() -> None:
+    payload = make_payload(1)
+    header = _with_shape(payload, "features", [1 << 38, *CUT_SHAPE])
+    tracemalloc.start()
+    error = refusal(payload, header=header, chunks=[])
+    # Where the limit allows it, the rows disagree; and where they agree, nothing is set aside before it comes.
+    unlimited = make_contract(max_upload_bytes=1 << 60)
+    disagreeing = refusal(payload, header=header, chunks=[], contract=unlimited)
+    parts = {"x": k.ModelParameters(parameters={"w": np.zeros(1, FLOAT32)})}
+    big = encode(parts).header()
+    big.parts.parts[0].model_parameters.parameters[0].tensor.shape[0] = 1 << 40
+    big.data_bytes = 4 << 40
+    cut_short = refusal(payload, header=big, chunks=[], contract=unlimited, expects={"x": "model_parameters"})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert said(error) == (
+        Code.TOO_LARGE,
+        f"device d1: the payload is {header.data_bytes} bytes, the limit is 1048576; "
+        "send fewer samples per round, half precision, or raise the limit",
+    )
+    assert said(disagreeing) == (
+        Code.BAD_TENSOR,
+        "device d1: knowledge/features/cut has 274877906944 rows, knowledge/sample_ids has 1; they must agree",
+    )
+    assert said(cut_short) == (Code.INCOMPLETE, f"device d1: the stream ended after 0 of {4 << 40} bytes")
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_declared_size_that_is_not_the_tensors_size_is_refused(change: int) -> None:
+    payload = make_payload()
+    header = payload.header()
+    header.data_bytes += change
+    error = refusal(payload, header=header, chunks=[])
+    size = payload.data_bytes
+    assert said(error) == (
+        Code.BAD_MESSAGE,
+        f"device d1: the header declares {size + change} data bytes, its tensors have {size}; "
+        "or its digest is not 32 bytes",
+    )
+
+
+@pytest.mark.parametrize("sha256", [b"", b"s" * 31, b"s" * 33])
+def test_a_digest_of_another_length_is_refused(sha256: bytes) -> None:
+    header = make_payload().header()
+    header.sha256 = sha256
+    error = refusal(make_payload(), header=header, chunks=[])
+    assert error.code == Code.BAD_MESSAGE
+    assert str(error).endswith("or its digest is not 32 bytes")
+
+
+# --- chunks
+
+
+def _stream(payload: Payload) -> list[knowledge_pb2.TensorChunk]:
+    return in_pieces(payload, 8)
+
+
+def test_a_chunk_with_a_wrong_checksum_is_refused_and_names_its_place() -> None:
+    chunks = _stream(make_payload())
+    chunks[5].crc32c ^= 1
+    error = refusal(make_payload(), chunks=chunks)
+    assert said(error) == (
+        Code.CHECKSUM,
+        "device d1: a chunk of tensor 1 at byte 8 fails its CRC-32C; send it again",
+    )
+    assert error.details["tensor"] == "knowledge/features/cut"
+
+
+def test_a_changed_byte_is_found_by_the_checksum() -> None:
+    chunks = _stream(make_payload())
+    chunks[0].data = bytes([chunks[0].data[0] ^ 1]) + chunks[0].data[1:]
+    assert refusal(make_payload(), chunks=chunks).code == Code.CHECKSUM
+
+
+def test_data_that_are_not_what_the_digest_names_are_refused() -> None:
+    """Each chunk is whole and each value fits, but they are another payload's."""
+    other = make_payload(labels=np.int32([2, 2, 2, 2]))
+    error = refusal(other, header=make_payload().header())
+    assert said(error) == (
+        Code.CHECKSUM,
+        "device d1: the SHA-256 of parts and data is not the one in the header",
+    )
+
+
+def test_parts_that_are_not_what_the_digest_names_are_refused() -> None:
+    payload = make_payload()
+    header = payload.header()
+    header.sha256 = digest(knowledge_pb2.Parts(), iter([data_of(payload)]))
+    assert refusal(payload, header=header).code == Code.CHECKSUM
+
+
+def test_an_upload_that_ends_early_is_incomplete() -> None:
+    payload = make_payload()
+    chunks = _stream(payload)
+    left_out = len(chunks[-1].data)
+    error = refusal(payload, chunks=chunks[:-1])
+    assert said(error) == (
+        Code.INCOMPLETE,
+        f"device d1: the stream ended after {payload.data_bytes - left_out} of {payload.data_bytes} bytes",
+    )
+
+
+def test_an_upload_that_goes_on_after_its_end_is_refused() -> None:
+    payload = make_payload()
+    error = refusal(payload, chunks=[*_stream(payload), make_chunk(3, 16, b"more")])
+    assert said(error) == (
+        Code.BAD_MESSAGE,
+        "device d1: knowledge/labels was declared with 16 bytes, a chunk ends at 20",
+    )
+
+
+def test_a_chunk_over_the_border_of_its_tensor_is_refused() -> None:
+    payload = make_payload()
+    error = refusal(payload, chunks=[make_chunk(0, 0, data_of(payload)[:40])])
+    assert said(error) == (
+        Code.BAD_MESSAGE,
+        "device d1: knowledge/sample_ids was declared with 32 bytes, a chunk ends at 40",
+    )
+
+
+@pytest.mark.parametrize("size", [0, CHUNK_BYTES + 1])
+def test_chunks_that_are_empty_or_too_large_are_refused(size: int) -> None:
+    payload = encode({"x": k.ModelParameters(parameters={"w": np.zeros(CHUNK_BYTES, FLOAT32)})})
+    contract = make_contract(max_upload_bytes=8 * CHUNK_BYTES)
+    chunks = [make_chunk(0, 0, bytes(size))]
+    error = refusal(payload, contract=contract, chunks=chunks, expects={"x": "model_parameters"})
+    assert said(error) == (Code.BAD_MESSAGE, f"device d1: a chunk has {size} bytes, must be 1 to 1048576")
+    take_in(payload, contract=contract, expects={"x": "model_parameters"})
+
+
+def test_a_chunk_for_a_tensor_that_does_not_exist_is_refused() -> None:
+    error = refusal(make_payload(), chunks=[make_chunk(4, 0, b"data")])
+    assert said(error) == (Code.BAD_MESSAGE, "device d1: a chunk is for tensor 4, there are 4")
+
+
+@pytest.mark.parametrize(
+    ("order", "start", "expected"), [([1], 8, 0), ([0, 2], 16, 8), ([0, 0], 0, 8), ([0, 4], 32, 8)]
+)
+def test_chunks_out_of_order_are_refused(order: list[int], start: int, expected: int) -> None:
+    chunks = _stream(make_payload())
+    error = refusal(make_payload(), chunks=[chunks[at] for at in order])
+    assert said(error) == (
+        Code.OUT_OF_STEP,
+        f"device d1: a chunk starts at byte {start}, expected {expected}",
+    )
+
+
+# --- going on where an earlier stream broke off
+
+
+@given(st.data())
+def test_an_upload_that_goes_on_is_checked_like_a_whole_one(data: st.DataObject) -> None:
+    payload = make_payload(6)
+    whole = data_of(payload)
+    staging = MemoryBlobs().stage("key", payload.parts)
+    held = data.draw(st.integers(0, len(whole)))
+    staging.append(whole[:held])
+    ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
+    assert ingest.start(staging) == held
+    places = {held, *data.draw(st.sets(st.integers(0, len(whole)), max_size=5))}
+    for chunk in cut_at(whole, payload.slots, places):
+        if payload.slots[chunk.tensor].start + chunk.offset >= held:
+            ingest.feed(chunk)
+    ingest.finish()
+    assert staging.read(0, len(whole)) == whole
+
+
+def test_what_was_staged_is_not_trusted() -> None:
+    features = np.zeros((4, *CUT_SHAPE), FLOAT32)
+    features[2] = np.nan
+    payload = make_payload(features={"cut": features})
+    staging = MemoryBlobs().stage("key", payload.parts)
+    staging.append(data_of(payload)[:-1])
+    ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
+    with pytest.raises(RefusedError, match="non-finite features at row 2 of knowledge/features/cut"):
+        ingest.start(staging)
+
+
+def test_more_staged_bytes_than_the_payload_has_are_refused() -> None:
+    payload = make_payload()
+    size = payload.data_bytes
+    staging = MemoryBlobs().stage("key", payload.parts)
+    staging.append(data_of(payload) + b"x")
+    ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
+    with pytest.raises(RefusedError, match=f"{size + 1} bytes are staged, the payload has {size}"):
+        ingest.start(staging)

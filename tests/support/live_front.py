@@ -1,0 +1,236 @@
+"""A live front over a store that the test prepares, and a client of raw generated stubs.
+
+The front runs as a process of its own on a free port of the loopback. The run's method is never imported: the contract
+is made by hand, asks are rows that the test writes, and answers are `wire_samples` payloads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from support.processes import wait_until
+from wire_samples import EXPECTS, make_contract, make_profile
+
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_server.store import Store
+from fleetdistill_server.wakeups import Ends
+
+RUN = "digits"
+CALL_SECONDS = 60.0
+
+
+def prepare_store(directory: Path, **contract: Any) -> Store:
+    """A store with one running run, as the engine would have left it."""
+    store = Store.open(directory)
+    store.begin_run(RUN, {"made": "by hand"})
+    store.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString())
+    return store
+
+
+def open_round(store: Store, *devices: str) -> int:
+    """Opens a round with these devices; asks nothing yet."""
+    return store.start_round(RUN, sorted(devices))
+
+
+def write_asks(store: Store, number: int, *devices: str, step_number: int = 1, payload: Payload | None = None) -> None:
+    """Asks `train` of devices, as the engine's cohort does."""
+    if payload is not None:
+        store.blobs.put(payload)
+    rows = [
+        {
+            "run": RUN,
+            "round": number,
+            "step_number": step_number,
+            "device": device,
+            "step": "train",
+            "expects": EXPECTS,
+            "payload": payload.sha256 if payload else None,
+            "payload_bytes": payload.data_bytes if payload else 0,
+            "seed": 7,
+            "deadline_at": time.time() + 600,
+        }
+        for device in devices
+    ]
+    store.write_asks(rows)
+
+
+class LiveFront:
+    """One front process at a time, always on the same port once it has one. Made by `live_front`."""
+
+    def __init__(self, directory: Path, lease_seconds: float, ends: Ends) -> None:
+        self._directory = directory
+        self._options = ["--lease-seconds", str(lease_seconds), "--wakeups", str(ends)]
+        self._fds = [end for end in (ends.read, ends.write) if end >= 0]
+        self.port = 0
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        where = ["--store", str(self._directory), "--listen", f"127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "fleetdistill_server.front", *where, *self._options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=self._fds)
+        assert process.stdout is not None
+        word, _, port = process.stdout.readline().partition(" ")
+        assert word == "listening", "the front ended before it listened; what it said stands above"
+        self.port = int(port)
+        return process
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def start_again(self) -> None:
+        """Starts a new process on the same port."""
+        self.process = self._start()
+
+    def stop(self) -> None:
+        """Ends the process, by force if need be."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        finally:
+            self.kill()
+
+
+@contextlib.contextmanager
+def live_front(directory: Path, lease_seconds: float = 60.0, ends: Ends | None = None) -> Iterator[LiveFront]:
+    """Runs a front until the end of the block."""
+    front = LiveFront(directory, lease_seconds, ends or Ends())
+    try:
+        yield front
+    finally:
+        front.stop()
+
+
+@dataclass
+class Client:
+    """A device made of raw stubs; knows no retries and no checks of its own."""
+
+    port: int
+    device: str = "d1"
+    secret: bytes = b""
+    stub: service_pb2_grpc.DeviceServiceStub = field(init=False)
+    channel: grpc.Channel = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = [("grpc.max_send_message_length", -1), ("grpc.max_reconnect_backoff_ms", 200)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.port}", options)
+        self.stub = service_pb2_grpc.DeviceServiceStub(self.channel)
+
+    @property
+    def identity(self) -> service_pb2.Identity:
+        return service_pb2.Identity(run=RUN, device=self.device, secret=self.secret)
+
+    def check_in(self, profile: contract_pb2.DeviceProfile | None = None, **changes: Any) -> contract_pb2.Contract:
+        """Checks in with a profile that fits, but for the changes; keeps the secret."""
+        request = service_pb2.CheckInRequest(identity=self.identity, profile=profile or make_profile(**changes))
+        response = self.stub.CheckIn(request, timeout=CALL_SECONDS)
+        self.secret = response.secret or self.secret
+        return response.contract
+
+    def next_ask(self, wait_seconds: float) -> service_pb2.NextAskResponse:
+        request = service_pb2.NextAskRequest(identity=self.identity, wait_seconds=wait_seconds)
+        return self.stub.NextAsk(request, timeout=CALL_SECONDS)
+
+    def start_next_ask(self, wait_seconds: float) -> Any:
+        """The same as a future."""
+        request = service_pb2.NextAskRequest(identity=self.identity, wait_seconds=wait_seconds)
+        return self.stub.NextAsk.future(request, timeout=CALL_SECONDS)
+
+    def status(self, name: service_pb2.UploadName) -> service_pb2.UploadStatusResponse:
+        request = service_pb2.UploadStatusRequest(identity=self.identity, name=name)
+        return self.stub.UploadStatus(request, timeout=CALL_SECONDS)
+
+    def staged(self, name: service_pb2.UploadName, at_least: int) -> int:
+        """Waits until the server holds this many bytes of an upload."""
+        wait_until(lambda: self.status(name).next_byte >= at_least, f"{at_least} staged bytes")
+        return self.status(name).next_byte
+
+    def header(self, name: service_pb2.UploadName, payload: Payload, **changes: Any) -> service_pb2.UploadRequest:
+        """The first message of an upload."""
+        settings = {"identity": self.identity, "name": name, "payload": payload.header(), "samples": 4}
+        return service_pb2.UploadRequest(header=service_pb2.UploadHeader(**{**settings, **changes}))
+
+    def send(self, messages: Iterable[service_pb2.UploadRequest]) -> service_pb2.Receipt:
+        """Any stream of upload messages."""
+        return self.stub.Upload(iter(messages), timeout=CALL_SECONDS).receipt
+
+    def upload(self, name: service_pb2.UploadName, payload: Payload, first_byte: int = 0) -> service_pb2.Receipt:
+        """A whole upload, or the rest of one from a byte on."""
+        chunks = wire.chunks(payload.source, payload.slots, first_byte)
+        return self.send([self.header(name, payload, first_byte=first_byte), *as_messages(chunks)])
+
+    def download(self, sha256: bytes, first_byte: int = 0) -> list[service_pb2.DownloadResponse]:
+        """Every message of a download."""
+        request = service_pb2.DownloadRequest(identity=self.identity, sha256=sha256, first_byte=first_byte)
+        return list(self.stub.Download(request, timeout=CALL_SECONDS))
+
+
+@contextlib.contextmanager
+def client_of(front: LiveFront, device: str = "d1") -> Iterator[Client]:
+    """A client, with its channel closed at the end of the block."""
+    client = Client(front.port, device)
+    try:
+        yield client
+    finally:
+        client.channel.close()
+
+
+def as_messages(chunks: Iterable[knowledge_pb2.TensorChunk]) -> list[service_pb2.UploadRequest]:
+    """Chunks as the messages of an upload."""
+    return [service_pb2.UploadRequest(chunk=chunk) for chunk in chunks]
+
+
+def upload_name(number: int, step_number: int = 1, attempt: int = 1) -> service_pb2.UploadName:
+    """Names an attempt to answer an ask."""
+    return service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the server said no with."""
+
+    status: grpc.StatusCode
+    text: str
+    reason: str = ""
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[list[Refusal]]:
+    """Expects the block to end with an error of gRPC; the list then holds what it said."""
+    found: list[Refusal] = []
+    try:
+        yield found
+    except grpc.RpcError as error:
+        found.append(_refusal(error))
+    assert found, "the server did not refuse"
+
+
+def _refusal(error: Any) -> Refusal:
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    if status is None or not status.details or not status.details[0].Unpack(info):
+        return Refusal(error.code(), error.details())
+    assert info.domain == "fleetdistill"
+    return Refusal(error.code(), error.details(), info.reason, dict(info.metadata))
+
+
+def poke(end: int) -> None:
+    """Wakes whoever reads the other end of a wake-up pipe."""
+    os.write(end, b"x")

@@ -1,0 +1,78 @@
+"""Waiting for conditions, and looking at processes, for tests that start real ones. Linux only, through /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
+    """Returns the first true value of a condition; fails with what was waited for."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > until:
+            raise AssertionError(f"waited {seconds:g} s in vain for: {what}")
+        time.sleep(0.02)
+    return found
+
+
+def children(pid: int, module: str = "") -> list[int]:
+    """Living children of a process, by default all, else those that run this Python module."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent_of(entry) == pid and module in _command_of(entry):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    return _parent_of(Path(f"/proc/{pid}")) is not None
+
+
+def peak_memory(pid: int) -> int:
+    """Most bytes that a process ever had in memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def kill_in(state: Callable[[], bool], pid: int) -> bool:
+    """Kills a process (SIGKILL) in a state of the store: stops it, looks, and lets it go on if the state has passed."""
+    os.kill(pid, signal.SIGSTOP)
+    if not state():
+        os.kill(pid, signal.SIGCONT)
+        return False
+    os.kill(pid, signal.SIGKILL)
+    return True
+
+
+def python(code: str, environment: Mapping[str, str] | None = None) -> str:
+    """Runs code in a fresh interpreter and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **(environment or {})}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _parent_of(entry: Path) -> int | None:
+    try:
+        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return int(parent) if state not in "ZX" else None
+
+
+def _command_of(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
