@@ -323,7 +323,7 @@ class Device:
             payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
             attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
             self._attempts = {(ask.round, ask.step_number): attempt}
-            pending = Pending(ask.round, ask.step_number, attempt, answer.samples)
+            pending = Pending(ask.round, ask.step_number, attempt, answer.samples, worker.ends_round)
             self._storage.put_answer(pending, payload, candidate)
         if any(answer.notes.values()):
             self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
@@ -336,10 +336,12 @@ class Device:
                 receipt = self._send(pending)
                 break
             except RefusedError as refusal:
+                if refusal.code == Code.NO_SPACE:  # nothing is wrong with the answer: it waits in the outbox
+                    raise LinkError(str(refusal)) from refusal
                 if is_final(refusal.code) or attempt + 1 == _ATTEMPTS_TO_SEND:
                     self._drop(pending, refusal)
                     return
-        if receipt is None:
+        if receipt is None or receipt.name.attempt != pending.attempt:
             self._drop(pending, None)
             return
         self._storage.promote_answer()
@@ -351,7 +353,7 @@ class Device:
         name = service_pb2.UploadName(round=pending.round, step_number=pending.step_number, attempt=pending.attempt)
         status = self._link.upload_status(self._identity, name)
         if status.HasField("receipt"):
-            return status.receipt if status.receipt.name.attempt == pending.attempt else None
+            return status.receipt
         if not status.ask_open:
             return None
         with self._storage.answer() as payload, self._heartbeats():
@@ -376,9 +378,9 @@ class Device:
 
     def _deliver(self, pending: Pending) -> None:
         """Replaces the app's model, unless its validation figure would fall."""
-        worker = self._ready_worker()
-        if not worker.ends_round:
+        if not pending.ends_round:
             return
+        worker = self._ready_worker()
         verdict = worker.deliver()
         self._storage.save("delivered.safetensors", worker.delivered_state())
         kind = "delivered" if verdict.replaced else "kept"

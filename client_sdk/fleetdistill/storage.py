@@ -35,12 +35,14 @@ class Pending:
     Attributes:
         round, step_number, attempt: Name of the upload.
         samples: Weight of the answer.
+        ends_round: Whether it is the device's last answer of the round.
     """
 
     round: int
     step_number: int
     attempt: int
     samples: int
+    ends_round: bool = False
 
 
 class Storage:

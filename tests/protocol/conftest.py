@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,26 +10,44 @@ import pytest
 from support.live_front import Client, LiveFront, client_of, live_front, prepare_store
 
 from fleetdistill_server.store import Store
+from fleetdistill_server.wakeups import Ends, make_pair
+
+LIMIT = 8 << 20
+"""Most bytes of one upload, by the contract."""
+_numbers = itertools.count(1)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """The store under the front, with one running run."""
-    opened = prepare_store(tmp_path / "store", max_upload_bytes=8 << 20)
+    opened = prepare_store(tmp_path_factory.mktemp("front") / "store", max_upload_bytes=LIMIT)
     yield opened
     opened.close()
 
 
-@pytest.fixture
-def front(tmp_path: Path, store: Store) -> Iterator[LiveFront]:
-    """A front process."""
-    with live_front(tmp_path / "store") as running:
+@pytest.fixture(scope="module")
+def pipes() -> tuple[Ends, Ends]:
+    """The front's ends of the wake-up pipes, and the engine's."""
+    return make_pair()
+
+
+@pytest.fixture(scope="module")
+def directory(store: Store) -> Path:
+    """Where the store lies."""
+    (row,) = store._db.query("PRAGMA database_list")
+    return Path(row["file"]).parent
+
+
+@pytest.fixture(scope="module")
+def front(directory: Path, pipes: tuple[Ends, Ends]) -> Iterator[LiveFront]:
+    """A front process, shared by the tests of a module."""
+    with live_front(directory, ends=pipes[0]) as running:
         yield running
 
 
 @pytest.fixture
 def client(front: LiveFront) -> Iterator[Client]:
-    """A device that has checked in."""
-    with client_of(front) as made:
+    """A device of the test's own, checked in."""
+    with client_of(front, f"d{next(_numbers)}") as made:
         made.check_in()
         yield made

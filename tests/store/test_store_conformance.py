@@ -435,13 +435,17 @@ def test_a_transaction_that_fails_leaves_nothing(store: Store) -> None:
 
 
 def test_a_nested_transaction_that_fails_takes_only_itself_back(store: Store) -> None:
-    with store.transaction():
-        store.add_event(RUN, "kind", "before")
-        with pytest.raises(ZeroDivisionError), store.transaction():
+    def fail() -> None:
+        with store.transaction():
             store.add_event(RUN, "kind", "inside")
             with store.transaction():
                 store.add_event(RUN, "kind", "deep inside")
             raise ZeroDivisionError
+
+    with store.transaction():
+        store.add_event(RUN, "kind", "before")
+        with pytest.raises(ZeroDivisionError):
+            fail()
         with store.transaction():
             store.add_event(RUN, "kind", "after")
     assert [event["text"] for event in store.events(RUN)] == ["before", "after"]

@@ -183,7 +183,7 @@ def _check(wanted: Simulation) -> None:
             raise ConfigurationError(f"{name} is {getattr(wanted, name)}, must be at least 1")
 
 
-def _limited(data: Dataset, wanted: Simulation) -> Dataset:
+def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
     if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
         return data
     rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)

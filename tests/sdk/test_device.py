@@ -1,0 +1,416 @@
+"""The SDK's Device over the in-memory link: what an app sees, and what survives when things go wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fleetdistill import Device, Event, Step
+from fleetdistill.errors import ConfigurationError, DataError, LinkError, ModelError, RefusedError, StateError
+from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
+from fleetdistill.model import split_sequential
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import build_method, make_contract
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+from torch import nn
+
+RUN = "sdk"
+ALLOW = ("features", "logits", "labels", "metrics")
+
+
+def tiny_extractor(input_shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.Linear(input_shape[0], 5), nn.ReLU())
+
+
+def tiny_server(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Linear(feature_shape[0], classes)
+
+
+def tiny_model() -> nn.Module:
+    torch.manual_seed(11)
+    return split_sequential(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), 2)
+
+
+def tiny_data(rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    labels = np.arange(rows) % 3
+    return (rng.normal(size=(rows, 4)) + labels[:, None]).astype(np.float32), labels
+
+
+class Fleet:
+    """A store with a published run, and the asks that a test writes into it."""
+
+    def __init__(self) -> None:
+        self.store = Store.in_memory()
+        self.config: RunConfig = run_config(
+            {
+                "run": {"name": RUN},
+                "contract": {"classes": 3, "input_shape": [4]},
+                "model": {"extractor": "test_device:tiny_extractor", "server": "test_device:tiny_server"},
+            }
+        )
+        sys.modules["test_device"] = sys.modules[__name__]
+        self.store.begin_run(RUN, self.config.fixed_part())
+        contract, initial = make_contract(self.config, build_method(self.config))
+        self.initial = decode(initial)["initial"]
+        self.store.blobs.put(initial)
+        self.store.publish_contract(RUN, contract.SerializeToString())
+        self.desk = Desk(self.store)
+        self.round = 0
+
+    def ask(self, device: str, knowledge: RefinedKnowledge | None = None, **changes: Any) -> None:
+        """Opens a round with one ask for one device."""
+        self.round = self.store.start_round(RUN, [device])
+        payload = encode({"knowledge": knowledge or RefinedKnowledge(valid=False)}, np.float16)
+        self.store.blobs.put(payload)
+        row = {"run": RUN, "round": self.round, "step_number": 1, "device": device, "step": "train", "seed": 5}
+        row |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes, "deadline_at": time.time() + 60}
+        self.store.write_asks([{**row, "expects": {"knowledge": "sample_knowledge"}, **changes}])
+
+
+@pytest.fixture()
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.store.close()
+
+
+class Events(list[Event]):
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self]
+
+
+def make_device(
+    fleet: Fleet, state_dir: Path, events: Events | None = None, link: Any = None, **changes: Any
+) -> Device:
+    noted = Events() if events is None else events
+    arguments: dict[str, Any] = {
+        "server": link or MemoryLink(fleet.desk),
+        "model": tiny_model,
+        "data": tiny_data(),
+        "test_data": tiny_data(9, seed=1),
+        "state_dir": state_dir,
+        "device_id": "d",
+        "allow": ALLOW,
+        "export_onnx": "never",
+        "on_event": noted.append,
+    }
+    return Device(**{**arguments, **changes})
+
+
+def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:
+    upload = fleet.store.uploads(RUN)[number]
+    found = decode(fleet.store.blobs.open(upload["sha256"]))["knowledge"]
+    assert isinstance(found, SampleKnowledge)
+    return found
+
+
+# --- one turn
+
+
+def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        assert device.step(0) is Step.WAITED
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        fleet.store.end_run(RUN, "finished", "1 rounds completed")
+        device.run()
+    assert events.kinds() == ["checked-in", "ask", "answered", "delivered", "finished"]
+    upload = fleet.store.uploads(RUN)[0]
+    assert upload["samples"] == 24
+    assert events[2].values == {"receipt": upload["receipt"]}
+    assert knowledge_of(fleet).features["cut"].dtype == np.float16
+    assert [row["count"] for row in fleet.store.figures(RUN, "accuracy", "test")] == [9]
+    assert fleet.store.present_devices(RUN) == []
+
+
+def test_every_device_starts_from_the_runs_extractor(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        model = device.model
+    sent = fleet.initial.parameters["0.weight"]  # type: ignore[union-attr]
+    np.testing.assert_array_equal(model.extractor.state_dict()["0.weight"].numpy(), sent)  # type: ignore[operator, union-attr]
+
+
+def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path, allow=("features", "logits", "labels")) as device:
+        fleet.ask("d")
+        device.step(0)
+    assert fleet.store.figures(RUN, "accuracy", "test") == []
+
+
+def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path, allow=("features", "logits")) as device, pytest.raises(RefusedError) as error:
+        device.run()
+    assert "feddkc sends features, logits, labels; the app keeps back labels" in str(error.value)
+    assert fleet.store.uploads(RUN) == []
+
+
+# --- delivery
+
+
+def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fleet, tmp_path: Path) -> None:
+    """After three rounds the teacher is wrong everywhere: training goes on, the app keeps its model."""
+    events = Events()
+    inputs, labels = tiny_data(60)
+    wrong = RefinedKnowledge(valid=True, sample_ids=np.arange(60), values=60 * np.eye(3, dtype=np.float32)[labels - 2])
+    with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
+        for number in range(9):
+            before = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
+            trained = device._worker.state()  # type: ignore[union-attr]
+            fleet.ask("d", wrong if number >= 3 else None)
+            device.step(0)
+            same = all(torch.equal(tensor, before[name]) for name, tensor in device.model.state_dict().items())
+            assert same == (events[-1].kind == "kept")
+            assert device._worker.state() != trained, "training goes on either way"  # type: ignore[union-attr]
+    verdicts = [event for event in events if event.kind in ("kept", "delivered")]
+    assert verdicts[0].kind == "delivered"
+    kept = [event for event in verdicts if event.kind == "kept"]
+    assert kept
+    assert all(event.values["accuracy"] < event.values["accuracy_in_use"] for event in kept)
+
+
+def test_each_delivered_round_exports_an_onnx_model_of_it(fleet: Fleet, tmp_path: Path) -> None:
+    import onnx
+
+    events = Events()
+    with make_device(fleet, tmp_path, events, export_onnx="round") as device:
+        fleet.ask("d")
+        device.step(0)
+        fleet.ask("d")
+        device.step(0)
+    assert events.kinds().count("exported") == 2
+    metadata = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert (metadata["run"], metadata["round"], metadata["method"], metadata["classes"]) == (RUN, "2", "feddkc", "3")
+    assert {"input_shape", "fleetdistill_version"} <= metadata.keys()
+
+
+# --- crashes: an exception stands for the moment the process dies
+
+
+class Crash(Exception):
+    """Not one of ours, so nothing in the SDK catches it."""
+
+
+class CrashingLink(MemoryLink):
+    """Dies at a named moment of the first upload."""
+
+    def __init__(self, desk: Desk, moment: str) -> None:
+        super().__init__(desk)
+        self.moment = moment
+
+    def upload(self, header: Any, chunks: Any) -> Any:
+        if self.moment == "before sending":
+            raise Crash
+        receipt = super().upload(header, chunks)
+        if self.moment == "after the receipt was given":
+            raise Crash
+        return receipt
+
+
+@pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])
+def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
+    fleet: Fleet, tmp_path: Path, moment: str
+) -> None:
+    fleet.ask("d")
+    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.desk, moment))
+    with pytest.raises(Crash):
+        crashing.step(0)
+    crashing._storage.close()  # what the end of the process does
+    events = Events()
+    with make_device(fleet, tmp_path / "a", events) as device:
+        device.step(0)
+        assert "ask" not in events.kinds(), "the answer is in the outbox: nothing is computed again"
+        assert events.kinds() == ["checked-in", "answered", "delivered"]
+        again = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
+    assert len(fleet.store.uploads(RUN)) == 1
+    other = Fleet()
+    other.ask("d")
+    with make_device(other, tmp_path / "b") as undisturbed:
+        undisturbed.step(0)
+        assert all(torch.equal(tensor, again[name]) for name, tensor in undisturbed.model.state_dict().items())
+
+
+def test_a_device_killed_while_training_trains_again_from_the_committed_state(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    crashing = make_device(fleet, tmp_path)
+    crashing._check_in()
+    worker = crashing._ready_worker()
+    original = worker._method._knowledge  # type: ignore[attr-defined]
+    worker._method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+    with pytest.raises(Crash):
+        crashing.step(0)
+    assert original is not None
+    crashing._storage.close()
+    with make_device(fleet, tmp_path) as device:
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.uploads(RUN)) == 1
+
+
+def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    events = Events()
+    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.desk, "before sending"))
+    with pytest.raises(Crash):
+        crashing.step(0)
+    crashing._storage.close()
+    fleet.store.close_short_round(RUN, fleet.round, "too few devices")
+    with make_device(fleet, tmp_path, events) as device:
+        before = device._storage.load("state.safetensors")
+        device.step(0)
+        assert events.kinds() == ["checked-in", "dropped"]
+        assert device._storage.pending() is None
+        assert device._storage.load("state.safetensors") == before
+
+
+# --- refusals and unkind links
+
+
+class StubbornLink(MemoryLink):
+    """Refuses the first uploads with a code."""
+
+    def __init__(self, desk: Desk, code: str, times: int) -> None:
+        super().__init__(desk)
+        self.code, self.times = code, times
+
+    def upload(self, header: Any, chunks: Any) -> Any:
+        if self.times > 0:
+            self.times -= 1
+            raise RefusedError(self.code, f"refused for {self.code}")
+        return super().upload(header, chunks)
+
+
+def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "checksum", 2)) as device:
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.uploads(RUN)) == 1
+
+
+def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "no-space", 1)) as device:
+        with pytest.raises(LinkError, match="no-space"):
+            device.step(0)
+        assert device._storage.pending() is not None
+        assert fleet.store.uploads(RUN) == []
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.uploads(RUN)) == 1
+
+
+def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    events = Events()
+    with make_device(fleet, tmp_path, events, link=StubbornLink(fleet.desk, "bad-value", 1)) as device:
+        before = device.model.state_dict()["stages.0.weight"].clone()
+        device.step(0)
+        assert events[-1].kind == "refused"
+        assert events[-1].values["code"] == "bad-value"
+        device._ready_worker()
+        assert torch.equal(device._worker._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
+
+
+# --- what the app gives
+
+
+def test_a_state_directory_of_another_run_or_device_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+    with pytest.raises(StateError, match="belongs to run 'sdk', not 'other'"):
+        make_device(fleet, tmp_path, run="other")
+    with pytest.raises(StateError, match="belongs to device id 'd', not 'e'"):
+        make_device(fleet, tmp_path, device_id="e")
+
+
+def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path, device_id=None) as device:
+        device.step(0)
+        name = device.device_id
+    with make_device(fleet, tmp_path, device_id=None) as device:
+        assert device.device_id == name
+    assert len(name) == 36
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"data": (np.zeros((0, 4), np.float32), np.zeros(0, np.int64))}, DataError, "data"),
+        ({"data": (np.zeros((3, 7), np.float32), np.arange(3))}, DataError, r"inputs of shape \[7\].*has \[4\]"),
+        ({"data": (np.zeros((3, 4), np.float32), np.array([0, 1, 3]))}, DataError, "label 3"),
+        ({"data": (np.full((3, 4), np.nan, np.float32), np.arange(3))}, DataError, "NaN or infinity, first at row 0"),
+        ({"model": lambda: nn.Linear(4, 3)}, ModelError, "split_sequential"),
+    ],
+)
+def test_data_and_models_that_do_not_fit_say_what_to_do(
+    fleet: Fleet, tmp_path: Path, changes: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with make_device(fleet, tmp_path, **changes) as device, pytest.raises(error, match=sentence):
+        device.step(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"allow": ("images",)}, "unknown columns images; known are"), ({"device_id": "a/b"}, "device_id 'a/b' must be")],
+)
+def test_arguments_out_of_range_are_refused(
+    fleet: Fleet, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        make_device(fleet, tmp_path, **changes)
+
+
+def test_a_model_with_another_extractor_is_refused_with_both_sides(fleet: Fleet, tmp_path: Path) -> None:
+    def other() -> nn.Module:
+        return split_sequential(nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)), 2)
+
+    with make_device(fleet, tmp_path, model=other) as device, pytest.raises(RefusedError) as error:
+        device.step(0)
+    assert error.value.code == "contract-mismatch"
+    assert "extractor: the device has" in str(error.value)
+
+
+def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
+    """The first check-in builds the model; after a restart the saved profile serves."""
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from fleetdistill import Device, Step
+        from fleetdistill.wire.v1 import service_pb2, contract_pb2
+
+        class Idle:
+            remote = False
+            def check_in(self, identity, profile):
+                assert profile is not None and profile.model_name == "known"
+                return service_pb2.CheckInResponse(contract=contract_pb2.Contract(run="r", method="feddkc"))
+            def next_ask(self, identity, wait_seconds):
+                return service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
+            def leave(self, identity): pass
+            def close(self): pass
+
+        device = Device(server=Idle(), model=lambda: 1 / 0, data=lambda: 1 / 0, state_dir=Path(sys.argv[1]))
+        assert device.step(0) is Step.WAITED
+        device.close()
+        assert "torch" not in sys.modules and "onnx" not in sys.modules
+        """
+    )
+    from fleetdistill.storage import Storage
+    from fleetdistill.wire.v1 import contract_pb2
+
+    storage = Storage(tmp_path)
+    storage.save_identity({"device": "d", "run": "r", "secret": "00" * 32})
+    storage.save("profile.bin", contract_pb2.DeviceProfile(model_name="known").SerializeToString())
+    storage.close()
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

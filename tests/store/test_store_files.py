@@ -1,0 +1,584 @@
+"""What only a store on disk must do: last, be shared, be readable by others, and say so when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from wire_samples import data_of, in_pieces, make_contract, make_identity, make_knowledge, make_payload, make_profile
+
+from fleetdistill.errors import StoreError
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.blobs import FileBlobs
+from fleetdistill_server.commits import CommitThread
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.store import Store
+
+RUN = "digits"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[Store]:
+    opened = Store.open(directory)
+    opened.begin_run(RUN, {})
+    yield opened
+    opened.close()
+
+
+def ask_device(store: Store, device: str = "d1") -> int:
+    row = {"run": RUN, "round": 1, "step_number": 1, "device": device, "step": "train"}
+    row |= {"expects": {"knowledge": "sample_knowledge"}, "payload": None, "payload_bytes": 0, "seed": 1}
+    store.write_asks([{**row, "deadline_at": 4e9}])
+    return int(store.asks(RUN, 1, 1)[-1]["id"])
+
+
+def blob_path(directory: Path, sha256: bytes) -> Path:
+    (path,) = (directory / "blobs").rglob(f"{sha256.hex()}.safetensors")
+    return path
+
+
+# --- durability
+
+
+def test_the_database_is_opened_so_that_a_commit_is_on_the_disk(store: Store) -> None:
+    connection = store._db.conn
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert connection.execute("PRAGMA fullfsync").fetchone() == (1,)
+
+
+def test_a_database_that_cannot_be_made_durable_is_refused(directory: Path) -> None:
+    connection = sqlite3.connect(":memory:", isolation_level=None)  # has no journal on a disk
+    with pytest.raises(StoreError) as error:
+        Store(connection, FileBlobs(directory), "wal")
+    assert str(error.value) == "the database runs with journal mode and synchronous ('memory', 2), must be wal, 2"
+
+
+def test_a_database_that_ignores_synchronous_is_refused(tmp_path: Path) -> None:
+    class Careless(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            return super().execute(sql.replace("synchronous=FULL", "synchronous=NORMAL"), *values)
+
+    connection = sqlite3.connect(tmp_path / "db", isolation_level=None, factory=Careless)
+    connection.execute("PRAGMA journal_mode=WAL")
+    with pytest.raises(StoreError, match=r"\('wal', 1\), must be wal, 2"):
+        Store(connection, FileBlobs(tmp_path), "wal")
+
+
+def test_a_blob_is_synced_with_its_directory_before_it_counts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content, then name, then the directory: a kill test cannot see a missing fsync, a power cut can."""
+    steps: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        steps.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def noted_replace(self: Path, target: Path) -> Path:
+        steps.append("rename")
+        return replace(self, target)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc to see which file is synced")
+    payload = make_payload()
+    blobs = FileBlobs(directory)
+    staging = blobs.stage("key", payload.parts)
+    staging.append(data_of(payload))
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    staging.commit(payload.sha256)
+    part, *rest = steps
+    assert part.endswith(".part")
+    assert rest == ["rename", f"fsync {payload.sha256.hex()[:2]}", f"fsync {directory.name}"]
+
+
+# --- reopening and sharing
+
+
+def test_everything_is_there_after_reopening(directory: Path) -> None:
+    store = Store.open(directory)
+    store.begin_run(RUN, {"a": 1})
+    store.publish_contract(RUN, b"contract")
+    store.register_device(RUN, "d1", b"hash", b"profile")
+    store.start_round(RUN, ["d1"])
+    row = store.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
+    store.add_event(RUN, "kind", "text")
+    store.add_traffic(RUN, 1, "d1", "up", 10, 1)
+    payload = make_payload()
+    store.blobs.put(payload)
+    state = store.blobs.put_state(b"state")
+    before = [store.runs(), store.devices(RUN), store.open_round(RUN), store.uploads(RUN), store.events(RUN)]
+    store.close()
+
+    again = Store.open(directory)
+    assert before == [again.runs(), again.devices(RUN), again.open_round(RUN), again.uploads(RUN), again.events(RUN)]
+    assert again.upload_of(1) == row
+    assert data_of(again.blobs.open(payload.sha256)) == data_of(payload)
+    assert again.blobs.get_state(state) == b"state"
+    again.close()
+
+
+def test_two_stores_on_one_directory_see_each_other_s_commits_and_nothing_else(store: Store, directory: Path) -> None:
+    other = Store.open(directory)
+    with store.transaction():
+        store.add_event(RUN, "kind", "text")
+        assert other.events(RUN) == []
+    assert len(other.events(RUN)) == 1
+    other.register_device(RUN, "d1", b"hash", b"")
+    assert store.present_devices(RUN) == ["d1"]
+    payload = make_payload()
+    other.blobs.put(payload)
+    assert data_of(store.blobs.open(payload.sha256)) == data_of(payload)
+    other.close()
+
+
+def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Path) -> None:
+    ask = ask_device(store)
+    others = [Store.open(directory) for _ in range(4)]
+    rows: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda one=one, n=n: rows.append(one.accept_upload(ask, n, b"s" * 32, 1, 1)))
+        for n, one in enumerate(others)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({row["receipt"] for row in rows}) == 1
+    assert len(store.uploads(RUN)) == 1
+    for one in others:
+        one.close()
+
+
+def _open_and_register(directory: Path, barrier: Any, device: str, answers: Any) -> None:
+    barrier.wait()
+    try:
+        opened = Store.open(directory)
+        opened.begin_run(RUN, {})
+        opened.register_device(RUN, device, b"hash", b"")
+        answers.put(None)
+    except BaseException as error:
+        answers.put(repr(error))
+
+
+def test_processes_that_open_a_new_store_at_the_same_moment_all_can(tmp_path: Path) -> None:
+    """Front and engine start together: one makes the tables, the other waits."""
+    context = multiprocessing.get_context("fork")
+    for attempt in range(5):
+        barrier, answers = context.Barrier(3), context.Queue()
+        directory = tmp_path / str(attempt)
+        processes = [
+            context.Process(target=_open_and_register, args=(directory, barrier, f"d{n}", answers)) for n in range(3)
+        ]
+        for process in processes:
+            process.start()
+        assert [answers.get(timeout=30) for _ in processes] == [None] * 3
+        for process in processes:
+            process.join()
+        opened = Store.open(directory)
+        assert opened.present_devices(RUN) == ["d0", "d1", "d2"]
+        opened.close()
+
+
+# --- blobs that others can read
+
+
+def test_a_blob_is_a_safetensors_file_with_the_payload_s_tensors(store: Store, directory: Path) -> None:
+    knowledge = make_knowledge(3)
+    payload = encode({"knowledge": knowledge}, np.float16)
+    store.blobs.put(payload)
+    with safe_open(blob_path(directory, payload.sha256), "np") as file:
+        assert sorted(file.keys()) == sorted(slot.path for slot in payload.slots)
+        np.testing.assert_array_equal(file.get_tensor("knowledge/sample_ids"), knowledge.sample_ids)
+        assert knowledge.labels is not None
+        np.testing.assert_array_equal(file.get_tensor("knowledge/labels"), knowledge.labels)
+        features = file.get_tensor("knowledge/features/cut")
+        assert features.dtype == np.float16
+        np.testing.assert_array_equal(features, knowledge.features["cut"].astype(np.float16))
+
+
+def test_an_uploaded_blob_is_the_same_file_as_one_put_whole(tmp_path: Path) -> None:
+    payload = make_payload()
+    whole, staged = FileBlobs(tmp_path / "whole"), FileBlobs(tmp_path / "staged")
+    whole.put(payload)
+    staging = staged.stage("key", payload.parts)
+    for chunk in in_pieces(payload, 7):
+        staging.append(chunk.data)
+    staging.commit(payload.sha256)
+    (one,), (other,) = ((tmp_path / name).rglob("*.safetensors") for name in ("whole", "staged"))
+    assert one.read_bytes() == other.read_bytes()
+    assert (one.stat().st_size - payload.data_bytes) % 64 == 0  # data begin aligned, for mapping
+
+
+def test_staging_goes_on_in_another_process_s_store(store: Store, directory: Path) -> None:
+    payload, data = make_payload(), data_of(make_payload())
+    staging = store.blobs.stage("key", payload.parts)
+    staging.append(data[:33])
+    staging.close()
+    store.close()
+    again = Store.open(directory)
+    assert again.blobs.staged("key") == 33
+    staging = again.blobs.stage("key", payload.parts)
+    staging.append(data[33:])
+    staging.commit(payload.sha256)
+    assert data_of(again.blobs.open(payload.sha256)) == data
+    again.close()
+
+
+def test_what_a_crash_left_of_a_put_is_not_trusted(tmp_path: Path) -> None:
+    """After a power cut a file may have its length and zeros; nobody checks a put against its digest again."""
+    payload = make_payload()
+    blobs = FileBlobs(tmp_path)
+    staging = blobs.stage(f"put-{payload.sha256.hex()}-{os.getpid()}", payload.parts)
+    staging.append(bytes(20))
+    staging.close()
+    blobs.put(payload)
+    assert data_of(blobs.open(payload.sha256)) == data_of(payload)
+
+
+# --- damage
+
+
+def test_a_damaged_checkpoint_is_found(store: Store, directory: Path) -> None:
+    sha256 = store.blobs.put_state(b"state of the server")
+    path = blob_path(directory, sha256)
+    path.write_bytes(path.read_bytes().replace(b"server", b"sErver"))
+    with pytest.raises(StoreError) as error:
+        store.blobs.get_state(sha256)
+    assert str(error.value) == f"checkpoint {sha256.hex()} is damaged: its SHA-256 does not match"
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:100], lambda data: data[:-1],
+                                    lambda data: b"\xff" * len(data), lambda data: data[:8] + b"#" + data[9:]])  # fmt: skip
+def test_a_damaged_blob_is_a_store_error(store: Store, directory: Path, damage: Callable[[bytes], bytes]) -> None:
+    payload = make_payload()
+    store.blobs.put(payload)
+    path = blob_path(directory, payload.sha256)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(StoreError, match=f"payload {payload.sha256.hex()} is damaged: "):
+        store.blobs.open(payload.sha256)
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, but long enough to be one" * 100, None])
+def test_a_damaged_database_is_a_store_error(directory: Path, content: bytes | None) -> None:
+    store = Store.open(directory)
+    store.begin_run(RUN, {})
+    store.close()
+    path = directory / "store.sqlite"
+    path.write_bytes(content or path.read_bytes()[:5000] + b"\xff" * 20_000)
+
+    def use() -> None:
+        opened = Store.open(directory)
+        try:
+            opened.begin_run("another", {})
+            opened.runs()
+        finally:
+            opened.close()
+
+    with pytest.raises(StoreError, match="the database failed: (file is not a database|database disk image is)"):
+        use()
+
+
+def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="opening the store"):
+        Store.open(tmp_path / "file")
+
+
+# --- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mounted)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("only root can mount a small file system")
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Takes all the space that is left, to the last byte."""
+    path = directory / "ballast"
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return path
+
+
+class _Sender:
+    """A device at a desk, with one ask and an answer to it."""
+
+    def __init__(self, store: Store, payload: Payload) -> None:
+        self.desk = Desk(store)
+        store.publish_contract(RUN, make_contract(max_upload_bytes=8 << 20).SerializeToString())
+        request = service_pb2.CheckInRequest(identity=make_identity(), profile=make_profile())
+        self.identity = make_identity(secret=self.desk.check_in(request).secret)
+        ask_device(store)
+        self.name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
+        self.payload = payload
+
+    def status(self) -> service_pb2.UploadStatusResponse:
+        return self.desk.upload_status(service_pb2.UploadStatusRequest(identity=self.identity, name=self.name))
+
+    def send(self) -> service_pb2.Receipt:
+        """Goes on where the server stands."""
+        first = self.status().next_byte
+        header = service_pb2.UploadHeader(
+            identity=self.identity, name=self.name, payload=self.payload.header(), samples=1, first_byte=first
+        )
+        session = self.desk.begin_upload(header)
+        try:
+            for chunk in in_pieces(self.payload, 100_000):
+                start = self.payload.slots[chunk.tensor].start + chunk.offset
+                if start + len(chunk.data) > first:
+                    rest = chunk.data[max(first - start, 0) :]
+                    offset = chunk.offset + max(first - start, 0)
+                    session.feed(_chunk(chunk.tensor, offset, rest))
+            return session.finish()
+        finally:
+            session.abandon()
+
+
+def _chunk(tensor: int, offset: int, data: bytes) -> Any:
+    from wire_samples import make_chunk
+
+    return make_chunk(tensor, offset, data)
+
+
+def test_an_upload_to_a_full_disk_gets_no_receipt_and_succeeds_once_there_is_space(small_disk: Path) -> None:
+    store = Store.open(small_disk / "store")
+    store.begin_run(RUN, {})
+    sender = _Sender(store, make_payload(20_000))  # 880 kB
+    ballast = fill(small_disk)
+    with pytest.raises(StoreError) as error:
+        sender.send()
+    assert "the disk is full" in str(error.value)
+    assert store.uploads(RUN) == []
+    assert not list((small_disk / "store").rglob("*.safetensors"))
+    ballast.unlink()
+    assert sender.status().ask_open  # a full disk is not the device's fault
+    receipt = sender.send()
+    assert receipt.sha256 == sender.payload.sha256
+    assert data_of(store.blobs.open(receipt.sha256)) == data_of(sender.payload)
+    assert len(store.uploads(RUN)) == 1
+    store.close()
+
+
+def test_a_disk_that_fills_up_during_an_upload_loses_nothing_that_was_taken(small_disk: Path) -> None:
+    store = Store.open(small_disk / "store")
+    store.begin_run(RUN, {})
+    sender = _Sender(store, make_payload(60_000))  # 2.6 MB, more than the disk
+    with pytest.raises(StoreError, match="writing an upload: the disk is full"):
+        sender.send()
+    first = sender.status().next_byte
+    assert 500_000 < first < sender.payload.data_bytes
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    assert sender.send().sha256 == sender.payload.sha256
+    assert data_of(store.blobs.open(sender.payload.sha256)) == data_of(sender.payload)
+    store.close()
+
+
+def test_a_commit_on_a_full_disk_is_a_store_error_and_the_store_goes_on_afterwards(small_disk: Path) -> None:
+    store = Store.open(small_disk / "store")
+    store.begin_run(RUN, {})
+    ask = ask_device(store)
+    ballast = fill(small_disk)
+
+    def write() -> None:
+        with store.transaction():
+            store.accept_upload(ask, 1, b"s" * 32, 1, 1)
+            store.add_event(RUN, "kind", "x" * (4 << 20))
+
+    with pytest.raises(StoreError, match="the database failed: the disk is full"):
+        write()
+    assert store.upload_of(ask) is None
+    ballast.unlink()
+    assert store.accept_upload(ask, 1, b"s" * 32, 1, 1) is not None
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_at_the_last_step_leaves_the_upload_staged(
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The data are there, their fsync fails; the next stream has nothing left to send."""
+    sender = _Sender(store, make_payload())
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        with pytest.raises(StoreError, match="making an upload durable: the disk is full"):
+            sender.send()
+    assert store.uploads(RUN) == []
+    assert sender.status().next_byte == sender.payload.data_bytes
+    assert sender.send().data_bytes == sender.payload.data_bytes
+
+
+def test_a_commit_that_fails_after_the_payload_is_stored_gives_no_receipt(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = _Sender(store, make_payload())
+
+    def no_space(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "accept_upload", no_space)
+        with pytest.raises(StoreError, match="the database failed: database or disk is full"):
+            sender.send()
+    assert not sender.status().HasField("receipt")
+    assert sender.send().sha256 == sender.payload.sha256
+    assert len(store.traffic(RUN)) == 1
+
+
+# --- the writer thread
+
+
+@pytest.fixture
+def commits(store: Store) -> Iterator[CommitThread]:
+    thread = CommitThread(store)
+    yield thread
+    thread.close()
+
+
+def test_many_threads_jobs_are_all_committed(store: Store, directory: Path, commits: CommitThread) -> None:
+    asks: list[int] = []
+    for number in range(200):
+        asks.append(ask_device(store, f"d{number:03}"))
+    answers: dict[int, Any] = {}
+    seen: dict[int, bool] = {}
+    reader = Store.open(directory)
+
+    def send(ask: int) -> None:
+        answers[ask] = commits.commit(lambda one: one.accept_upload(ask, 1, b"s" * 32, 1, ask))
+        seen[ask] = reader.upload_of(ask) is not None  # durable before the yes
+
+    threads = [threading.Thread(target=send, args=(ask,)) for ask in asks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answers[ask]["samples"] == ask for ask in asks)
+    assert all(seen.values())
+    assert len(store.uploads(RUN)) == 200
+    reader.close()
+
+
+def in_one_group(commits: CommitThread, store: Store, *jobs: Callable[[Store], Any]) -> list[Any]:
+    """Hands jobs in while the thread is busy, so that they share a transaction; returns results or errors."""
+    busy, go_on, answers = threading.Event(), threading.Event(), [None] * len(jobs)
+
+    def occupy(_: Store) -> None:
+        busy.set()
+        go_on.wait(10)
+
+    def run(number: int) -> None:
+        try:
+            answers[number] = commits.commit(jobs[number])
+        except Exception as error:
+            answers[number] = error  # type: ignore[call-overload]
+
+    first = threading.Thread(target=lambda: commits.commit(occupy))
+    first.start()
+    busy.wait(10)
+    threads = []
+    for number in range(len(jobs)):
+        threads.append(threading.Thread(target=run, args=(number,)))
+        threads[-1].start()
+        while commits._jobs.qsize() <= number:
+            pass  # so that they queue in this order
+    go_on.set()
+    for thread in [first, *threads]:
+        thread.join(10)
+    return answers
+
+
+def _note(text: str) -> Callable[[Store], str]:
+    def job(store: Store) -> str:
+        store.add_event(RUN, "kind", text)
+        return text
+
+    return job
+
+
+def test_a_job_that_fails_raises_its_own_error_and_spares_its_group(store: Store, commits: CommitThread) -> None:
+    def fail(one: Store) -> None:
+        one.add_event(RUN, "kind", "never")
+        raise ZeroDivisionError("its own error")
+
+    first, second, third = in_one_group(commits, store, _note("first"), fail, _note("third"))
+    assert (first, third) == ("first", "third")
+    assert isinstance(second, ZeroDivisionError)
+    assert [event["text"] for event in store.events(RUN)] == ["first", "third"]
+
+
+def test_jobs_run_in_the_order_they_were_handed_in(store: Store, commits: CommitThread) -> None:
+    texts = [str(number) for number in range(20)]
+    assert in_one_group(commits, store, *(_note(text) for text in texts)) == texts
+    assert [event["text"] for event in store.events(RUN)] == texts
+
+
+def test_jobs_handed_in_together_share_one_transaction(store: Store, commits: CommitThread) -> None:
+    statements: list[str] = []
+    store._db.conn.set_trace_callback(statements.append)
+    in_one_group(commits, store, *(_note(str(number)) for number in range(50)))
+    assert statements.count("COMMIT") == 2  # the one that kept the thread busy, and the group
+
+
+def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
+    store: Store, directory: Path, commits: CommitThread
+) -> None:
+    """SQLite may undo the whole transaction on an error such as a full disk."""
+
+    def lose_everything(one: Store) -> None:
+        one._db.conn.execute("ROLLBACK")
+        raise StoreError("the database failed: the disk is full")
+
+    answers = in_one_group(commits, store, _note("first"), lose_everything, _note("third"))
+    assert isinstance(answers[0], StoreError)
+    assert isinstance(answers[1], StoreError)
+    assert commits.commit(_note("later")) == "later"  # the thread lives on
+    kept = {event["text"] for event in store.events(RUN)}
+    assert "first" not in kept
+    assert {answer for answer in answers if isinstance(answer, str)} <= kept
+
+
+def test_closing_finishes_what_was_handed_in(store: Store) -> None:
+    commits = CommitThread(store)
+    answers: list[str] = []
+    threads = [threading.Thread(target=lambda n=n: answers.append(commits.commit(_note(str(n))))) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    commits.close()
+    assert len(answers) == len(store.events(RUN)) == 20
+    assert not commits._thread.is_alive()
