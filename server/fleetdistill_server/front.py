@@ -42,6 +42,8 @@ POOL_THREADS = 16
 LONGEST_WAIT_SECONDS = 60.0
 # After a wake-up the devices spread over [0, waiting / this] seconds.
 WAKES_PER_SECOND = 1000
+# What a refusal says travels in trailers, of which gRPC takes 8 KiB.
+LONGEST_SENTENCE = 1000
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,7 +63,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     def __init__(self, desk: Desk, pool: ThreadPoolExecutor) -> None:
         self._desk = desk
         self._pool = pool
-        self._waiting: dict[tuple[str, str], asyncio.Event] = {}
+        # By call and not by device: a device may call again before its broken call is noticed.
+        self._waiting: dict[asyncio.Event, tuple[str, str]] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
         return await self._call(context, lambda: self._desk.check_in(request))
@@ -88,28 +91,28 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return found
 
     async def _wait_for_work(self, request: service_pb2.NextAskRequest) -> None:
-        key = (request.identity.run, request.identity.device)
-        event = self._waiting.setdefault(key, asyncio.Event())
-        spread = self._spread()
-        seconds = min(max(request.wait_seconds, 0.0), LONGEST_WAIT_SECONDS)
+        event = asyncio.Event()
+        self._waiting[event] = (request.identity.run, request.identity.device)
+        # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
+        longest = min(LONGEST_WAIT_SECONDS, self._desk.lease_seconds / 2)
         try:
-            await asyncio.wait_for(event.wait(), seconds)
-            await asyncio.sleep(random.uniform(0, spread))
+            await asyncio.wait_for(event.wait(), max(0.0, min(longest, request.wait_seconds)))
+            await asyncio.sleep(random.uniform(0, self._spread()))
         except TimeoutError:
             pass
         finally:
-            self._waiting.pop(key, None)
+            del self._waiting[event]
 
     def _spread(self) -> float:
         return len(self._waiting) / WAKES_PER_SECOND
 
     async def wake_waiting(self) -> None:
         """Ends the long poll of every device that has work, or whose run is over."""
-        runs = {run for run, _ in self._waiting}
+        runs = {run for run, _ in self._waiting.values()}
         for run in runs:
             row, ready = await self._work_of(run)
             over = row is not None and row["status"] in ("finished", "stopped")
-            for (its_run, device), event in list(self._waiting.items()):
+            for event, (its_run, device) in list(self._waiting.items()):
                 if its_run == run and (over or device in ready):
                     event.set()
 
@@ -131,8 +134,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             done = session
             return service_pb2.UploadResponse(receipt=await self._call(context, done.finish))
         finally:
-            if session is not None:
-                session.abandon()
+            if session is not None:  # in the pool: it may have to wait for an fsync
+                self._pool.submit(session.abandon)
 
     def _take(self, request: service_pb2.UploadRequest, session: UploadSession | None) -> UploadSession:
         if request.WhichOneof("message") == "header" and session is None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from fleetdistill import Device, Event, Step
 from fleetdistill.errors import ConfigurationError, DataError, LinkError, ModelError, RefusedError, StateError
 from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
@@ -23,7 +25,6 @@ from fleetdistill_server.engine import build_method, make_contract
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store import Store
-from torch import nn
 
 RUN = "sdk"
 ALLOW = ("features", "logits", "labels", "metrics")
@@ -79,7 +80,7 @@ class Fleet:
         self.store.write_asks([{**row, "expects": {"knowledge": "sample_knowledge"}, **changes}])
 
 
-@pytest.fixture()
+@pytest.fixture
 def fleet() -> Iterator[Fleet]:
     made = Fleet()
     yield made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -15,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
-from wire_samples import data_of, in_pieces, make_contract, make_identity, make_knowledge, make_payload, make_profile
+from wire_samples import (
+    data_of,
+    in_pieces,
+    make_chunk,
+    make_contract,
+    make_identity,
+    make_knowledge,
+    make_payload,
+    make_profile,
+)
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.codec import Payload, encode
@@ -264,13 +274,21 @@ def test_a_damaged_checkpoint_is_found(store: Store, directory: Path) -> None:
     assert str(error.value) == f"checkpoint {sha256.hex()} is damaged: its SHA-256 does not match"
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:100], lambda data: data[:-1],
-                                    lambda data: b"\xff" * len(data), lambda data: data[:8] + b"#" + data[9:]])  # fmt: skip
-def test_a_damaged_blob_is_a_store_error(store: Store, directory: Path, damage: Callable[[bytes], bytes]) -> None:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut in its header": lambda data: data[:100],
+    "cut at its end": lambda data: data[:-1],
+    "overwritten": lambda data: b"\xff" * len(data),
+    "no JSON": lambda data: data[:8] + b"#" + data[9:],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_blob_is_a_store_error(store: Store, directory: Path, name: str) -> None:
     payload = make_payload()
     store.blobs.put(payload)
     path = blob_path(directory, payload.sha256)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(DAMAGES[name](path.read_bytes()))
     with pytest.raises(StoreError, match=f"payload {payload.sha256.hex()} is damaged: "):
         store.blobs.open(payload.sha256)
 
@@ -291,7 +309,7 @@ def test_a_damaged_database_is_a_store_error(directory: Path, content: bytes | N
         finally:
             opened.close()
 
-    with pytest.raises(StoreError, match="the database failed: (file is not a database|database disk image is)"):
+    with pytest.raises(StoreError, match=r"the database failed: (file is not a database|database disk image is)"):
         use()
 
 
@@ -323,11 +341,9 @@ def fill(directory: Path) -> Path:
     path = directory / "ballast"
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
-            try:
+            with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
     return path
 
 
@@ -359,16 +375,10 @@ class _Sender:
                 if start + len(chunk.data) > first:
                     rest = chunk.data[max(first - start, 0) :]
                     offset = chunk.offset + max(first - start, 0)
-                    session.feed(_chunk(chunk.tensor, offset, rest))
+                    session.feed(make_chunk(chunk.tensor, offset, rest))
             return session.finish()
         finally:
             session.abandon()
-
-
-def _chunk(tensor: int, offset: int, data: bytes) -> Any:
-    from wire_samples import make_chunk
-
-    return make_chunk(tensor, offset, data)
 
 
 def test_an_upload_to_a_full_disk_gets_no_receipt_and_succeeds_once_there_is_space(small_disk: Path) -> None:

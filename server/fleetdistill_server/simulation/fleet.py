@@ -97,9 +97,8 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     """
     started = time.monotonic()
     _check(wanted)
-    data = _limited(
-        load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed), wanted
-    )
+    data = load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed)
+    data = _limit_test_part(data, wanted)
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     work = _fresh(wanted.out / "work")
     config = make_run_config(wanted, data, work)

@@ -1,0 +1,880 @@
+"""The desk: who is let in, what they are asked, and one receipt for each answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from wire_samples import (
+    EXPECTS,
+    data_of,
+    in_pieces,
+    make_contract,
+    make_identity,
+    make_knowledge,
+    make_metrics,
+    make_payload,
+    make_profile,
+)
+
+from fleetdistill.errors import RefusedError, StoreError
+from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
+from fleetdistill_server.desk import Desk, UploadSession, commit_directly
+from fleetdistill_server.store import Row, Store
+
+RUN = "digits"
+T = TypeVar("T")
+WHOLE = 1 << 20
+
+
+class Fleet:
+    """A desk with a published run, and what devices and the engine would do."""
+
+    def __init__(self, store: Store, **contract: Any) -> None:
+        self.store = store
+        self.wakes = 0
+        self.before_commit: Callable[[], None] = lambda: None
+        self.desk = Desk(store, self._commit, self._wake, lease_seconds=60.0)
+        store.begin_run(RUN, {})
+        store.publish_contract(RUN, make_contract(**contract).SerializeToString())
+
+    def _commit(self, job: Callable[[Store], T]) -> T:
+        self.before_commit()
+        return commit_directly(self.store, job)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def check_in(
+        self, device: str = "d1", secret: bytes = b"", profile: contract_pb2.DeviceProfile | None = None
+    ) -> service_pb2.CheckInResponse:
+        identity = make_identity(device, secret)
+        return self.desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile or make_profile()))
+
+    def join(self, device: str = "d1") -> service_pb2.Identity:
+        """Checks a device in; returns who it is from then on."""
+        return make_identity(device, self.check_in(device).secret)
+
+    def ask(self, *devices: str, step_number: int = 1, payload: Payload | None = None) -> None:
+        """What the engine writes."""
+        if payload is not None:
+            self.store.blobs.put(payload)
+        row: Row = {"run": RUN, "round": 1, "step_number": step_number, "step": "train", "expects": EXPECTS, "seed": 7}
+        row |= {"payload": payload.sha256 if payload else None, "payload_bytes": payload.data_bytes if payload else 0}
+        row["deadline_at"] = time.time() + 600
+        self.store.write_asks([{**row, "device": device} for device in devices or ("d1",)])
+
+    def begin(
+        self,
+        identity: service_pb2.Identity,
+        payload: Payload,
+        *,
+        attempt: int = 1,
+        first_byte: int = 0,
+        samples: int = 4,
+        step_number: int = 1,
+        number: int = 1,
+    ) -> UploadSession:
+        return self.desk.begin_upload(
+            service_pb2.UploadHeader(
+                identity=identity,
+                name=service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt),
+                payload=payload.header(),
+                samples=samples,
+                first_byte=first_byte,
+            )
+        )
+
+    def send(self, identity: service_pb2.Identity, payload: Payload, **how: Any) -> service_pb2.Receipt:
+        session = self.begin(identity, payload, **how)
+        feed(session, in_pieces(payload, WHOLE))
+        return session.finish()
+
+    def status(
+        self, identity: service_pb2.Identity, attempt: int = 1, number: int = 1, step_number: int = 1
+    ) -> service_pb2.UploadStatusResponse:
+        name = service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt)
+        return self.desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+
+    def refused(self) -> list[tuple[str, str]]:
+        """Device and code of every refusal that `runs show` would list."""
+        return [(event["device"], event["code"]) for event in self.store.events(RUN, "refused")]
+
+    def ask_state(self, device: str = "d1") -> tuple[str, str | None]:
+        row = self.store.ask(RUN, 1, 1, device)
+        assert row is not None
+        return row["status"], row["reason"]
+
+
+def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) -> None:
+    for chunk in chunks:
+        session.feed(chunk)
+
+
+@pytest.fixture(params=["files", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path) if request.param == "files" else Store.in_memory()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def fleet(store: Store) -> Fleet:
+    return Fleet(store)
+
+
+# --- check-in
+
+
+def test_a_device_that_fits_gets_the_contract_and_a_secret_once(fleet: Fleet) -> None:
+    first = fleet.check_in()
+    assert first.contract == make_contract()
+    assert (len(first.secret), first.lease_seconds, first.heartbeat_seconds) == (32, 60.0, 15.0)
+    again = fleet.check_in(secret=first.secret)
+    assert again.secret == b""
+    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.wakes == 2  # the engine may wait for devices
+    row = fleet.store.device(RUN, "d1")
+    assert row is not None
+    assert first.secret not in row["secret_hash"]  # only its hash is kept
+
+
+def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> None:
+    answer = fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1")))
+    assert (answer.contract, answer.secret) == (make_contract(), b"")
+    assert fleet.store.devices(RUN) == []
+
+
+def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
+    request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
+    assert fleet.desk.check_in(request).contract.run == RUN
+    fleet.store.begin_run("another", {})
+    with pytest.raises(RefusedError, match="name the run; the server has: digits, another") as error:
+        fleet.desk.check_in(request)
+    assert error.value.code == Code.UNKNOWN_RUN
+
+
+def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> None:
+    fleet.store.begin_run("soon", {})
+    for run, code, text in (
+        ("other", Code.UNKNOWN_RUN, "the server has no run 'other'"),
+        ("soon", Code.NOT_READY, "run 'soon' is being prepared"),
+    ):
+        with pytest.raises(RefusedError) as error:
+            fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity(run=run)))
+        assert (error.value.code, str(error.value)) == (code, text)
+
+
+def test_a_server_without_runs_is_not_ready() -> None:
+    desk = Desk(Store.in_memory())
+    with pytest.raises(RefusedError) as error:
+        desk.check_in(service_pb2.CheckInRequest(identity=make_identity(run="")))
+    assert (error.value.code, str(error.value)) == (Code.NOT_READY, "name the run; the server has: none")
+
+
+FEATURES = contract_pb2.NamedShape
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "classes": ({"classes": 10}, "number of classes: the device has 10, run 'digits' has 3"),
+    "input shape": (
+        {"input_shape": [3, 32, 32]},
+        "input shape: the device has [3, 32, 32], run 'digits' has [1, 8, 8]",
+    ),
+    "feature shape": (
+        {"features": [FEATURES(name="cut", shape=[4, 4])]},
+        "feature shape at cut 'cut': the device has [4, 4], run 'digits' has [2, 2]",
+    ),
+    "no such cut": (
+        {"features": [FEATURES(name="deep", shape=[2, 2])]},
+        "feature shape at cut 'cut': the device has None, run 'digits' has [2, 2]",
+    ),
+    "element type": (
+        {"knowledge_types": [tensor_pb2.ELEMENT_TYPE_FLOAT16, 99]},
+        "element type: the device has float16, run 'digits' has float32",
+    ),
+    "extractor": (
+        {"extractor_fingerprint": "a" * 64},
+        "extractor: the device has aaaaaaaaaaaa, run 'digits' has eeeeeeeeeeee",
+    ),
+    "no samples": ({"samples": 0}, "number of samples: the device has 0, run 'digits' has at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_device_that_does_not_fit_is_refused_with_both_sides(fleet: Fleet, name: str) -> None:
+    changes, sentence = MISMATCHES[name]
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in(profile=make_profile(**changes))
+    assert error.value.code == Code.CONTRACT_MISMATCH
+    assert str(error.value) == f"{sentence}; give the device a model and data that fit the run"
+    assert fleet.store.devices(RUN) == []
+    assert fleet.refused() == [("d1", "contract-mismatch")]
+
+
+@pytest.mark.parametrize(
+    ("needs", "contract", "profile", "sentence"),
+    [
+        (
+            {"same_architecture": True},
+            {"model_fingerprint": "b" * 64},
+            {"model_fingerprint": "c" * 64},
+            "model: the device has cccccccccccc, run 'digits' has bbbbbbbbbbbb",
+        ),
+        (
+            {"proxy_set": True},
+            {"proxy_digest": b"\xbb" * 32},
+            {},
+            "proxy set: the device has , run 'digits' has bbbbbbbbbbbb",
+        ),
+    ],
+)
+def test_what_a_method_requires_is_compared(
+    store: Store, needs: dict[str, Any], contract: dict[str, Any], profile: dict[str, Any], sentence: str
+) -> None:
+    strict = Fleet(store, requirements=contract_pb2.Requirements(**needs), **contract)
+    with pytest.raises(RefusedError) as error:
+        strict.check_in(profile=make_profile(**profile))
+    assert str(error.value).startswith(sentence)
+
+
+def test_what_no_method_requires_may_differ(store: Store) -> None:
+    lenient = Fleet(store, requirements=contract_pb2.Requirements())
+    lenient.check_in(profile=make_profile(extractor_fingerprint="a" * 64, allowed_columns=[]))
+
+
+def test_a_device_that_keeps_a_needed_column_back_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in(profile=make_profile(allowed_columns=["logits", "metrics"]))
+    assert error.value.code == Code.COLUMN_NOT_ALLOWED
+    assert str(error.value) == (
+        "feddkc sends features, logits, labels; the app keeps back features, labels; "
+        "allow them with Device(allow=...) or take part in a run of another method"
+    )
+    assert error.value.details == {"columns": "features,labels"}
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 32])
+def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) -> None:
+    fleet.join("d1")
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in("d1", secret, make_profile(model_name="stolen"))
+    assert (error.value.code, str(error.value)) == (
+        Code.BAD_IDENTITY,
+        "device id 'd1' belongs to another device; choose another id or restore its secret",
+    )
+    row = fleet.store.device(RUN, "d1")
+    assert row is not None
+    assert contract_pb2.DeviceProfile.FromString(row["profile"]).model_name == "small"
+
+
+def test_of_two_devices_that_take_an_id_at_the_same_moment_one_is_refused(fleet: Fleet) -> None:
+    secrets = []
+
+    def quicker() -> None:
+        fleet.before_commit = lambda: None
+        secrets.append(fleet.check_in("d1").secret)
+
+    fleet.before_commit = quicker
+    with pytest.raises(RefusedError, match="device id 'd1' belongs to another device"):
+        fleet.check_in("d1")
+    fleet.desk.authenticate(make_identity("d1", secrets[0]))
+
+
+def test_a_secret_that_the_server_lost_is_taken_up_again(fleet: Fleet) -> None:
+    """A device that knows its secret can join a fresh store."""
+    assert fleet.check_in("d1", b"s" * 32).secret == b""
+    fleet.desk.authenticate(make_identity("d1", b"s" * 32))
+
+
+@pytest.mark.parametrize("device", ["", "a b", "a/b", "é", "x" * 65, "d1\n", "../up"])
+def test_malformed_ids_are_refused(fleet: Fleet, device: str) -> None:
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in(device)
+    assert (error.value.code, str(error.value)) == (
+        Code.BAD_IDENTITY,
+        f"device id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'",
+    )
+    assert fleet.store.devices(RUN) == []
+
+
+@pytest.mark.parametrize("call", ["next_ask", "heartbeat", "leave", "upload_status", "begin_upload", "download"])
+@pytest.mark.parametrize("who", [make_identity("d1", b"x" * 32), make_identity("d1"), make_identity("d2", b"x" * 32)])
+def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.Identity) -> None:
+    fleet.join("d1")
+    fleet.ask("d1")
+    requests: dict[str, Any] = {
+        "next_ask": who,
+        "heartbeat": service_pb2.HeartbeatRequest(identity=who),
+        "leave": service_pb2.LeaveRequest(identity=who),
+        "upload_status": service_pb2.UploadStatusRequest(identity=who),
+        "begin_upload": service_pb2.UploadHeader(identity=who),
+        "download": service_pb2.DownloadRequest(identity=who),
+    }
+    with pytest.raises(RefusedError) as error:
+        getattr(fleet.desk, call)(requests[call])
+    assert (error.value.code, str(error.value)) == (
+        Code.BAD_IDENTITY,
+        f"device {who.device!r} is not checked in with this secret",
+    )
+    assert fleet.ask_state() == ("open", None)
+
+
+# --- asks
+
+
+def test_an_ask_tells_what_to_do(fleet: Fleet) -> None:
+    identity = fleet.join()
+    assert fleet.desk.next_ask(identity) is None
+    payload = make_payload()
+    fleet.ask(payload=payload)
+    response = fleet.desk.next_ask(identity)
+    assert response is not None
+    ask = response.ask
+    assert (ask.round, ask.step_number, ask.step, ask.seed, ask.completed_rounds) == (1, 1, "train", 7, 0)
+    assert (ask.payload, ask.payload_bytes) == (payload.sha256, payload.data_bytes)
+    assert 590 < ask.deadline_seconds <= 600
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped"])
+def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet, status: str) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    fleet.store.end_run(RUN, status, "30 rounds completed")
+    assert fleet.desk.next_ask(identity) is not None
+    fleet.send(identity, make_payload())
+    response = fleet.desk.next_ask(identity)
+    assert response is not None
+    assert response.finished == f"{status}: 30 rounds completed"
+
+
+def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    beat = service_pb2.HeartbeatRequest(identity=identity)
+    assert fleet.desk.heartbeat(beat).ask_open
+    fleet.store.close_ask(1, "deadline passed")
+    assert not fleet.desk.heartbeat(beat).ask_open
+
+
+# --- presence
+
+
+def silence(fleet: Fleet, *devices: str) -> None:
+    """Lets the leases of these devices run out."""
+    for device in devices:
+        fleet.desk._leases[RUN, device] = time.monotonic() - 1
+
+
+def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: Fleet) -> None:
+    fleet.join("d1")
+    fleet.join("d2")
+    fleet.ask("d1", "d2")
+    silence(fleet, "d1")
+    wakes = fleet.wakes
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d2"]
+    assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
+    (event,) = fleet.store.events(RUN, "lease-ended")
+    assert (event["device"], event["text"]) == ("d1", "d1 was silent for 60 s")
+    assert fleet.wakes > wakes
+    fleet.desk.end_leases()
+    assert len(fleet.store.events(RUN)) == 1
+
+
+@pytest.mark.parametrize("call", ["next_ask", "heartbeat", "status"])
+def test_every_call_renews_the_lease(fleet: Fleet, call: str) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    silence(fleet, "d1")
+    if call == "next_ask":
+        fleet.desk.next_ask(identity)
+    elif call == "heartbeat":
+        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+    else:
+        fleet.status(identity)
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d1"]
+
+
+def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fleet: Fleet) -> None:
+    """It was suspended or cut off for a while and simply goes on calling."""
+    identity = fleet.join()
+    fleet.ask()
+    silence(fleet, "d1")
+    fleet.desk.end_leases()
+    wakes = fleet.wakes
+    assert fleet.desk.next_ask(identity) is None
+    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.wakes > wakes  # a run may wait for devices
+    silence(fleet, "d1")
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == []
+
+
+def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    fleet.desk.leave(service_pb2.LeaveRequest(identity=identity))
+    assert fleet.store.present_devices(RUN) == []
+    assert fleet.ask_state() == ("out", "device left")
+    fleet.desk.end_leases()
+    assert fleet.store.events(RUN) == []  # leaving is nothing out of the ordinary
+
+
+def test_after_a_restart_present_devices_have_a_fresh_lease(fleet: Fleet) -> None:
+    fleet.join()
+    restarted = Desk(fleet.store, lease_seconds=0.0)
+    restarted.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d1"]
+    restarted.adopt_present_devices()
+    time.sleep(0.01)
+    restarted.end_leases()
+    assert fleet.store.present_devices(RUN) == []
+
+
+# --- uploads
+
+
+def test_an_answer_gets_a_receipt_once_it_is_stored(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = encode({"knowledge": make_knowledge(), "metrics": make_metrics(3, 4)})
+    wakes = fleet.wakes
+    receipt = fleet.send(identity, payload, samples=9)
+    assert (receipt.sha256, receipt.data_bytes, receipt.name.attempt) == (payload.sha256, payload.data_bytes, 1)
+    assert abs(receipt.received_at_ms / 1000 - time.time()) < 60
+    (row,) = fleet.store.uploads(RUN)
+    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 9, "acknowledged")
+    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+    assert fleet.ask_state() == ("answered", None)
+    (figure,) = fleet.store.figures(RUN, "accuracy", "test")
+    assert (figure["device"], figure["sum"], figure["count"]) == ("d1", 3.0, 4)
+    assert fleet.wakes > wakes
+
+
+def test_the_bytes_of_an_answer_are_counted_without_its_metrics_data(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    fleet.send(identity, payload)
+    (row,) = fleet.store.traffic(RUN)
+    assert (row["round"], row["device"], row["direction"], row["payloads"]) == (1, "d1", "up", 1)
+    assert (row["tensor_bytes"], row["envelope_bytes"]) == (payload.data_bytes, payload.header().ByteSize())
+
+
+@pytest.mark.parametrize("name", [{"number": 2}, {"step_number": 2}, {"number": 2**64 - 1}, {"number": 0}])
+def test_an_answer_that_nobody_asked_for_is_refused(fleet: Fleet, name: dict[str, int]) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    step, number = name.get("step_number", 1), name.get("number", 1)
+    sentence = f"device d1 was not asked step {step} of round {number}"
+    for call in (lambda: fleet.begin(identity, make_payload(), **name), lambda: fleet.status(identity, **name)):
+        with pytest.raises(RefusedError) as error:
+            call()
+        assert (error.value.code, str(error.value)) == (Code.NOT_ASKED, sentence)
+    assert fleet.refused() == [("d1", "not-asked")] * 2
+    assert fleet.ask_state() == ("open", None)
+
+
+def test_an_answer_to_another_device_s_ask_is_refused(fleet: Fleet) -> None:
+    fleet.join("d1")
+    identity = fleet.join("d2")
+    fleet.ask("d1")
+    with pytest.raises(RefusedError) as error:
+        fleet.begin(identity, make_payload())
+    assert error.value.code == Code.NOT_ASKED
+
+
+def test_an_answer_to_a_closed_round_is_refused(fleet: Fleet) -> None:
+    identity = fleet.join()
+    number = fleet.store.start_round(RUN, ["d1"])
+    fleet.ask()
+    fleet.store.close_round(RUN, number, b"c", [], {})
+    assert not fleet.status(identity).ask_open
+    with pytest.raises(RefusedError) as error:
+        fleet.begin(identity, make_payload())
+    assert (error.value.code, str(error.value)) == (
+        Code.CLOSED,
+        "device d1: step 'train' of round 1 takes no answer any more (round closed)",
+    )
+    assert fleet.refused() == [("d1", "closed")]
+
+
+def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    session = fleet.begin(identity, make_payload())
+    feed(session, in_pieces(make_payload(), WHOLE))
+    fleet.store.close_ask(1, "deadline passed")
+    with pytest.raises(RefusedError) as error:
+        session.finish()
+    assert (error.value.code, str(error.value)) == (
+        Code.CLOSED,
+        "device d1: step 'train' of round 1 takes no answer any more (deadline passed)",
+    )
+    assert fleet.store.uploads(RUN) == []
+    assert fleet.store.traffic(RUN) == []
+
+
+def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    receipt = fleet.send(identity, payload)
+    again = fleet.begin(identity, payload)
+    feed(again, in_pieces(payload, WHOLE))  # a device that did not ask for the status sends it all
+    assert again.finish() == receipt
+    assert fleet.status(identity).receipt == receipt
+    assert len(fleet.store.uploads(RUN)) == 1
+    assert fleet.store.traffic(RUN)[0]["payloads"] == 1
+
+
+def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    receipt = fleet.send(identity, make_payload(), attempt=1)
+    other = make_payload(labels=np.int32([2, 2, 2, 2]))
+    assert fleet.send(identity, other, attempt=2) == receipt
+    status = fleet.status(identity, attempt=2)
+    assert status.receipt == receipt
+    assert (status.receipt.name.attempt, status.ask_open) == (1, False)
+    assert [row["sha256"] for row in fleet.store.uploads(RUN)] == [make_payload().sha256]
+
+
+def test_two_attempts_that_end_at_the_same_moment_count_once(fleet: Fleet) -> None:
+    """Both are stored whole, then one is committed while the other waits for its turn."""
+    identity = fleet.join()
+    fleet.ask()
+    payload = encode({"knowledge": make_knowledge(), "metrics": make_metrics()})
+    session = fleet.begin(identity, payload)
+    feed(session, in_pieces(payload, WHOLE))
+    receipts = []
+
+    def overtake() -> None:
+        fleet.before_commit = lambda: None
+        receipts.append(fleet.send(identity, payload))
+
+    fleet.before_commit = overtake
+    receipts.append(session.finish())
+    assert receipts[0] == receipts[1]
+    assert len(fleet.store.uploads(RUN)) == 1
+    assert [row["payloads"] for row in fleet.store.traffic(RUN)] == [1]
+
+
+def test_of_two_streams_of_one_upload_the_newest_wins(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    chunks = in_pieces(payload, 16)
+    older = fleet.begin(identity, payload)
+    feed(older, chunks[:3])
+    newer = fleet.begin(identity, payload, first_byte=48)
+    with pytest.raises(RefusedError) as error:
+        older.feed(chunks[3])
+    assert (error.value.code, str(error.value)) == (
+        Code.OUT_OF_STEP,
+        "another stream of the same upload has taken over",
+    )
+    with pytest.raises(RefusedError, match="another stream"):
+        older.finish()
+    older.abandon()  # what the front does last must not disturb the newer one
+    feed(newer, chunks[3:])
+    assert newer.finish().sha256 == payload.sha256
+    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+    assert fleet.ask_state() == ("answered", None)
+
+
+def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers in one staging file could store bytes that no check has seen."""
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    stage, in_stage, go_on = fleet.store.blobs.stage, threading.Event(), threading.Event()
+
+    def slow_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
+        if not in_stage.is_set():
+            in_stage.set()
+            go_on.wait(1)
+        return stage(key, parts)
+
+    monkeypatch.setattr(fleet.store.blobs, "stage", slow_stage)
+    sessions: list[UploadSession] = []
+    threads = [threading.Thread(target=lambda: sessions.append(fleet.begin(identity, payload))) for _ in range(2)]
+    threads[0].start()
+    in_stage.wait(5)
+    threads[1].start()
+    threads[1].join(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(5)
+    chunks = in_pieces(payload, 16)
+    took = []
+    for session in sessions:
+        try:
+            session.feed(chunks[0])
+            took.append(session)
+        except RefusedError as error:
+            assert error.code == Code.OUT_OF_STEP
+    (winner,) = took
+    feed(winner, chunks[1:])
+    assert data_of(fleet.store.blobs.open(winner.finish().sha256)) == data_of(payload)
+
+
+def test_an_upload_goes_on_where_a_broken_stream_left_it(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    chunks = in_pieces(payload, 16)
+    broken = fleet.begin(identity, payload)
+    feed(broken, chunks[:5])
+    broken.abandon()
+    status = fleet.status(identity)
+    assert (status.next_byte, status.ask_open, status.HasField("receipt")) == (80, True, False)
+    assert fleet.status(identity, attempt=2).next_byte == 0
+    session = fleet.begin(identity, payload, first_byte=80)
+    feed(session, chunks[5:])
+    assert session.finish().sha256 == payload.sha256
+    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+
+
+def test_an_upload_survives_a_restart_of_the_front(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    chunks = in_pieces(payload, 16)
+    broken = fleet.begin(identity, payload)
+    feed(broken, chunks[:5])
+    broken.abandon()
+    fleet.desk = Desk(fleet.store)
+    session = fleet.begin(identity, payload, first_byte=fleet.status(identity).next_byte)
+    feed(session, chunks[5:])
+    assert session.finish().sha256 == payload.sha256
+
+
+@pytest.mark.parametrize("first_byte", [0, 64, 96, 10**6])
+def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(fleet: Fleet, first_byte: int) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    broken = fleet.begin(identity, payload)
+    feed(broken, in_pieces(payload, 16)[:5])
+    broken.abandon()
+    with pytest.raises(RefusedError) as error:
+        fleet.begin(identity, payload, first_byte=first_byte)
+    assert (error.value.code, str(error.value)) == (
+        Code.OUT_OF_STEP,
+        f"device d1: the upload goes on at byte {first_byte}, the server has 80; ask for its status",
+    )
+    assert fleet.status(identity).next_byte == 80  # nothing was lost
+    assert fleet.ask_state() == ("open", None)
+
+
+def test_a_restarted_device_with_another_answer_begins_afresh(fleet: Fleet) -> None:
+    """Same attempt number, other parts: what is staged belongs to neither."""
+    identity = fleet.join()
+    fleet.ask()
+    broken = fleet.begin(identity, make_payload())
+    feed(broken, in_pieces(make_payload(), 16)[:5])
+    broken.abandon()
+    other = make_payload(5)
+    assert fleet.send(identity, other).sha256 == other.sha256
+
+
+BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
+    "NaN": (
+        make_payload(logits=np.full((4, 3), np.nan, np.float32)),
+        Code.BAD_VALUE,
+        "device d1: non-finite logits at row 0 of knowledge/logits",
+    ),
+    "wrong shape": (
+        make_payload(logits=np.zeros((4, 9), np.float32)),
+        Code.BAD_TENSOR,
+        "device d1: knowledge/logits has shape [4, 9], expected [N, 3]",
+    ),
+    "doubled ids": (
+        make_payload(sample_ids=np.zeros(4, np.int64)),
+        Code.BAD_VALUE,
+        "device d1: sample id 0 appears twice, again at row 1 of knowledge/sample_ids",
+    ),
+    "wrong kind": (
+        encode({"knowledge": SampleKnowledge(sample_ids=np.arange(4)), "more": make_metrics()}),
+        Code.BAD_MESSAGE,
+        "device d1: the answer has parts knowledge (sample_knowledge), more (metrics), "
+        "asked for knowledge (sample_knowledge)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UPLOADS)
+def test_a_bad_upload_puts_the_device_out_for_the_round(fleet: Fleet, name: str) -> None:
+    payload, code, sentence = BAD_UPLOADS[name]
+    identity = fleet.join()
+    fleet.ask()
+    wakes = fleet.wakes
+    with pytest.raises(RefusedError) as error:
+        fleet.send(identity, payload)
+    assert (error.value.code, str(error.value)) == (code, sentence)
+    (event,) = fleet.store.events(RUN, "refused")
+    assert (event["text"], event["code"], event["device"], event["round"]) == (sentence, code, "d1", 1)
+    assert fleet.ask_state() == ("out", f"refused: {sentence}")
+    assert fleet.wakes > wakes  # nobody waits for it
+    assert fleet.store.uploads(RUN) == []
+    assert fleet.store.present_devices(RUN) == ["d1"]  # the next round asks it again
+    status = fleet.status(identity)
+    assert (status.ask_open, status.next_byte) == (False, 0)
+
+
+@pytest.mark.parametrize("samples", [0, 2**63, 2**64 - 1])
+def test_an_answer_of_no_or_absurdly_many_samples_is_refused(fleet: Fleet, samples: int) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    with pytest.raises(RefusedError) as error:
+        fleet.send(identity, make_payload(), samples=samples)
+    assert (error.value.code, str(error.value)) == (
+        Code.BAD_VALUE,
+        f"device d1: the answer is weighted with {samples} samples, must be 1 to 2**63 - 1",
+    )
+
+
+@pytest.mark.parametrize("how", ["chunk", "digest", "short"])
+def test_what_went_wrong_on_the_way_may_be_sent_again(fleet: Fleet, how: str) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    chunks = in_pieces(payload, 16)
+    header_of = make_payload(labels=np.int32([2, 2, 2, 2])) if how == "digest" else payload
+    session = fleet.begin(identity, header_of)
+    if how == "chunk":
+        chunks[3].crc32c ^= 1
+    with pytest.raises(RefusedError) as error:
+        feed(session, chunks[:-1] if how == "short" else chunks)
+        session.finish()
+    code = Code.INCOMPLETE if how == "short" else Code.CHECKSUM
+    assert error.value.code == code
+    assert fleet.refused() == [("d1", code)]
+    assert fleet.ask_state() == ("open", None)
+    first = fleet.status(identity).next_byte
+    assert first == (payload.data_bytes - 16 if how == "short" else 0)  # nothing doubtful is kept
+    again = fleet.begin(identity, payload, first_byte=first)
+    feed(again, [c for c in in_pieces(payload, 16) if payload.slots[c.tensor].start + c.offset >= first])
+    assert again.finish().sha256 == payload.sha256
+
+
+def test_a_session_that_was_refused_takes_nothing_more(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    session = fleet.begin(identity, make_payload(labels=np.int32([9, 0, 0, 0])))
+    with pytest.raises(RefusedError, match="label 9"):
+        feed(session, in_pieces(make_payload(labels=np.int32([9, 0, 0, 0])), WHOLE))
+    with pytest.raises(RefusedError):
+        session.finish()
+    session.abandon()
+    assert fleet.store.uploads(RUN) == []
+
+
+def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    payload = make_payload()
+    session = fleet.begin(identity, payload)
+
+    def full(data: bytes) -> None:
+        raise StoreError("writing an upload: the disk is full")
+
+    monkeypatch.setattr(session._staging, "append", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        session.feed(in_pieces(payload, 16)[0])
+    assert fleet.ask_state() == ("open", None)
+    monkeypatch.undo()
+    assert fleet.send(identity, payload).sha256 == payload.sha256
+
+
+def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> None:
+    """From check-in to the end of the round, with one good, one bad and one silent device."""
+    good, bad, silent = (fleet.join(device) for device in ("good", "bad", "silent"))
+    number = fleet.store.start_round(RUN, ["bad", "good", "silent"])
+    fleet.ask("good", "bad", "silent")
+    receipt = fleet.send(good, make_payload())
+    with pytest.raises(RefusedError):
+        fleet.send(bad, make_payload(sample_ids=np.int64([0, 1, 2, -1])))
+    (accepted,) = (row for row in fleet.store.asks(RUN, number, 1) if row["receipt"])
+    fleet.store.close_round(RUN, number, b"c", [accepted["id"]], {})
+    assert [(row["receipt"], row["status"]) for row in fleet.store.uploads(RUN)] == [(receipt.id, "used")]
+    assert fleet.refused() == [("bad", "bad-value")]
+    with pytest.raises(RefusedError, match="takes no answer any more"):
+        fleet.send(silent, make_payload())
+
+
+# --- downloads
+
+
+def fetch(fleet: Fleet, identity: service_pb2.Identity, sha256: bytes, first_byte: int = 0) -> tuple[Payload, bytes]:
+    request = service_pb2.DownloadRequest(identity=identity, sha256=sha256, first_byte=first_byte)
+    payload, chunks = fleet.desk.download(request)
+    return payload, b"".join(chunk.data for chunk in chunks)
+
+
+def test_a_payload_is_given_only_to_those_it_is_meant_for(fleet: Fleet) -> None:
+    asked, other = fleet.join("d1"), fleet.join("d2")
+    payload = make_payload()
+    fleet.ask("d1", payload=payload)
+    found, data = fetch(fleet, asked, payload.sha256)
+    assert (found.header(), data) == (payload.header(), data_of(payload))
+    with pytest.raises(RefusedError) as error:
+        fetch(fleet, other, payload.sha256)
+    assert (error.value.code, str(error.value)) == (
+        Code.NOT_FOUND,
+        f"device d2: payload {payload.sha256.hex()} is not meant for it",
+    )
+
+
+def test_one_device_s_answer_is_not_another_s_to_fetch(fleet: Fleet) -> None:
+    fleet.ask("d1", "d2")
+    first, second = fleet.join("d1"), fleet.join("d2")
+    receipt = fleet.send(first, make_payload())
+    for identity in (first, second):
+        with pytest.raises(RefusedError, match="is not meant for it"):
+            fetch(fleet, identity, receipt.sha256)
+    with pytest.raises(RefusedError, match="is not meant for it"):
+        fetch(fleet, first, b"")
+
+
+def test_the_initial_weights_are_for_every_device_of_the_run(store: Store) -> None:
+    initial = make_payload(2)
+    store.blobs.put(initial)
+    fleet = Fleet(store, initial_weights=initial.sha256)
+    assert fetch(fleet, fleet.join(), initial.sha256)[1] == data_of(initial)
+
+
+@pytest.mark.parametrize("first_byte", [0, 1, 40, 127, 128, 10**9])
+def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, first_byte: int) -> None:
+    identity = fleet.join()
+    payload = make_payload()
+    fleet.ask(payload=payload)
+    found, data = fetch(fleet, identity, payload.sha256, first_byte)
+    assert (found.header(), data) == (payload.header(), data_of(payload)[first_byte:])
+    (row,) = fleet.store.traffic(RUN)
+    assert (row["direction"], row["round"], row["tensor_bytes"]) == ("down", 1, len(data))
+    assert row["envelope_bytes"] == payload.header().ByteSize()
+
+
+def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.ask()
+    with pytest.raises(RefusedError):
+        fleet.send(identity, make_payload(labels=np.int32([0, 0, 7, 0])))
+    (event,) = fleet.store.events(RUN)
+    assert json.loads(json.dumps(event))["code"] == "bad-value"
+    assert event["text"] == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"
