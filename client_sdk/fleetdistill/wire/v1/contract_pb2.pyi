@@ -147,7 +147,9 @@ class Contract(_message.Message):
         """Feature columns that the method exchanges, by cut."""
 
     @_builtins.property
-    def requirements(self) -> Global___Requirements: ...
+    def requirements(self) -> Global___Requirements:
+        """What a device must be and allow to take part."""
+
     def __init__(
         self,
         *,
@@ -197,16 +199,23 @@ class DeviceProfile(_message.Message):
     model_name: _builtins.str
     """Name of the local model for lists and reports, at most 128 characters."""
     parameters: _builtins.int
+    """Trainable numbers of the local model."""
     model_fingerprint: _builtins.str
+    """Hex SHA-256 over the model's sorted names, shapes and types."""
     extractor_fingerprint: _builtins.str
+    """The same over the extractor alone."""
     samples: _builtins.int
     """Local training samples, at least 1."""
     classes: _builtins.int
+    """C, the number of logits that the local model gives."""
     sdk_version: _builtins.str
     """Version of the SDK, for lists."""
     proxy_digest: _builtins.bytes
+    """SHA-256 of the proxy set that the device holds, 32 bytes; empty for none."""
     @_builtins.property
-    def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of one input without the batch axis."""
+
     @_builtins.property
     def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
         """What the local model gives at each of its cuts."""

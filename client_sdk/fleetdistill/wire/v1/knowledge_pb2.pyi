@@ -31,6 +31,7 @@ class _ValueScale:
 class _ValueScaleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueScale.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     VALUE_SCALE_UNSPECIFIED: _ValueScale.ValueType  # 0
+    """Never sent where values are."""
     VALUE_SCALE_LOGITS: _ValueScale.ValueType  # 1
     """Unnormalised class scores."""
     VALUE_SCALE_PROBABILITIES: _ValueScale.ValueType  # 2
@@ -40,6 +41,7 @@ class ValueScale(_ValueScale, metaclass=_ValueScaleEnumTypeWrapper):
     """The unit of the values in a message of refined knowledge."""
 
 VALUE_SCALE_UNSPECIFIED: ValueScale.ValueType  # 0
+"""Never sent where values are."""
 VALUE_SCALE_LOGITS: ValueScale.ValueType  # 1
 """Unnormalised class scores."""
 VALUE_SCALE_PROBABILITIES: ValueScale.ValueType  # 2
@@ -135,6 +137,7 @@ class RefinedKnowledge(_message.Message):
     valid: _builtins.bool
     """False: there is nothing to learn from this round (round 1, or the teacher guard fired); no tensors then."""
     scale: Global___ValueScale.ValueType
+    """What the values are."""
     @_builtins.property
     def sample_ids(self) -> _tensor_pb2.Tensor:
         """[N] int64, ids of an earlier upload of the same device."""
@@ -170,6 +173,7 @@ class ProxyKnowledge(_message.Message):
     LOGITS_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     valid: _builtins.bool
+    """False: there is nothing to learn from yet; no tensors then."""
     proxy_digest: _builtins.bytes
     """SHA-256 of the proxy set, 32 bytes; another digest than the contract's is refused."""
     @_builtins.property
@@ -267,7 +271,9 @@ class Generator(_message.Message):
     noise_size: _builtins.int
     """Numbers in one noise vector, at least 1."""
     @_builtins.property
-    def parameters(self) -> Global___ModelParameters: ...
+    def parameters(self) -> Global___ModelParameters:
+        """The generator's tensors."""
+
     def __init__(
         self,
         *,
@@ -293,7 +299,9 @@ class Discriminator(_message.Message):
     shares_extractor: _builtins.bool
     """True when only the head travels and the extractor is the classifier's."""
     @_builtins.property
-    def parameters(self) -> Global___ModelParameters: ...
+    def parameters(self) -> Global___ModelParameters:
+        """The tensors of the whole discriminator or of its head."""
+
     def __init__(
         self,
         *,
@@ -316,7 +324,9 @@ class IntegerList(_message.Message):
 
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least one number."""
+
     def __init__(
         self,
         *,
@@ -343,13 +353,19 @@ class PlanEntry(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     INTEGERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 64 characters, unique within the plan."""
+    """Name of the setting, unique within the plan."""
     integer: _builtins.int
+    """A whole number, 64 bits."""
     real: _builtins.float
+    """A finite number."""
     flag: _builtins.bool
+    """Yes or no."""
     text: _builtins.str
+    """UTF-8."""
     @_builtins.property
-    def integers(self) -> Global___IntegerList: ...
+    def integers(self) -> Global___IntegerList:
+        """Whole numbers in order."""
+
     def __init__(
         self,
         *,
@@ -378,7 +394,9 @@ class Plan(_message.Message):
 
     ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEntry]: ...
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEntry]:
+        """In no particular order."""
+
     def __init__(
         self,
         *,
@@ -404,7 +422,9 @@ class ClassCount(_message.Message):
     label: _builtins.int
     """In [0, C)."""
     sum: _builtins.float
+    """The metric's sum over the rows of this class, finite."""
     count: _builtins.int
+    """Rows of this class."""
     def __init__(
         self,
         *,
@@ -436,9 +456,13 @@ class Metric(_message.Message):
     split: _builtins.str
     """Which data: "train", "validation" or "test"."""
     sum: _builtins.float
+    """Finite; see `name` for the unit."""
     count: _builtins.int
+    """Rows behind the sum."""
     @_builtins.property
-    def by_class(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassCount]: ...
+    def by_class(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassCount]:
+        """The same by class; classes without rows stay out."""
+
     def __init__(
         self,
         *,
@@ -464,7 +488,9 @@ class Metrics(_message.Message):
 
     METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]: ...
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Metric]:
+        """At most one of each name and split."""
+
     def __init__(
         self,
         *,
@@ -496,27 +522,47 @@ class Part(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What the method calls it, 1 to 64 characters, unique within the payload."""
+    """What the method calls it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
-    def model_parameters(self) -> Global___ModelParameters: ...
+    def model_parameters(self) -> Global___ModelParameters:
+        """Parameters of a model."""
+
     @_builtins.property
-    def sample_knowledge(self) -> Global___SampleKnowledge: ...
+    def sample_knowledge(self) -> Global___SampleKnowledge:
+        """Knowledge about a device's own samples."""
+
     @_builtins.property
-    def refined_knowledge(self) -> Global___RefinedKnowledge: ...
+    def refined_knowledge(self) -> Global___RefinedKnowledge:
+        """The server's knowledge about them."""
+
     @_builtins.property
-    def proxy_knowledge(self) -> Global___ProxyKnowledge: ...
+    def proxy_knowledge(self) -> Global___ProxyKnowledge:
+        """Knowledge about the proxy set."""
+
     @_builtins.property
-    def weighted_predictions(self) -> Global___WeightedPredictions: ...
+    def weighted_predictions(self) -> Global___WeightedPredictions:
+        """Predictions on generated samples."""
+
     @_builtins.property
-    def distillation_gradient(self) -> Global___DistillationGradient: ...
+    def distillation_gradient(self) -> Global___DistillationGradient:
+        """A distillation gradient."""
+
     @_builtins.property
-    def generator(self) -> Global___Generator: ...
+    def generator(self) -> Global___Generator:
+        """A generator."""
+
     @_builtins.property
-    def discriminator(self) -> Global___Discriminator: ...
+    def discriminator(self) -> Global___Discriminator:
+        """A discriminator."""
+
     @_builtins.property
-    def plan(self) -> Global___Plan: ...
+    def plan(self) -> Global___Plan:
+        """Typed scalars."""
+
     @_builtins.property
-    def metrics(self) -> Global___Metrics: ...
+    def metrics(self) -> Global___Metrics:
+        """Figures."""
+
     def __init__(
         self,
         *,
@@ -550,7 +596,9 @@ class Parts(_message.Message):
 
     PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """In the order in which their data follow; at most 10,000 tensors in all."""
+
     def __init__(
         self,
         *,
@@ -578,7 +626,9 @@ class PayloadHeader(_message.Message):
     sha256: _builtins.bytes
     """SHA-256, 32 bytes, over `parts` serialized in field order and then all tensor data in the order of the tensors."""
     @_builtins.property
-    def parts(self) -> Global___Parts: ...
+    def parts(self) -> Global___Parts:
+        """What the payload is made of."""
+
     def __init__(
         self,
         *,
@@ -609,6 +659,7 @@ class TensorChunk(_message.Message):
     offset: _builtins.int
     """First byte of the piece within the tensor."""
     data: _builtins.bytes
+    """1 byte to 1 MiB, row-major."""
     crc32c: _builtins.int
     """CRC-32C of `data`."""
     def __init__(

@@ -61,7 +61,9 @@ class ComeBack(_message.Message):
     AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     BEFORE_SECONDS_FIELD_NUMBER: _builtins.int
     after_seconds: _builtins.float
+    """Earliest moment, seconds from now, at least 0."""
     before_seconds: _builtins.float
+    """Latest moment, seconds from now, at least `after_seconds`."""
     def __init__(
         self,
         *,
@@ -85,7 +87,9 @@ class CheckInRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls; the secret is empty the first time."""
+
     @_builtins.property
     def profile(self) -> _contract_pb2.DeviceProfile:
         """Absent when the device only asks what the contract is."""
@@ -121,7 +125,9 @@ class CheckInResponse(_message.Message):
     heartbeat_seconds: _builtins.float
     """Largest span between two heartbeats."""
     @_builtins.property
-    def contract(self) -> _contract_pb2.Contract: ...
+    def contract(self) -> _contract_pb2.Contract:
+        """What the device has to fit."""
+
     def __init__(
         self,
         *,
@@ -199,7 +205,9 @@ class NextAskRequest(_message.Message):
     wait_seconds: _builtins.float
     """How long the server may hold the call, 0 to 60 seconds."""
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     def __init__(
         self,
         *,
@@ -226,9 +234,13 @@ class NextAskResponse(_message.Message):
     finished: _builtins.str
     """The run is over; the text says why."""
     @_builtins.property
-    def ask(self) -> Global___Ask: ...
+    def ask(self) -> Global___Ask:
+        """Work to do."""
+
     @_builtins.property
-    def come_back(self) -> Global___ComeBack: ...
+    def come_back(self) -> Global___ComeBack:
+        """Nothing to do; ask again then."""
+
     def __init__(
         self,
         *,
@@ -254,7 +266,9 @@ class HeartbeatRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     def __init__(
         self,
         *,
@@ -298,7 +312,9 @@ class LeaveRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     def __init__(
         self,
         *,
@@ -339,7 +355,9 @@ class UploadName(_message.Message):
     STEP_NUMBER_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
+    """Round of the ask."""
     step_number: _builtins.int
+    """Step number of the ask."""
     attempt: _builtins.int
     """Counted from 1. A device that computed its answer anew sends the next number."""
     def __init__(
@@ -366,9 +384,13 @@ class UploadStatusRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     @_builtins.property
-    def name(self) -> Global___UploadName: ...
+    def name(self) -> Global___UploadName:
+        """Which upload."""
+
     def __init__(
         self,
         *,
@@ -431,10 +453,13 @@ class Receipt(_message.Message):
     sha256: _builtins.bytes
     """Digest of the accepted payload."""
     data_bytes: _builtins.int
+    """Tensor bytes of the payload."""
     received_at_ms: _builtins.int
     """Milliseconds since 1970-01-01 UTC by the server's clock."""
     @_builtins.property
-    def name(self) -> Global___UploadName: ...
+    def name(self) -> Global___UploadName:
+        """Which ask and attempt it is for."""
+
     def __init__(
         self,
         *,
@@ -468,11 +493,17 @@ class UploadHeader(_message.Message):
     first_byte: _builtins.int
     """First data byte that follows, as `UploadStatus` told; 0 for a fresh upload."""
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     @_builtins.property
-    def name(self) -> Global___UploadName: ...
+    def name(self) -> Global___UploadName:
+        """Which ask it answers."""
+
     @_builtins.property
-    def payload(self) -> _knowledge_pb2.PayloadHeader: ...
+    def payload(self) -> _knowledge_pb2.PayloadHeader:
+        """Parts, size and digest of the answer."""
+
     def __init__(
         self,
         *,
@@ -499,9 +530,13 @@ class UploadRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def header(self) -> Global___UploadHeader: ...
+    def header(self) -> Global___UploadHeader:
+        """Comes first."""
+
     @_builtins.property
-    def chunk(self) -> _knowledge_pb2.TensorChunk: ...
+    def chunk(self) -> _knowledge_pb2.TensorChunk:
+        """The data, in order."""
+
     def __init__(
         self,
         *,
@@ -526,7 +561,9 @@ class UploadResponse(_message.Message):
 
     RECEIPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def receipt(self) -> Global___Receipt: ...
+    def receipt(self) -> Global___Receipt:
+        """The durable yes."""
+
     def __init__(
         self,
         *,
@@ -550,10 +587,13 @@ class DownloadRequest(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     FIRST_BYTE_FIELD_NUMBER: _builtins.int
     sha256: _builtins.bytes
+    """Digest of the wanted payload, 32 bytes."""
     first_byte: _builtins.int
     """First data byte wanted, to resume."""
     @_builtins.property
-    def identity(self) -> Global___Identity: ...
+    def identity(self) -> Global___Identity:
+        """Who calls."""
+
     def __init__(
         self,
         *,
@@ -578,9 +618,13 @@ class DownloadResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def header(self) -> _knowledge_pb2.PayloadHeader: ...
+    def header(self) -> _knowledge_pb2.PayloadHeader:
+        """Comes first."""
+
     @_builtins.property
-    def chunk(self) -> _knowledge_pb2.TensorChunk: ...
+    def chunk(self) -> _knowledge_pb2.TensorChunk:
+        """The data, in order."""
+
     def __init__(
         self,
         *,

@@ -26,12 +26,19 @@ class _ElementType:
 class _ElementTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ElementType.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ELEMENT_TYPE_UNSPECIFIED: _ElementType.ValueType  # 0
+    """Never sent."""
     ELEMENT_TYPE_FLOAT32: _ElementType.ValueType  # 1
+    """4 bytes."""
     ELEMENT_TYPE_FLOAT16: _ElementType.ValueType  # 2
+    """2 bytes, at most 65,504."""
     ELEMENT_TYPE_FLOAT64: _ElementType.ValueType  # 3
+    """8 bytes."""
     ELEMENT_TYPE_INT32: _ElementType.ValueType  # 4
+    """4 bytes, signed."""
     ELEMENT_TYPE_INT64: _ElementType.ValueType  # 5
+    """8 bytes, signed."""
     ELEMENT_TYPE_UINT8: _ElementType.ValueType  # 6
+    """1 byte, 0 to 255."""
     ELEMENT_TYPE_BOOL: _ElementType.ValueType  # 7
     """One byte, 0 or 1."""
 
@@ -39,12 +46,19 @@ class ElementType(_ElementType, metaclass=_ElementTypeEnumTypeWrapper):
     """The type of one element, little-endian, IEEE 754 for floats."""
 
 ELEMENT_TYPE_UNSPECIFIED: ElementType.ValueType  # 0
+"""Never sent."""
 ELEMENT_TYPE_FLOAT32: ElementType.ValueType  # 1
+"""4 bytes."""
 ELEMENT_TYPE_FLOAT16: ElementType.ValueType  # 2
+"""2 bytes, at most 65,504."""
 ELEMENT_TYPE_FLOAT64: ElementType.ValueType  # 3
+"""8 bytes."""
 ELEMENT_TYPE_INT32: ElementType.ValueType  # 4
+"""4 bytes, signed."""
 ELEMENT_TYPE_INT64: ElementType.ValueType  # 5
+"""8 bytes, signed."""
 ELEMENT_TYPE_UINT8: ElementType.ValueType  # 6
+"""1 byte, 0 to 255."""
 ELEMENT_TYPE_BOOL: ElementType.ValueType  # 7
 """One byte, 0 or 1."""
 Global___ElementType: _TypeAlias = ElementType  # noqa: Y015
@@ -56,6 +70,7 @@ class _Encoding:
 class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENCODING_UNSPECIFIED: _Encoding.ValueType  # 0
+    """Never sent."""
     ENCODING_RAW: _Encoding.ValueType  # 1
     """Row-major elements, nothing else."""
 
@@ -63,6 +78,7 @@ class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     """How elements are laid out in the bytes. More compact encodings get their own values here."""
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
+"""Never sent."""
 ENCODING_RAW: Encoding.ValueType  # 1
 """Row-major elements, nothing else."""
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
@@ -78,7 +94,9 @@ class Tensor(_message.Message):
     ENCODING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     element_type: Global___ElementType.ValueType
+    """Type of every element."""
     encoding: Global___Encoding.ValueType
+    """How the elements are laid out in the data."""
     data: _builtins.bytes
     """Row-major elements. Empty in a header; reserved for small tensors carried inline."""
     @_builtins.property
@@ -112,7 +130,9 @@ class NamedTensor(_message.Message):
     name: _builtins.str
     """Unique within the list, 1 to 256 characters."""
     @_builtins.property
-    def tensor(self) -> Global___Tensor: ...
+    def tensor(self) -> Global___Tensor:
+        """The array."""
+
     def __init__(
         self,
         *,

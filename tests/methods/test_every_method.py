@@ -1,0 +1,83 @@
+"""The contract that every method fulfils, over the table of methods: a new line there is tested by being there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetdistill.device import COLUMNS
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan, device_class
+from fleetdistill.wire.codec import KINDS, decode, encode
+from fleetdistill_server.methods import SERVER_METHODS, server_class
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.settings import Simulation
+
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def test_both_tables_name_the_same_methods() -> None:
+    assert METHODS.keys() == SERVER_METHODS.keys()
+
+
+@pytest.mark.parametrize("table", [config_class, device_class, server_class])
+def test_an_unknown_method_is_refused_and_the_known_ones_are_listed(table: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"unknown method 'fedx', expected one of {', '.join(sorted(METHODS))}"
+    ):
+        table("fedx")  # type: ignore[operator]
+
+
+@every_method
+def test_a_configuration_travels_in_the_contract_unchanged(method: str) -> None:
+    config = config_class(method)().for_classes(10)
+    plan = decode(encode({"config": config_to_plan(config)}))["config"]
+    assert config_from_plan(method, plan) == config  # type: ignore[arg-type]
+
+
+@every_method
+def test_a_contract_with_a_setting_of_a_newer_server_is_refused_with_advice(method: str) -> None:
+    plan = config_to_plan(config_class(method)().for_classes(10))
+    plan = type(plan)(values={**plan.values, "not_yet_invented": 1})
+    with pytest.raises(ConfigurationError, match="not_yet_invented.*update it"):
+        config_from_plan(method, plan)
+
+
+@every_method
+def test_the_server_half_declares_what_it_needs_and_asks(method: str) -> None:
+    half = server_class(method)
+    assert set(half.requirements().columns) <= set(COLUMNS)
+    assert half.steps
+    assert all(kind in KINDS for parts in half.steps.values() for kind in parts.values())
+
+
+@every_method
+def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
+    half = device_class(method)
+    handled = {getattr(getattr(half, name), "answers_step", None) for name in dir(half)} - {None}
+    assert handled == set(server_class(method).steps)
+    assert half.metrics_step in handled
+
+
+@every_method
+def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
+    report = simulate(Simulation(method=method, rounds=6, devices=3, seed=4, out=tmp_path))
+    assert report.used_uploads == report.acknowledged_uploads == 6 * 3 * len(server_class(method).steps)
+    assert report.refused_uploads == report.reported_uploads == 0
+    means = [sum(values) / 3 for values in zip(*report.accuracy_by_round.values(), strict=True)]
+    assert means[-1] > means[0] + 0.1
+    assert all(one.onnx_max_difference < 1e-4 for one in report.devices)
+    assert (tmp_path / "report.json").exists()
+
+
+@every_method
+def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str, tmp_path: Path) -> None:
+    first, again, other = (
+        simulate(
+            Simulation(method=method, rounds=2, devices=2, seed=seed, with_alone=False, out=tmp_path / str(number))
+        )
+        for number, seed in enumerate((1, 1, 2))
+    )
+    assert first.accuracy_by_round == again.accuracy_by_round
+    assert first.accuracy_by_round != other.accuracy_by_round
