@@ -28,8 +28,6 @@ ROWS = -1
 """Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
 
 _MAX_WORD = 64
-_METRIC_NAME = 64
-_SPLITS = ("train", "validation", "test")
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -318,11 +316,6 @@ def _finite_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> 
 
 def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     for metric in part.metrics.metrics:
-        if not 1 <= len(metric.name) <= _METRIC_NAME or metric.split not in _SPLITS:
-            text = (
-                f"metric {metric.name[:64]!r} of split {metric.split[:64]!r}: names have 1 to {_METRIC_NAME} characters"
-            )
-            raise RefusedError(Code.BAD_VALUE, f"{text}, splits are {', '.join(_SPLITS)}")
         labels = [one.label for one in metric.by_class]
         numbers = [metric.sum, *(one.sum for one in metric.by_class)]
         if not all(math.isfinite(number) for number in numbers) or any(x >= len(contract.classes) for x in labels):

@@ -454,7 +454,7 @@ class Metric(_message.Message):
     name: _builtins.str
     """"accuracy" (sum = correct rows), "loss" (sum in nats), ...; 1 to 64 characters."""
     split: _builtins.str
-    """Which data: "train", "validation" or "test"."""
+    """Which data: "train", "validation" or "test"; at most 64 characters."""
     sum: _builtins.float
     """Finite; see `name` for the unit."""
     count: _builtins.int
