@@ -6,7 +6,7 @@ Front, engine and devices are processes of their own on the loopback. `make demo
 import argparse
 from pathlib import Path
 
-from fleetdistill_server.simulation.fleet import Simulation
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.simulation.show import simulate_and_show
 
 SEED = 2026  # the first one tried; the settings are the defaults, found on other seeds

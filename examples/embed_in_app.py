@@ -30,6 +30,7 @@ def main() -> int:
             validation_data=validation,
             test_data=validation,
             state_dir=given.state_dir,
+            run=given.run,
             device_id=given.device_id,
             allow=COLUMNS,  # FedDKC needs the labels of the samples: the app says that they may leave
             on_event=show,
@@ -98,6 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
     parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/models.md")
     parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")
+    parser.add_argument("--run", default="", help="name of the run; not needed where the server has only one")
     parser.add_argument("--device-id", help="its name in the fleet; a UUID by default")
     return parser.parse_args()
 

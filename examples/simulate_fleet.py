@@ -37,7 +37,9 @@ def run(refinement: str, given: argparse.Namespace) -> FleetReport:
         with_alone=refinement == REFINEMENTS[0],  # the same for all of them
         out=given.out / refinement,
     )
-    return simulate(wanted, lambda done: print(f"\r{refinement}: round {done.completed}", end="", flush=True))
+    report = simulate(wanted)
+    print(f"{refinement}: {report.mean_accuracy_fleet:.1%} after {report.seconds:.0f} s", flush=True)
+    return report
 
 
 def compare(reports: dict[str, FleetReport]) -> Table:
@@ -45,7 +47,6 @@ def compare(reports: dict[str, FleetReport]) -> Table:
     alone = reports[REFINEMENTS[0]]
     assert alone.mean_accuracy_alone is not None
     assert alone.mean_own_accuracy_alone is not None
-    print()
     table = Table(title=f"{alone.dataset}, {alone.partition}, seed {alone.seed}, {alone.rounds} rounds")
     for name in ("", "global test", "own classes", "bytes up", "guards"):
         table.add_column(name, justify="right" if name else "left")

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.settings import Simulation
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"refinement": "none"},

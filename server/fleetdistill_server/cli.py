@@ -117,7 +117,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr"""
-    from fleetdistill_server.simulation.fleet import Simulation
+    from fleetdistill_server.simulation.settings import Simulation
     from fleetdistill_server.simulation.show import simulate_and_show
 
     wanted = Simulation(

@@ -252,9 +252,10 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
+    parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
-    end_with_parent()
+    end_with_parent(given.parent)
     try:
         return asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups)))
     except FleetDistillError:

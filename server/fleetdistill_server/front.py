@@ -134,8 +134,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             done = session
             return service_pb2.UploadResponse(receipt=await self._call(context, done.finish))
         finally:
-            if session is not None:  # in the pool: it may have to wait for an fsync
-                self._pool.submit(session.abandon)
+            if session is not None:
+                # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
+                with contextlib.suppress(RuntimeError):
+                    self._pool.submit(session.abandon)
 
     def _take(self, request: service_pb2.UploadRequest, session: UploadSession | None) -> UploadSession:
         if request.WhichOneof("message") == "header" and session is None:
@@ -168,7 +170,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         status = rich_status(refusal)
         await context.abort(
             getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
-            str(refusal),
+            status.message,
             (("grpc-status-details-bin", status.SerializeToString()),),
         )
 
@@ -182,11 +184,12 @@ def _as_refusal(error: FleetDistillError) -> RefusedError:
 
 def rich_status(refusal: RefusedError) -> status_pb2.Status:
     """The google.rpc.Status with one ErrorInfo that carries the reason and its details."""
-    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=refusal.details)
+    details = {name: value[:LONGEST_SENTENCE] for name, value in refusal.details.items()}
+    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
     packed = any_pb2.Any()
     packed.Pack(info)
     number = getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status).value[0]
-    return status_pb2.Status(code=number, message=str(refusal), details=[packed])
+    return status_pb2.Status(code=number, message=str(refusal)[:LONGEST_SENTENCE], details=[packed])
 
 
 @contextlib.contextmanager
@@ -272,10 +275,11 @@ def main() -> int:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
+    parser.add_argument("--parent", type=int)
     parser.add_argument("--lease-seconds", type=float, default=60.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="front: %(message)s")
-    end_with_parent()
+    end_with_parent(given.parent)
     return asyncio.run(serve(given.store, given.listen, given.wakeups, given.lease_seconds, _say_port))
 
 

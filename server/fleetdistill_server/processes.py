@@ -12,12 +12,16 @@ EXIT_CANNOT_LISTEN = 3
 _LOOK_SECONDS = 1.0
 
 
-def end_with_parent() -> None:
-    """Ends this process, as SIGTERM would, once the process that started it is gone."""
-    parent = os.getppid()
+def end_with_parent(parent: int | None = None) -> None:
+    """Ends this process, as SIGTERM would, once the process that started it is gone.
+
+    Args:
+        parent: Its id, by default that of the parent now; a child that takes long to start may have lost it already.
+    """
+    expected = os.getppid() if parent is None else parent
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == expected:
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 

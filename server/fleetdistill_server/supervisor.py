@@ -7,6 +7,7 @@ It computes nothing and holds no state: killed itself, it can simply be started 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -62,7 +63,8 @@ class Child:
         errors = self._log.open("ab") if self._log else None
         # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then ends the children.
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, *self.arguments, "--wakeups", str(self._ends)],
+            [sys.executable, "-m", self._module, *self.arguments]
+            + ["--wakeups", str(self._ends), "--parent", str(os.getpid())],
             pass_fds=(self._ends.read, self._ends.write),
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
@@ -97,6 +99,7 @@ class Supervisor:
         self._log = log
         self._stopped = threading.Event()
         self.port: int | None = None
+        self._engine: Child | None = None
         self.store = Store.open(Path(config.server.store))
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         self.store.begin_run(config.run.name, config.fixed_part())
@@ -111,9 +114,8 @@ class Supervisor:
         Raises:
             RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
         """
-        front_ends, engine_ends = make_pair()
+        front_ends, self._engine_ends = make_pair()
         store = ["--store", self._config.server.store]
-        self._engine = Child("fleetdistill_server.engine", [str(self._config_path), *store], engine_ends, self._log)
         listen = ["--listen", self._config.server.listen, "--lease-seconds", str(self._config.server.lease_seconds)]
         self._front = Child("fleetdistill_server.front", [*store, *listen], front_ends, self._log, keep_output=True)
         self._read_port()
@@ -125,7 +127,8 @@ class Supervisor:
                     return
         finally:
             self._front.stop()
-            self._engine.stop()
+            if self._engine is not None:
+                self._engine.stop()
             self.store.close()
 
     def _read_port(self) -> None:
@@ -156,6 +159,13 @@ class Supervisor:
         self._read_port()
 
     def _look_after_engine(self) -> None:
+        if self._engine is None:
+            # Only once the front listens: a second server of the same run fails there, before its engine takes the
+            # run over from the first one's.
+            if self.port is not None:
+                given = [str(self._config_path), "--store", self._config.server.store]
+                self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
+            return
         code = self._engine.process.poll()
         if code is None or self._run_is_over():
             return

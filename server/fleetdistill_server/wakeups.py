@@ -58,7 +58,9 @@ class Wakeups:
     async def wait(self, seconds: float = POLL_SECONDS) -> None:
         """Returns when woken, or after `seconds`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), seconds)
+            # Not wait_for: up to Python 3.11 it may lose a cancellation that comes together with a wake-up.
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
         self._woken.clear()
 
     def _drain(self) -> None:

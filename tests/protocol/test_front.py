@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -33,6 +37,8 @@ from wire_samples import data_of, in_pieces, make_chunk, make_payload, make_prof
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.front import DeviceService
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends
 
@@ -225,7 +231,7 @@ def test_a_device_that_waits_for_work_is_not_taken_for_gone(tmp_path: Path) -> N
     store = prepare_store(tmp_path)
     with live_front(tmp_path, lease_seconds=2.0) as front, client_of(front) as client:
         client.check_in()
-        until = time.monotonic() + 6
+        until = time.monotonic() + 5
         while time.monotonic() < until:
             client.next_ask(20.0)
     assert store.events(RUN, "lease-ended") == []
@@ -313,11 +319,9 @@ def test_an_upload_goes_on_where_a_cancelled_stream_stopped(client: Client, stor
     assert data_of(store.blobs.open(receipt.sha256)) == data_of(payload)
 
 
-def hold() -> Any:
-    """An iterator that never gives anything, until the stream is cancelled."""
-    import threading
-
-    threading.Event().wait(30)
+def hold() -> Iterator[Any]:
+    """Gives nothing and does not end, so that the stream stays open."""
+    threading.Event().wait(LONG_WAIT)
     yield from ()
 
 
@@ -479,6 +483,44 @@ def test_a_long_refusal_still_reaches_the_device(client: Client, store: Store) -
     assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
 
 
+def test_a_broken_stream_does_not_stall_the_others() -> None:
+    """The session waits for its fsync under a lock; the event loop may not wait with it."""
+    began, synced, abandoned = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowSession:
+        def feed(self, chunk: object) -> None: ...
+
+        def abandon(self) -> None:
+            synced.wait(5)
+            abandoned.set()
+
+    class SlowDesk:
+        def begin_upload(self, header: object) -> SlowSession:
+            began.set()
+            return SlowSession()
+
+    async def messages() -> AsyncIterator[service_pb2.UploadRequest]:
+        yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
+        yield service_pb2.UploadRequest(chunk=make_chunk(0, 0, b"a"))
+        await asyncio.sleep(60)
+
+    async def break_one() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            service = DeviceService(cast(Desk, SlowDesk()), pool)
+            upload = asyncio.create_task(service.Upload(messages(), None))
+            while not began.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            upload.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await upload
+            assert not abandoned.is_set()
+            synced.set()
+
+    asyncio.run(asyncio.wait_for(break_one(), 30))
+    assert abandoned.is_set()
+
+
 @pytest.mark.slow
 def test_a_large_upload_needs_little_memory(tmp_path: Path) -> None:
     wide = [contract_pb2.NamedShape(name="cut", shape=WIDE)]
@@ -531,7 +573,7 @@ def test_a_download_from_its_end_is_only_a_header(client: Client, store: Store, 
     assert header.WhichOneof("message") == "header"
 
 
-@pytest.mark.parametrize("sha256", [b"0" * 32, b"short", b""])
+@pytest.mark.parametrize("sha256", [b"0" * 32, b"short"])
 def test_an_unknown_payload_is_not_found(client: Client, sha256: bytes) -> None:
     with refused() as found:
         client.download(sha256)

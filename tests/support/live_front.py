@@ -72,7 +72,7 @@ class LiveFront:
 
     def __init__(self, directory: Path, lease_seconds: float, ends: Ends) -> None:
         self._directory = directory
-        self._options = ["--lease-seconds", str(lease_seconds), "--wakeups", str(ends)]
+        self._options = ["--lease-seconds", str(lease_seconds), f"--wakeups={ends}"]
         self._fds = [end for end in (ends.read, ends.write) if end >= 0]
         self.port = 0
         self.process = self._start()

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,55 +26,12 @@ from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.partition import Partition, partition
 from fleetdistill_server.simulation.report import FleetReport, make_report
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 RUN = "simulation"
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """What to simulate.
-
-    Attributes:
-        method: Name of the method.
-        settings: The method's settings, as under [method] in run.toml.
-        dataset: `digits`, `fashion-mnist`, `mnist` or `cifar10`.
-        data_dir: Where the data sets lie; see `load_dataset`.
-        train_limit: At most this many training images in the whole fleet.
-        test_limit: At most this many test images, a stratified part.
-        devices: Number of devices.
-        models: Device models, dealt out in turn; by default five different ones that fit the data set.
-        partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
-        rounds: Rounds to complete.
-        seed: Decides partition, models, batches and everything else.
-        link: `memory` or `grpc`.
-        threads: Threads of every handler.
-        knowledge_type: float16 or float32 on the wire.
-        torch_device: Where the server half computes: auto, cpu, cuda.
-        out: Folder for report.json, the figure and the models; its folder `work` is made anew.
-        with_alone: Train every device alone too.
-    """
-
-    method: str = "feddkc"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    dataset: str = "digits"
-    data_dir: Path | None = None
-    train_limit: int | None = None
-    test_limit: int | None = None
-    devices: int = 5
-    models: tuple[str, ...] = ()
-    partition: str = "dirichlet_by_class"
-    alpha: float = 0.5
-    rounds: int = 30
-    seed: int = 0
-    link: Literal["memory", "grpc"] = "memory"
-    threads: int = 1
-    knowledge_type: Literal["float16", "float32"] = "float16"
-    torch_device: str = "auto"
-    out: Path = Path("out/simulation")
-    with_alone: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from fleetdistill_server.simulation.datasets import Dataset
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.partition import Partition
 from fleetdistill_server.simulation.plots import save_report_figure
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Row, Store
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from fleetdistill_server.simulation.fleet import Simulation
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fleetdistill_server.simulation.fleet import Progress as Done
-from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report import FleetReport, report_table
+from fleetdistill_server.simulation.settings import Simulation
 
 _TABLE_WIDTH = 118
 

@@ -1,0 +1,52 @@
+"""What to simulate: the settings of a simulated fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What to simulate.
+
+    Attributes:
+        method: Name of the method.
+        settings: The method's settings, as under [method] in run.toml.
+        dataset: `digits`, `fashion-mnist`, `mnist` or `cifar10`.
+        data_dir: Where the data sets lie; see `load_dataset`.
+        train_limit: At most this many training images in the whole fleet.
+        test_limit: At most this many test images, a stratified part.
+        devices: Number of devices.
+        models: Device models, dealt out in turn; by default five different ones that fit the data set.
+        partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
+        rounds: Rounds to complete.
+        seed: Decides partition, models, batches and everything else.
+        link: `memory` or `grpc`.
+        threads: Threads of every handler.
+        knowledge_type: float16 or float32 on the wire.
+        torch_device: Where the server half computes: auto, cpu, cuda.
+        out: Folder for report.json, the figure and the models; its folder `work` is made anew.
+        with_alone: Train every device alone too.
+    """
+
+    method: str = "feddkc"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = "digits"
+    data_dir: Path | None = None
+    train_limit: int | None = None
+    test_limit: int | None = None
+    devices: int = 5
+    models: tuple[str, ...] = ()
+    partition: str = "dirichlet_by_class"
+    alpha: float = 0.5
+    rounds: int = 30
+    seed: int = 0
+    link: Literal["memory", "grpc"] = "memory"
+    threads: int = 1
+    knowledge_type: Literal["float16", "float32"] = "float16"
+    torch_device: str = "auto"
+    out: Path = Path("out/simulation")
+    with_alone: bool = True

@@ -1,0 +1,243 @@
+"""The command line: what it prints, what it says about mistakes, and its exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from fleetdistill import Step
+from fleetdistill.version import VERSION
+from fleetdistill_server.cli import app
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.simulation.datasets import load_dataset
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.fleet import RUN, Simulation, make_run_config, make_specs
+from fleetdistill_server.simulation.links import DriveDevices, as_toml
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.partition import partition
+from fleetdistill_server.store import Store
+
+DEVICES, ROUNDS = 2, 2
+SMALL = ("--devices", "2", "--train-limit", "200", "--test-limit", "100", "--rounds", "1")
+
+
+def call(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def printed(*words: str | Path) -> Any:
+    """What a command prints with --json."""
+    result = call(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def sentence(*words: str | Path) -> str:
+    """The one sentence of a command that fails."""
+    result = call(*words)
+    assert result.exit_code == 1, result.output
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "Traceback" not in result.output
+    return last
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the store of a finished run on the disk, and its run.toml."""
+    work = tmp_path_factory.mktemp("cli")
+    wanted = Simulation(devices=DEVICES, rounds=ROUNDS)
+    data = load_dataset("digits", train_limit=200)
+    split = partition("iid", data.train_labels.numpy(), DEVICES, 0)
+    config = make_run_config(wanted, data, work)
+    (work / "run.toml").write_text(as_toml(config))
+    store = Store.open(Path(config.server.store))
+    desk = Desk(store)
+    with contextlib.ExitStack() as stack:
+        devices = [stack.enter_context(make_device(s, MemoryLink(desk))) for s in make_specs(wanted, data, split, work)]
+        asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
+        for device in devices:
+            while device.step(0.0) is not Step.FINISHED:
+                pass
+    store.close()
+    return work
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "serve", "simulate", "runs", "runs list", "runs show", "devices", "export"],
+)
+def test_every_command_explains_itself(command: str) -> None:
+    result = call(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+    if command not in ("", "runs"):
+        assert "Example" in result.stdout
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stdout.strip()) == (0, VERSION)
+
+
+def test_wrong_usage_ends_with_2() -> None:
+    assert call("runs", "show").exit_code == 2
+    assert call("simulate", "--rounds", "many").exit_code == 2
+    assert call("fly").exit_code == 2
+
+
+# --- looking at a store
+
+
+def test_runs_list_says_what_each_run_is(work: Path) -> None:
+    (row,) = printed("runs", "list", "--store", work / "store")
+    assert row["run"] == RUN
+    assert (row["method"], row["status"], row["devices"]) == ("feddkc", "finished", DEVICES)
+    assert RUN in call("runs", "list", "--store", work / "store").stdout
+
+
+def test_runs_show_has_rounds_bytes_and_events(work: Path) -> None:
+    shown = printed("runs", "show", RUN, "--store", work / "store")
+    assert [row["round"] for row in shown["rounds"]] == [1, 2]
+    for row in shown["rounds"]:
+        assert (row["status"], row["cohort"], row["used"], row["reported"]) == ("closed", DEVICES, DEVICES, 0)
+        assert 0 <= row["test accuracy"] <= 1
+        assert 0 <= row["server on uploads"] <= 1
+    assert [row["device"] for row in shown["bytes"]] == ["device-0", "device-1"]
+    # 100 rows of 128 features and 10 logits in float16, a label and an id; down come logits and ids from round 2 on
+    upload, download = 100 * (2 * 128 + 2 * 10 + 4 + 8), 100 * (2 * 10 + 8)
+    for row in shown["bytes"]:
+        assert row["up"] >= ROUNDS * upload
+        assert row["down"] >= (ROUNDS - 1) * download
+        assert row["up"] + row["down"] - row["of it envelopes"] - ROUNDS * upload - (ROUNDS - 1) * download < 2_000
+    assert shown["events"] == []
+    table = call("runs", "show", RUN, "--store", work / "store").stdout
+    assert "rounds (2)" in table
+    assert "events (0)" in table
+
+
+def test_devices_lists_who_checked_in(work: Path) -> None:
+    rows = printed("devices", "--store", work / "store")
+    assert [row["device"] for row in rows] == ["device-0", "device-1"]
+    assert [row["model"] for row in rows] == ["digits_linear", "digits_mlp_small"]
+    assert [row["samples"] for row in rows] == [100, 100]
+    assert not any(row["present"] for row in rows)  # they said goodbye
+    assert rows == printed("devices", "--run", RUN, "--store", work / "store")
+    assert call("devices", "--store", work / "store").exit_code == 0
+
+
+def test_an_unknown_run_is_one_sentence(work: Path) -> None:
+    assert "'other'" in sentence("runs", "show", "other", "--store", work / "store")
+    assert "'other'" in sentence("devices", "--run", "other", "--store", work / "store")
+    assert "'other'" in sentence("export", "other", "--store", work / "store", "--out", work / "other.onnx")
+    assert not (work / "other.onnx").exists()
+
+
+def test_a_missing_store_is_one_sentence_and_is_not_made(tmp_path: Path) -> None:
+    for words in (("runs", "list"), ("runs", "show", "x"), ("devices",), ("export", "x")):
+        assert "--store" in sentence(*words, "--store", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_export_writes_a_model_for_any_batch(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(work)
+    result = call("export", RUN, "--store", "store")
+    assert result.exit_code == 0, result.stderr
+    assert f"{RUN}-server.onnx" in result.stdout
+    session = onnxruntime.InferenceSession(str(work / f"{RUN}-server.onnx"))
+    for batch in (1, 7):
+        features = np.random.default_rng(0).random((batch, 8, 4, 4), dtype=np.float32)
+        assert session.run(["logits"], {"input": features})[0].shape == (batch, 10)
+    assert session.get_modelmeta().custom_metadata_map["run"] == RUN
+
+
+def test_export_of_a_run_without_a_round_says_so(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.begin_run("young", {"run": {"name": "young"}})
+    store.close()
+    assert "no round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
+
+
+# --- serve
+
+
+def test_serve_refuses_a_file_that_is_missing_or_wrong(tmp_path: Path) -> None:
+    assert "none.toml" in sentence("serve", tmp_path / "none.toml")
+    wrong = tmp_path / "run.toml"
+    wrong.write_text('[run]\nname = "x"\nroundz = 1\n[contract]\nclasses = 10\ninput_shape = [1, 8, 8]\n')
+    said = sentence("serve", wrong)
+    assert "[run] roundz" in said
+    assert "rounds" in said
+
+
+def test_serve_refuses_a_run_that_changed(work: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "run.toml"
+    changed.write_text((work / "run.toml").read_text().replace("rounds = 2", "rounds = 3"))
+    assert "run.rounds was 2, is 3" in sentence("serve", changed)
+
+
+# --- simulate
+
+REPORT_KEYS = """method link seed rounds seconds mean_accuracy_alone mean_accuracy_fleet acknowledged_uploads
+    used_uploads refused_uploads devices""".split()
+DEVICE_KEYS = """name model parameters samples accuracy_alone accuracy_fleet bytes_up bytes_down onnx_file
+    onnx_max_difference""".split()
+
+
+def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
+    report = printed("simulate", "--link", "memory", *SMALL, "--set", "refinement=kkr", "--out", tmp_path)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report.keys() >= set(REPORT_KEYS)
+    assert report["settings"]["refinement"] == "kkr"
+    assert (report["method"], report["link"], report["rounds"], report["seed"]) == ("feddkc", "memory", 1, 0)
+    assert (report["acknowledged_uploads"], report["used_uploads"], report["refused_uploads"]) == (2, 2, 0)
+    for device in report["devices"]:
+        assert device.keys() >= set(DEVICE_KEYS)
+        assert device["bytes_up"] > device["samples"] * 128 * 2
+        assert (tmp_path / device["onnx_file"]).is_file()
+        assert device["onnx_max_difference"] < 1e-4
+    assert (tmp_path / "fleet.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("refinement", "'refinement': give name=value"),
+        ("refinement=best", "'best'"),
+        ("speed=1", "speed: unknown setting"),
+        ("beta=-1", "beta must be >= 0"),
+        ("beta=nan", "beta"),
+        ("local_epochs=1.5", "local_epochs"),
+        ("teacher_guard=1", "teacher_guard"),
+        ("target_peak=0.1", "(1/C, 1) = (0.1, 1)"),
+        ("epsilon=9", "epsilon=9"),
+    ],
+)
+def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> None:
+    assert expected in sentence("simulate", *SMALL, "--set", given, "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--method", "fedx"), ("--link", "pigeon"), ("--dataset", "cats"), ("--partition", "odd"), ("--model", "huge")],
+)
+def test_an_unknown_name_is_a_sentence_with_the_known_ones(option: str, value: str, tmp_path: Path) -> None:
+    said = sentence("simulate", *SMALL, option, value, "--out", tmp_path)
+    assert repr(value) in said or f" {value}" in said
+    assert any(word in said for word in ("expected one of", "known are", "use one of", "must be"))
+
+
+def test_simulate_leaves_a_folder_alone_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("mine")
+    assert "not made by a simulation" in sentence("simulate", *SMALL, "--out", tmp_path)
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"

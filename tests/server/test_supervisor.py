@@ -1,0 +1,289 @@
+"""`fleetdistill serve` as an operator has it: processes that die, are stopped, and are started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.answering import AnsweringFleet
+from support.processes import children, is_alive, kill_in, wait_until
+
+from fleetdistill.errors import FleetDistillError, RunError
+from fleetdistill_server import supervisor as supervisor_module
+from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.store import Row, Store
+from fleetdistill_server.supervisor import Supervisor
+
+pytestmark = pytest.mark.slow
+
+RUN = "served"
+ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()"]
+MANY_ROUNDS = 100_000
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    """A run.toml for random knowledge; changes are `section_key=value`."""
+    settings: dict[str, Any] = {
+        "run.name": RUN,
+        "run.rounds": MANY_ROUNDS,
+        "run.min_devices": 2,
+        "contract.classes": 10,
+        "contract.input_shape": [1, 8, 8],
+        "method.server_epochs": 1,
+        "server.listen": "127.0.0.1:0",
+        "server.store": str(directory / "store"),
+        "server.torch_device": "cpu",
+        **{name.replace("_", ".", 1): value for name, value in changes.items()},
+    }
+    lines = []
+    for section in ("run", "contract", "model", "method", "server"):
+        lines.append(f"[{section}]")
+        own = {name.partition(".")[2]: value for name, value in settings.items() if name.startswith(f"{section}.")}
+        lines += [f"{name} = {value!r}" for name, value in own.items()]
+    path = directory / "run.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@dataclass
+class Served:
+    """A `fleetdistill serve` process and what it has said so far."""
+
+    process: subprocess.Popen[str]
+    said: list[str] = field(default_factory=list)
+
+    def port(self) -> int:
+        """Where it says that it serves."""
+
+        def found() -> int:
+            assert self.process.poll() is None, self.said
+            match = re.search(r"is served on 127\.0\.0\.1:(\d+)", "".join(self.said))
+            return int(match.group(1)) if match else 0
+
+        return wait_until(found, "the server to listen")
+
+    def child(self, module: str) -> int:
+        """Id of the front's or the engine's process."""
+        return wait_until(lambda: children(self.process.pid, module), f"a process of {module}")[0]
+
+
+@contextlib.contextmanager
+def serve(config: Path) -> Iterator[Served]:
+    """Runs `fleetdistill serve`; at the end it and all its children are gone."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", str(config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    served = Served(process)
+    reader = threading.Thread(target=lambda: served.said.extend(iter(process.stdout.readline, "")))  # type: ignore[union-attr]
+    reader.start()
+    try:
+        yield served
+    finally:
+        started = children(process.pid)
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            for one in [process.pid, *started]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+        process.wait()
+        reader.join()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def run_row(store: Store) -> Row:
+    row = store.run(RUN)
+    assert row is not None
+    return row
+
+
+def completed(store: Store) -> int:
+    row = store.run(RUN)
+    return row["completed_rounds"] if row else 0
+
+
+def settled(store: Store) -> bool:
+    """Every acknowledged upload of an ended round is used or reported with a reason."""
+    ended = {row["round"] for row in store.rounds(RUN) if row["status"] != "open"}
+    uploads = [row for row in store.uploads(RUN) if row["round"] in ended]
+    return all(row["status"] == "used" or (row["status"] == "reported" and row["reason"]) for row in uploads)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        yield busy.getsockname()[1]
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path, busy_port: int) -> None:
+    config = write_config(tmp_path, server_listen=f"127.0.0.1:{busy_port}")
+    done = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{busy_port}" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert f"127.0.0.1:{busy_port}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    store.begin_run(RUN, load_run_config(write_config(tmp_path)).fixed_part())
+    changed = write_config(tmp_path, run_rounds=7, method_beta=2.5)
+    done = subprocess.run([*COMMAND, "serve", str(changed)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"run.rounds was {MANY_ROUNDS}, is 7" in done.stderr
+    assert "method.beta was None, is 2.5" in done.stderr
+    store.close()
+
+
+def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
+    for listen, lease in (("127.0.0.1:0", 60.0), ("localhost:0", 30.0)):
+        path = write_config(tmp_path, server_listen=listen, server_lease_seconds=lease)
+        Supervisor(path, load_run_config(path)).store.close()
+
+
+def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with serve(write_config(tmp_path)) as served:
+            port = served.port()
+            stack.enter_context(AnsweringFleet(port, RUN, 2))
+            store = Store.open(tmp_path / "store")
+            wait_until(lambda: completed(store) >= 3, "three rounds")
+            pids = [served.child(ENGINE), served.child(FRONT)]
+            served.process.send_signal(signal.SIGINT)
+            assert served.process.wait(60) == 0
+            assert [pid for pid in pids if is_alive(pid)] == []
+        assert "goes on from here" in "".join(served.said)
+        assert "Traceback" not in "".join(served.said)
+        before = completed(store)
+        with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")):
+            wait_until(lambda: completed(store) >= before + 3, "three more rounds", 90)
+    rounds = store.rounds(RUN)
+    assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
+    assert sum(row["status"] == "closed" for row in rounds) == completed(store)
+    assert settled(store)
+    store.close()
+
+
+def test_children_end_by_themselves_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    with serve(write_config(tmp_path)) as served, AnsweringFleet(served.port(), RUN, 2):
+        store = Store.open(tmp_path / "store")
+        wait_until(lambda: completed(store) >= 1, "a round")
+        pids = [served.child(ENGINE), served.child(FRONT)]
+        served.process.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end", 30)
+        store.close()
+
+
+def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    with serve(write_config(tmp_path)) as served:
+        pids = [served.child(FRONT), served.child(ENGINE)]  # the engine needs seconds to load torch
+        served.process.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end", 60)
+
+
+def test_killed_children_are_started_again(tmp_path: Path) -> None:
+    with serve(write_config(tmp_path)) as served, AnsweringFleet(served.port(), RUN, 2):
+        store = Store.open(tmp_path / "store")
+        for module in (ENGINE, FRONT):
+            wait_until(lambda: completed(store) >= 1, "a round")
+            wait_until(lambda: kill_in(lambda: _asks_open(store), served.child(module)), "a moment in mid-round")  # noqa: B023
+            before = completed(store)
+            wait_until(lambda: completed(store) > before, "the next round", 90)  # noqa: B023
+        assert settled(store)
+        assert [row["status"] for row in store.rounds(RUN)].count("short") == 0
+        store.close()
+
+
+def _asks_open(store: Store) -> bool:
+    return bool(store.open_round(RUN)) and bool(store.devices_with_open_asks(RUN))
+
+
+def test_a_second_server_of_the_same_run_does_not_disturb_the_first(tmp_path: Path, busy_port: int) -> None:
+    config = write_config(tmp_path)
+    with serve(config) as served, AnsweringFleet(served.port(), RUN, 2):
+        store = Store.open(tmp_path / "store")
+        wait_until(lambda: completed(store) >= 1, "a round")
+        owner = run_row(store)["engine"]
+        write_config(tmp_path, server_listen=f"127.0.0.1:{served.port()}")
+        second = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=120)
+        assert second.returncode == 1
+        before = completed(store)
+        wait_until(lambda: completed(store) > before + 2, "the first server to go on")
+        assert run_row(store)["engine"] == owner
+        store.close()
+
+
+BROKEN = """
+from torch import nn
+
+class Broken(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(2, classes)
+
+    def forward(self, features):
+        raise ValueError("this predictor always fails")
+
+def make(feature_shape, classes):
+    return Broken(classes)
+"""
+
+
+def test_an_engine_that_fails_at_the_same_point_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_predictor.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(supervisor_module, "MAX_RESTARTS", 2)
+    path = write_config(tmp_path, model_server="broken_predictor:make")
+    log = tmp_path / "server.log"
+    supervisor = Supervisor(path, load_run_config(path), log=log)
+    failures: list[FleetDistillError] = []
+
+    def run() -> None:
+        try:
+            supervisor.serve()
+        except FleetDistillError as error:
+            failures.append(error)
+
+    serving = threading.Thread(target=run)
+    serving.start()
+    try:
+        port = wait_until(lambda: supervisor.port, "the front to listen")
+        with AnsweringFleet(port, RUN, 2):
+            serving.join(120)
+    finally:
+        supervisor.stop()
+        serving.join()
+    assert [type(one) for one in failures] == [RunError]
+    assert "failed 3 times at the same point" in str(failures[0])
+    assert log.read_text().count("ValueError: this predictor always fails") == 3
+    store = Store.open(tmp_path / "store")
+    row = run_row(store)
+    assert row["status"] == "stopped"
+    assert "failed 3 times" in row["reason"]
+    assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
+    assert store.open_round(RUN) is not None  # intact, for a start after the mend
+    store.close()
+
+
+def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
+    with serve(write_config(tmp_path, model_server="no_such_module:make")) as served:
+        assert served.process.wait(90) == 1
+    said = "".join(served.said)
+    assert said.count("the engine stops: ") == 1
+    assert "cannot run this configuration" in said

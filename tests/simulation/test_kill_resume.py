@@ -1,0 +1,146 @@
+"""kill -9 of engine, front or device in mid-round: the run ends as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
+from support.processes import children, kill_in, wait_until
+
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.fleet import RUN, Simulation
+from fleetdistill_server.simulation.links import as_toml, device_processes
+from fleetdistill_server.store import Store
+from fleetdistill_server.supervisor import Supervisor
+
+pytestmark = pytest.mark.slow
+
+ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
+RUN_SECONDS = 200.0
+# So many local epochs that a round lasts long enough to be met in its middle.
+FLEET = Simulation(
+    devices=3,
+    rounds=6,
+    train_limit=120,
+    test_limit=60,
+    alpha=1.0,
+    settings={"local_epochs": 10, "server_epochs": 5},
+    torch_device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[tuple[int, str, float, int]]]:
+    store = run_in_memory(prepare(FLEET, tmp_path_factory.mktemp("undisturbed") / "work"))
+    found = outcome(store)
+    assert len(found[1]) == FLEET.rounds * FLEET.devices
+    store.close()
+    return found
+
+
+class Fleet:
+    """Supervisor and devices of a run, all processes of their own, to be killed by the test."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._config, self._specs, work = prepared
+        config_file = work / "run.toml"
+        config_file.write_text(as_toml(self._config))
+        self.supervisor = Supervisor(config_file, self._config, log=work / "server.log")
+        self.store = self.supervisor.store
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stack = contextlib.ExitStack()
+        self._serving = threading.Thread(target=self.supervisor.serve)
+
+    def __enter__(self) -> Fleet:
+        self._serving.start()
+        try:
+            self.port = wait_until(lambda: self.supervisor.port, "the front to listen")
+            for spec in self._specs:
+                self.start(spec)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self.supervisor.stop()
+        self._serving.join()
+
+    def start(self, spec: DeviceSpec) -> None:
+        """Starts a device's process, again on the same state directory if it ran before."""
+        (self._processes[spec.name],) = self._stack.enter_context(device_processes([spec], self.port))
+
+    def kill_device(self, number: int) -> None:
+        """Kills a device while it owes an answer, and starts it again."""
+        spec = self._specs[number]
+        process = self._processes[spec.name]
+        self._kill(process.pid, lambda: spec.name in self.store.devices_with_open_asks(RUN))
+        process.wait()
+        self.start(spec)
+
+    def kill_child(self, module: str) -> None:
+        """Kills front or engine while asks are open; the supervisor starts it again."""
+        (pid,) = wait_until(lambda: children(os.getpid(), module), f"a process of {module}")
+        self._kill(pid, lambda: bool(self.store.devices_with_open_asks(RUN)))
+
+    def _kill(self, pid: int, owing: Callable[[], bool]) -> None:
+        wait_until(lambda: kill_in(lambda: self.store.open_round(RUN) is not None and owing(), pid), "mid-round", 120)
+
+    def wait_for_rounds(self, count: int) -> None:
+        def there() -> bool:
+            row = self.store.run(RUN)
+            return row is not None and row["completed_rounds"] >= count
+
+        wait_until(there, f"{count} rounds", RUN_SECONDS)
+
+    def wait_for_the_end(self) -> None:
+        self.wait_for_rounds(FLEET.rounds)
+        for name, process in self._processes.items():
+            assert process.wait(RUN_SECONDS) == 0, name
+
+
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[tuple[Fleet, Path]]:
+    prepared = prepare(FLEET, directory / "work")
+    with Fleet(prepared) as fleet:
+        yield fleet, Path(prepared[0].server.store)
+
+
+def kill_the_engine(fleet: Fleet) -> None:
+    for after in (0, 1, 3):
+        fleet.wait_for_rounds(after)
+        fleet.kill_child(ENGINE)
+
+
+def kill_the_front(fleet: Fleet) -> None:
+    for after in (0, 2, 4):
+        fleet.wait_for_rounds(after)
+        fleet.kill_child(FRONT)
+
+
+def kill_a_device(fleet: Fleet) -> None:
+    for after, number in ((0, 1), (3, 2)):
+        fleet.wait_for_rounds(after)
+        fleet.kill_device(number)
+
+
+@pytest.mark.parametrize("disturb", [kill_the_engine, kill_the_front, kill_a_device])
+def test_a_killed_process_changes_nothing(
+    tmp_path: Path, undisturbed: object, disturb: Callable[[Fleet], None]
+) -> None:
+    with running(tmp_path) as (fleet, directory):
+        disturb(fleet)
+        fleet.wait_for_the_end()
+    store = Store.open(directory)
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * FLEET.rounds
+    assert_no_upload_lost(store)
+    assert [row["status"] for row in store.uploads(RUN)] == ["used"] * (FLEET.rounds * FLEET.devices)
+    assert outcome(store) == undisturbed
+    store.close()

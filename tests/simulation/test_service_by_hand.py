@@ -1,0 +1,211 @@
+"""The README's steps: serve a run, start three apps, look at it, export, end everything, start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("digits_linear", "digits_mlp_small", "digits_cnn_small")
+PATIENCE_SECONDS = 120.0
+ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()"]
+
+
+class Program:
+    """A program that runs beside the test, and what it has said so far."""
+
+    def __init__(self, *words: str | Path, cwd: Path) -> None:
+        self._lines: list[str] = []
+        self.process = subprocess.Popen(
+            [str(word) for word in words],
+            cwd=cwd,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def said(self) -> str:
+        return "".join(self._lines)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (found := re.search(pattern, self.said)) is None:
+            assert time.monotonic() < until, f"{pattern!r} was not said: {self.said}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said}"
+            time.sleep(0.05)
+        return found
+
+    def ended(self) -> int:
+        """Exit status, once it has ended by itself."""
+        status = self.process.wait(PATIENCE_SECONDS)
+        self._reader.join(PATIENCE_SECONDS)
+        return status
+
+    def interrupt(self) -> int:
+        """Presses Ctrl-C; exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.ended()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            self._lines.extend(stdout)
+
+
+class Hands:
+    """Starts programs in one folder, as a person would in several terminals."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs: list[Program] = []
+
+    def start(self, *words: str | Path) -> Program:
+        self.programs.append(Program(*words, cwd=self.folder))
+        return self.programs[-1]
+
+    def serve(self, config: Path, *options: str) -> tuple[Program, str]:
+        """The server, and where it listens."""
+        server = self.start(*COMMAND, "serve", config, *options)
+        return server, server.wait_for(r"is served on (127\.0\.0\.1:\d+)")[1]
+
+    def device(self, number: int, server: str) -> Program:
+        app = ROOT / "examples" / "embed_in_app.py"
+        own = ["--state-dir", f"out/device-{number}", "--model", MODELS[number], "--part", f"{number}/3"]
+        return self.start(sys.executable, app, "--server", server, *own, "--device-id", f"device-{number}")
+
+    def asks(self, *words: str) -> Any:
+        """What a command of the operator prints as JSON."""
+        return json.loads(self.says(*words, "--json"))
+
+    def says(self, *words: str) -> str:
+        done = subprocess.run(
+            [*COMMAND, *words], cwd=self.folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def hands(tmp_path: Path) -> Iterator[Hands]:
+    hands = Hands(tmp_path)
+    try:
+        yield hands
+    finally:
+        for program in reversed(hands.programs):
+            with contextlib.suppress(ProcessLookupError):
+                program.process.kill()
+            program.ended()
+
+
+def example_run(folder: Path) -> Path:
+    """examples/run.toml on a free port; its store lies in the folder, as the path there is relative."""
+    text = (ROOT / "examples" / "run.toml").read_text()
+    assert "127.0.0.1:50051" in text
+    config = folder / "run.toml"
+    config.write_text(text.replace("127.0.0.1:50051", "127.0.0.1:0"))
+    return config
+
+
+def test_the_readmes_service_runs_finishes_and_resumes(hands: Hands) -> None:
+    config = example_run(hands.folder)
+    server, address = hands.serve(config)
+
+    # One device alone waits for the others; Ctrl-C ends it, and it may come again under its name.
+    early = hands.device(0, address)
+    early.wait_for("checked-in")
+    early.process.send_signal(signal.SIGINT)
+    early.wait_for("stopping after this step")
+    assert early.interrupt() == 0
+    assert hands.asks("runs", "show", "digits")["status"] == "running"
+
+    devices = [hands.device(number, address) for number in range(3)]
+    assert [device.ended() for device in devices] == [0, 0, 0], [device.said for device in devices]
+    for device in devices:
+        assert "delivered" in device.said
+        assert "finished  finished: 10 rounds completed" in device.said
+
+    check_what_the_operator_sees(hands)
+    for number in range(3):
+        assert_any_batch(hands.folder / f"out/device-{number}/model.onnx", (1, 8, 8))
+    assert "agrees with PyTorch" in hands.says("export", "digits", "--out", "teacher.onnx")
+    assert_any_batch(hands.folder / "teacher.onnx", (8, 4, 4))
+    assert server.interrupt() == 0
+    assert "goes on from here" in server.said
+
+    # Everything again: the run is over, and whoever comes is told so at once.
+    server, address = hands.serve(config)
+    again = hands.device(1, address)
+    assert again.ended() == 0
+    assert "finished" in again.said
+    assert "round " not in again.said.split("finished")[0]
+    assert len(hands.asks("runs", "show", "digits")["rounds"]) == 10
+    assert server.interrupt() == 0
+    until_finished, _ = hands.serve(config, "--until-finished")
+    assert until_finished.ended() == 0
+
+
+def check_what_the_operator_sees(hands: Hands) -> None:
+    (run,) = hands.asks("runs", "list")
+    assert (run["run"], run["status"], run["rounds"], run["devices"]) == ("digits", "finished", "10 of 10", 3)
+    shown = hands.asks("runs", "show", "digits")
+    assert [row["used"] for row in shown["rounds"]] == [3] * 10
+    assert [row["status"] for row in shown["rounds"]] == ["closed"] * 10
+    assert shown["events"] == []
+    rows = hands.asks("devices", "--run", "digits")
+    assert [(row["device"], row["model"]) for row in rows] == [(f"device-{i}", MODELS[i]) for i in range(3)]
+    assert not any(row["present"] for row in rows)
+    assert all(row["test accuracy"] > 0.5 for row in rows)
+
+
+def test_a_run_goes_on_after_ctrl_c_in_every_terminal(hands: Hands) -> None:
+    """Server and devices end in the middle of a run and are started again with the same commands."""
+    config = example_run(hands.folder)
+    server, address = hands.serve(config)
+    devices = [hands.device(number, address) for number in range(3)]
+    server.wait_for("round 2 closed")
+    for device in devices:
+        device.process.send_signal(signal.SIGINT)
+    for device in devices:
+        device.process.send_signal(signal.SIGINT)
+        assert device.ended() == 0, device.said
+    assert server.interrupt() == 0
+    before = hands.asks("runs", "show", "digits")
+    assert before["status"] == "running"
+    assert 2 <= sum(row["status"] == "closed" for row in before["rounds"]) < 10
+
+    server, address = hands.serve(config)
+    devices = [hands.device(number, address) for number in range(3)]
+    assert [device.ended() for device in devices] == [0, 0, 0], [device.said for device in devices]
+    after = hands.asks("runs", "show", "digits")
+    assert after["status"] == "finished"
+    assert sum(row["status"] == "closed" for row in after["rounds"]) == 10
+    assert server.interrupt() == 0
+
+
+def assert_any_batch(path: Path, shape: tuple[int, ...]) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path))
+    for batch in (1, 5):
+        logits = session.run(["logits"], {"input": np.zeros((batch, *shape), dtype=np.float32)})[0]
+        assert logits.shape == (batch, 10)
+        assert np.isfinite(logits).all()

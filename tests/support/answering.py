@@ -1,0 +1,122 @@
+"""A device without a model: it answers FedDKC's step with random knowledge that its ask's seed decides.
+
+It speaks through any link, so it serves whole servers as well as engines in the test's own process.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+
+from fleetdistill.device import DEFAULT_COLUMNS
+from fleetdistill.errors import LinkError, RefusedError
+from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.link import Link
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.payload import DTYPES
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+
+
+class AnsweringDevice:
+    """One device of a run; `step` as an SDK device has it.
+
+    Attributes:
+        receipts: Ids of the receipts, in order.
+        finished: The server's word at the end of the run.
+    """
+
+    def __init__(self, link: Link, run: str, name: str, rows: int = 6) -> None:
+        self._link = link
+        self._identity = service_pb2.Identity(run=run, device=name)
+        self._rows = rows
+        self._contract: contract_pb2.Contract | None = None
+        self.receipts: list[str] = []
+        self.finished = ""
+
+    def step(self, wait_seconds: float = 0.0) -> None:
+        """Checks in, or asks for work and does it."""
+        if self._contract is None:
+            self._check_in()
+            return
+        answer = self._link.next_ask(self._identity, wait_seconds)
+        if answer.HasField("ask"):
+            self._answer(answer.ask)
+        self.finished = answer.finished
+
+    def _check_in(self) -> None:
+        contract = self._link.check_in(self._identity, None).contract
+        profile = contract_pb2.DeviceProfile(
+            samples=self._rows,
+            classes=len(contract.classes),
+            input_shape=contract.input_shape,
+            features=contract.features,
+            extractor_fingerprint=contract.extractor_fingerprint,
+            knowledge_types=[contract.knowledge_type],
+            allowed_columns=[*DEFAULT_COLUMNS, "labels"],
+        )
+        self._identity.secret = self._link.check_in(self._identity, profile).secret or self._identity.secret
+        self._contract = contract
+
+    def _answer(self, ask: service_pb2.Ask) -> None:
+        payload = self._knowledge(ask.seed)
+        name = service_pb2.UploadName(round=ask.round, step_number=ask.step_number, attempt=1)
+        status = self._link.upload_status(self._identity, name)
+        header = service_pb2.UploadHeader(
+            identity=self._identity,
+            name=name,
+            payload=payload.header(),
+            samples=self._rows,
+            first_byte=status.next_byte,
+        )
+        chunks = wire.chunks(payload.source, payload.slots, status.next_byte)
+        self.receipts.append(self._link.upload(header, chunks).id)
+
+    def _knowledge(self, seed: int) -> Payload:
+        contract = self._contract
+        assert contract is not None
+        random = np.random.default_rng(seed)
+        classes = len(contract.classes)
+        features = {
+            one.name: random.random((self._rows, math.prod(one.shape)), np.float32).reshape(self._rows, *one.shape)
+            for one in contract.features
+        }
+        knowledge = SampleKnowledge(
+            sample_ids=np.arange(self._rows),
+            features=features,
+            logits=random.standard_normal((self._rows, classes)).astype(np.float32),
+            labels=random.integers(0, classes, self._rows).astype(np.int32),
+        )
+        return encode({"knowledge": knowledge}, DTYPES[contract.knowledge_type])
+
+
+class AnsweringFleet:
+    """Answering devices that call a server from a thread each until the end of the block."""
+
+    def __init__(self, port: int, run: str, count: int) -> None:
+        self._over = threading.Event()
+        self._links = [GrpcLink(f"127.0.0.1:{port}") for _ in range(count)]
+        self.devices = [AnsweringDevice(link, run, f"d{number}") for number, link in enumerate(self._links)]
+        self._threads = [threading.Thread(target=self._work, args=(device,)) for device in self.devices]
+
+    def _work(self, device: AnsweringDevice) -> None:
+        while not self._over.is_set() and not device.finished:
+            try:
+                device.step(0.5)
+            except (LinkError, RefusedError):  # the server is away, not ready, or was killed under an upload
+                self._over.wait(0.1)
+
+    def __enter__(self) -> AnsweringFleet:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        for link in self._links:
+            link.close()

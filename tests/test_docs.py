@@ -1,0 +1,240 @@
+"""The documentation holds against the code: commands, tables, links, and the code blocks that people copy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from pydantic import BaseModel
+
+import fleetdistill
+from fleetdistill import errors
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill.model import check_local_model, fingerprint
+from fleetdistill.models import build_model
+from fleetdistill.wire.codes import MEANINGS
+from fleetdistill_server.cli import app
+from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.schema import migrations
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not {part for part in path.relative_to(ROOT).parts if part.startswith(".")} and "out" not in path.parts
+)
+# Pages whose Python blocks are meant to be copied.
+COPIED = ("README.md", "client_sdk/README.md", "docs/models.md")
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _section(page: str, heading: str) -> str:
+    """From a heading to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ |\Z)", _text(page), re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no section {heading!r}"
+    return found[1]
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Cells of every table row below a table's head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {number for number, line in enumerate(lines) if re.fullmatch(r"\|[-| ]+\|", line)}
+    kept = [line for number, line in enumerate(lines) if number not in heads and number + 1 not in heads]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", _text(page), re.MULTILINE | re.DOTALL)
+
+
+def _commands(command: Any, path: tuple[str, ...] = ("fleetdistill",)) -> dict[str, Any]:
+    """Every command that can be called, by its words."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return {" ".join(path): command}
+    return {name: leaf for word, one in inner.items() for name, leaf in _commands(one, (*path, word)).items()}
+
+
+COMMANDS = _commands(typer.main.get_command(app))
+
+
+def test_the_pages_and_commands_are_found() -> None:
+    assert {path.name for path in PAGES} >= {
+        "README.md",
+        "CHANGELOG.md",
+        "methods.md",
+        "protocol.md",
+        "architecture.md",
+    }
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_stands_in_the_readme_and_the_operators_page(command: str) -> None:
+    assert command in _text("README.md")
+    if command != "fleetdistill simulate":
+        assert command in _text("server/README.md")
+
+
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_commands_on_a_page_exist_with_their_options(page: str) -> None:
+    lines = [line for block in _blocks(page, "(?:sh|console)") for line in block.splitlines()]
+    for line in lines:
+        if not line.startswith("fleetdistill "):
+            continue
+        words = line.split("#")[0].split()
+        name = next((known for known in COMMANDS if words[: len(known.split())] == known.split()), None)
+        assert name, f"{page}: there is no command {line!r}"
+        known_options = {option for param in COMMANDS[name].params for option in param.opts}
+        assert {word for word in words if word.startswith("--")} <= known_options, f"{page}: {line!r}"
+
+
+def test_the_error_table_is_the_codes() -> None:
+    page = {row[0].strip("`"): row[1:] for row in _rows(_section("docs/protocol.md", "Errors"))}
+    code = {str(c.value): [m.status, "yes" if m.final else "no", m.text] for c, m in MEANINGS.items()}
+    assert page == code
+
+
+def _defaults(model: type[BaseModel], section: str = "") -> dict[tuple[str, str], Any]:
+    """(section, key) to default of everything in run.toml but the method's own settings."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= _defaults(inner, name)
+        elif section:
+            found[section, name] = "required" if field.is_required() else field.default
+    return found
+
+
+def test_the_reference_of_run_toml_is_the_model() -> None:
+    rows = {(row[0], row[1]): row[2] for row in _rows(_section("server/README.md", "run.toml")) if row[1]}
+    expected = _defaults(RunConfig)
+    assert rows.keys() == expected.keys()
+    for key, default in expected.items():
+        assert (
+            _value(rows[key]) == pytest.approx(default) if isinstance(default, float) else _value(rows[key]) == default
+        )
+
+
+def _value(cell: str) -> Any:
+    text = cell.strip("`")
+    if text == "required":
+        return text
+    if re.fullmatch(r"\d+/\d+", text):
+        above, below = text.split("/")
+        return int(above) / int(below)
+    return tomllib.loads(f"value = {text}")["value"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_settings_of_a_method_are_its_configuration(method: str) -> None:
+    page = _text("docs/methods.md")
+    assert f"## {method}\n" in page
+    own = page.split(f"## {method}\n")[1].split("\n## ")[0].split("### Settings\n")[1].split("\n### ")[0]
+    rows = {row[0]: row[1] for row in _rows(own)}
+    fields = {field.name: field.default for field in dataclasses.fields(config_class(method))}
+    assert list(rows) == list(fields)
+    for name, default in fields.items():
+        if default is not None:  # None is filled in from the number of classes; the page says how
+            assert _value(rows[name]) == default, name
+
+
+def test_the_words_of_feddkc_that_stand_for_code_exist_there() -> None:
+    halves = _text("client_sdk/fleetdistill/methods/feddkc.py") + _text("server/fleetdistill_server/methods/feddkc.py")
+    for row in _rows(_section("docs/methods.md", "A round")):
+        for name in re.findall(r"`(\w+)", row[-1].split("FedDKC")[0]):
+            assert f"def {name}(" in halves
+    for row in _rows(_section("docs/methods.md", "Symbols")):
+        for path in re.findall(r"`([\w/]+\.(?:py|proto))`", row[-1]):
+            assert list(ROOT.glob(f"**/{path}")), path
+
+
+def test_examples_load_and_name_what_exists() -> None:
+    config = load_run_config(ROOT / "examples/run.toml")
+    assert config.run.name == "digits"
+    assert config.run.min_devices == 3
+    assert config.server.listen.startswith("127.0.0.1:")
+    for script in re.findall(r"examples/\w+\.\w+", " ".join(path.read_text() for path in PAGES)):
+        assert (ROOT / script).is_file(), script
+
+
+def test_architecture_names_files_and_tables_that_exist() -> None:
+    page = _text("docs/architecture.md")
+    for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page):
+        assert any((root / path).is_file() for root in map(ROOT.joinpath, _IMPORT_PACKAGES)), path
+    for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/architecture.md", "The main path")):
+        sources = [text.read_text() for root in _IMPORT_PACKAGES for text in (ROOT / root).rglob("*.py")]
+        assert any(f"def {name}(" in text or f"class {name}" in text for text in sources), name
+    made = re.findall(r'db\.table\("(\w+)"\)', _text("server/fleetdistill_server/schema.py"))
+    assert [row[0].strip("`") for row in _rows(_section("docs/architecture.md", "Tables of the store"))] == made
+    assert migrations
+
+
+_IMPORT_PACKAGES = ("client_sdk/fleetdistill", "server/fleetdistill_server")
+
+
+def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
+    page = "client_sdk/README.md"
+    arguments = inspect.signature(fleetdistill.Device).parameters
+    listed = [row[0].strip("`") for row in _rows(_section(page, "Arguments of `Device`")) if len(row) == 3]
+    assert listed == list(arguments)
+    columns = [row[0].strip("`") for row in _rows(_section(page, "What may leave: `allow`"))]
+    assert tuple(columns) == fleetdistill.COLUMNS
+    said = set(re.findall(r'_tell\(\s*"([\w-]+)"', _text("client_sdk/fleetdistill/device.py"))) | {"delivered", "kept"}
+    assert {row[0].strip("`") for row in _rows(_section(page, "Events"))} == said
+    own = {name for name, value in vars(errors).items() if isinstance(value, type) and name != "FleetDistillError"}
+    assert own <= set(re.findall(r"`(\w+)`", _section(page, "Errors")))
+
+
+def test_the_operators_page_has_every_kind_of_event() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "server/fleetdistill_server").rglob("*.py"))
+    written = set(re.findall(r'(?:add_event\(\s*\w+|\.event\()(?:, )?\s*"([a-z-]+)"', sources))
+    listed = {row[0].strip("`") for row in _rows(_section("server/README.md", "Looking at it")) if row[0][:1] == "`"}
+    assert {"refused", "late", "teacher-guard"} <= written
+    assert written <= listed
+
+
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_relative_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", _text(page)):
+        if "://" not in target and not target.startswith("#"):
+            assert ((ROOT / page).parent / target.split("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_no_page_knows_a_machine(page: str) -> None:
+    assert not re.search(r"(?<![\w.])/(?:work|home|root|Users|tmp|mnt)/", _text(page))
+
+
+@pytest.mark.parametrize(("page", "block"), [(page, block) for page in COPIED for block in _blocks(page, "python")])
+def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> None:
+    compile(block, page, "exec")
+    for line in re.findall(r"^(?:from|import) .*$", block, re.MULTILINE):
+        exec(line, {})
+
+
+def test_the_readmes_app_fits_the_runs_extractor() -> None:
+    block = next(block for block in _blocks("README.md", "python") if "Device(" in block)
+    names: dict[str, Any] = {}
+    exec(block.split("with Device(")[0], names)
+    model = names["my_model"]()
+    assert fingerprint(model.extractor) == fingerprint(build_model("digits_extractor"))
+    images, labels = names["data"]
+    check_local_model(model, torch.from_numpy(images[:3]).float(), 10)
+    assert len(images) == len(labels)
+
+
+def test_the_sdk_pages_model_runs() -> None:
+    block = next(block for block in _blocks("client_sdk/README.md", "python") if "split_sequential" in block)
+    exec(block, {})
