@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report import FleetReport
+from fleetdistill_server.simulation.settings import Simulation
 
 REFINEMENTS = ("none", "kkr", "skr")
 

@@ -65,6 +65,9 @@ class Blobs(Protocol):
     def put(self, payload: Payload) -> None:
         """Stores a payload that is made here."""
 
+    def drop(self, sha256: bytes) -> None:
+        """Deletes a payload or a checkpoint; one that is not there is no error."""
+
     def put_state(self, data: bytes) -> bytes:
         """Stores a checkpoint; returns its SHA-256."""
 
@@ -150,6 +153,10 @@ class FileBlobs:
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
+
+    def drop(self, sha256: bytes) -> None:
+        with disk_errors(f"deleting {sha256.hex()}"):
+            self._path(sha256).unlink(missing_ok=True)
 
     def put_state(self, data: bytes) -> bytes:
         sha256 = hashlib.sha256(data).digest()
@@ -270,6 +277,10 @@ class MemoryBlobs:
     def put(self, payload: Payload) -> None:
         data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
         self._payloads[payload.sha256] = (payload.parts, data)
+
+    def drop(self, sha256: bytes) -> None:
+        self._payloads.pop(sha256, None)
+        self._states.pop(sha256, None)
 
     def put_state(self, data: bytes) -> bytes:
         sha256 = hashlib.sha256(data).digest()

@@ -134,6 +134,7 @@ class Engine:
             with self._store.transaction():
                 self._store.assert_owner(self._name, self._token)
                 self._store.close_short_round(self._name, cohort.round, str(reason))
+            self._drop_spent(cohort.round - 1, None)
             self._restore()
             return False
         self._close(cohort)
@@ -141,10 +142,17 @@ class Engine:
 
     def _close(self, cohort: Cohort) -> None:
         checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
+        last = self._row()["checkpoint"]
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
+        self._drop_spent(cohort.round - 1, last if last != checkpoint else None)
         logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
+
+    def _drop_spent(self, number: int, checkpoint: bytes | None) -> None:
+        """Frees what the round before this one left behind; the newest round stays readable."""
+        for sha256 in [*self._store.spent_payloads(self._name, number), *([checkpoint] if checkpoint else [])]:
+            self._store.blobs.drop(sha256)
 
     def _row(self) -> dict[str, Any]:
         row = self._store.run(self._name)

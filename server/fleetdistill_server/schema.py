@@ -78,6 +78,7 @@ def m002_asks_uploads(db: Database) -> None:
     )
     asks.create_index(["run", "round", "step_number", "device"], unique=True)
     asks.create_index(["run", "device", "status"])
+    asks.create_index(["payload"])
     uploads = db.table("uploads")
     uploads.create(
         {
@@ -96,6 +97,12 @@ def m002_asks_uploads(db: Database) -> None:
         foreign_keys=[("ask", "asks", "id")],
     )
     uploads.create_index(["ask"], unique=True)  # one accepted answer for each ask
+    uploads.create_index(["sha256"])
+    db.create_view(
+        "spoken",  # which round speaks of which payload
+        "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL UNION ALL "
+        "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id",
+    )
 
 
 @migrations()

@@ -294,6 +294,15 @@ class Store:
             *(run, number),
         )
 
+    def spent_payloads(self, run: str, number: int) -> list[bytes]:
+        """Payloads of a round that no later round and no other run speaks of."""
+        rows = self._rows(
+            "SELECT DISTINCT mine.sha256 FROM spoken mine WHERE mine.run = ? AND mine.round = ? AND NOT EXISTS "
+            "(SELECT 1 FROM spoken s WHERE s.sha256 = mine.sha256 AND (s.run <> mine.run OR s.round > mine.round))",
+            *(run, number),
+        )
+        return [row["sha256"] for row in rows]
+
     def rounds(self, run: str) -> list[Row]:
         """Every round with its uploads counted by what became of them."""
         return self._rows(

@@ -19,10 +19,11 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.fleet import RUN, Simulation, make_run_config, make_specs
+from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
 from fleetdistill_server.simulation.links import DriveDevices, as_toml
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.partition import partition
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 DEVICES, ROUNDS = 2, 2
@@ -54,7 +55,7 @@ def sentence(*words: str | Path) -> str:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the store of a finished run on the disk, and its run.toml."""
     work = tmp_path_factory.mktemp("cli")
-    wanted = Simulation(devices=DEVICES, rounds=ROUNDS)
+    wanted = Simulation(devices=DEVICES, rounds=ROUNDS, settings={"teacher_guard": False})
     data = load_dataset("digits", train_limit=200)
     split = partition("iid", data.train_labels.numpy(), DEVICES, 0)
     config = make_run_config(wanted, data, work)
@@ -124,6 +125,17 @@ def test_runs_show_has_rounds_bytes_and_events(work: Path) -> None:
     assert "events (0)" in table
 
 
+def test_runs_show_says_what_was_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.begin_run("bad", {"run": {"name": "bad", "method": "feddkc", "rounds": 3}})
+    store.add_event("bad", "refused", "label 12 outside [0, 10)", number=4, device="device-1", code="bad-value")
+    store.close()
+    (event,) = printed("runs", "show", "bad", "--store", tmp_path)["events"]
+    assert (event["kind"], event["code"], event["round"]) == ("refused", "bad-value", 4)
+    assert (event["device"], event["text"]) == ("device-1", "label 12 outside [0, 10)")
+    assert "label 12" in call("runs", "show", "bad", "--store", tmp_path).stdout
+
+
 def test_devices_lists_who_checked_in(work: Path) -> None:
     rows = printed("devices", "--store", work / "store")
     assert [row["device"] for row in rows] == ["device-0", "device-1"]
@@ -187,21 +199,25 @@ def test_serve_refuses_a_run_that_changed(work: Path, tmp_path: Path) -> None:
 
 # --- simulate
 
-REPORT_KEYS = """method link seed rounds seconds mean_accuracy_alone mean_accuracy_fleet acknowledged_uploads
-    used_uploads refused_uploads devices""".split()
-DEVICE_KEYS = """name model parameters samples accuracy_alone accuracy_fleet bytes_up bytes_down onnx_file
-    onnx_max_difference""".split()
+REPORT_KEYS = {
+    *("method", "link", "seed", "rounds", "seconds", "mean_accuracy_alone", "mean_accuracy_fleet"),
+    *("acknowledged_uploads", "used_uploads", "refused_uploads", "devices"),
+}
+DEVICE_KEYS = {
+    *("name", "model", "parameters", "samples", "accuracy_alone", "accuracy_fleet"),
+    *("bytes_up", "bytes_down", "onnx_file", "onnx_max_difference"),
+}
 
 
 def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
     report = printed("simulate", "--link", "memory", *SMALL, "--set", "refinement=kkr", "--out", tmp_path)
     assert report == json.loads((tmp_path / "report.json").read_text())
-    assert report.keys() >= set(REPORT_KEYS)
+    assert report.keys() >= REPORT_KEYS
     assert report["settings"]["refinement"] == "kkr"
     assert (report["method"], report["link"], report["rounds"], report["seed"]) == ("feddkc", "memory", 1, 0)
     assert (report["acknowledged_uploads"], report["used_uploads"], report["refused_uploads"]) == (2, 2, 0)
     for device in report["devices"]:
-        assert device.keys() >= set(DEVICE_KEYS)
+        assert device.keys() >= DEVICE_KEYS
         assert device["bytes_up"] > device["samples"] * 128 * 2
         assert (tmp_path / device["onnx_file"]).is_file()
         assert device["onnx_max_difference"] < 1e-4

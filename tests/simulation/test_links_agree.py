@@ -1,0 +1,97 @@
+"""One seed, two links, one result; and what `simulate` refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import assert_no_upload_lost, outcome, prepare, run_in_memory
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.links import run_over_grpc
+from fleetdistill_server.store import Store
+
+SMALL = Simulation(devices=3, rounds=3, train_limit=90, test_limit=40, alpha=1.0, torch_device="cpu", with_alone=False)
+
+
+def ignore(store: Store) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knowledge_type", ["float16", "float32"])
+def test_both_links_agree_to_the_bit(tmp_path: Path, knowledge_type: Any) -> None:
+    wanted = Simulation(**{**vars(SMALL), "knowledge_type": knowledge_type})
+    near = run_in_memory(prepare(wanted, tmp_path / "near"))
+    far = run_over_grpc(*prepare(wanted, tmp_path / "far"), ignore)
+    assert outcome(far) == outcome(near)
+    assert [row["sha256"] for row in by_name(far)] == [row["sha256"] for row in by_name(near)]
+    for store in (near, far):
+        assert_no_upload_lost(store)
+        store.close()
+
+
+def by_name(store: Store) -> list[dict[str, Any]]:
+    return sorted(store.uploads("simulation"), key=lambda row: (row["round"], row["device"]))
+
+
+@pytest.mark.slow
+def test_the_report_does_not_depend_on_the_link(tmp_path: Path) -> None:
+    reports = [
+        simulate(Simulation(**{**vars(SMALL), "link": link, "out": tmp_path / link})) for link in ("memory", "grpc")
+    ]
+    assert reports[0].accuracy_by_round == reports[1].accuracy_by_round
+    assert [one.bytes_up for one in reports[0].devices] == [one.bytes_up for one in reports[1].devices]
+    assert [one.link for one in reports] == ["memory", "grpc"]
+    for report in reports:
+        assert report.acknowledged_uploads == report.used_uploads + report.reported_uploads == 9
+        assert {len(curve) for curve in report.accuracy_by_round.values()} == {3}
+
+
+def test_another_seed_gives_another_result(tmp_path: Path) -> None:
+    stores = [
+        run_in_memory(prepare(Simulation(**{**vars(SMALL), "rounds": 1, "seed": seed}), tmp_path / str(seed)))
+        for seed in (0, 1)
+    ]
+    assert outcome(stores[0])[0] != outcome(stores[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"link": "pigeon"}, ConfigurationError, "'pigeon'.*memory or grpc"),
+        ({"rounds": 0}, ConfigurationError, "rounds is 0"),
+        ({"devices": 0}, ConfigurationError, "devices is 0"),
+        ({"threads": 0}, ConfigurationError, "threads is 0"),
+        ({"train_limit": 0}, ConfigurationError, "train_limit is 0"),
+        ({"devices": 50, "train_limit": 40}, DataError, "50"),
+        ({"dataset": "letters"}, DataError, "'letters'"),
+        ({"method": "fedmagic"}, ConfigurationError, "'fedmagic'"),
+        ({"settings": {"betta": 1}}, ConfigurationError, "betta"),
+        ({"models": ("no_such_model",)}, ConfigurationError, "no_such_model"),
+        ({"partition": "by_moon"}, (ConfigurationError, DataError), "by_moon"),
+    ],
+)
+def test_simulate_refuses_what_makes_no_sense(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        simulate(Simulation(**{**vars(SMALL), "out": tmp_path / "out", **changes}))
+
+
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
+    thesis = tmp_path / "work" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    with pytest.raises(DataError, match="was not made by a simulation"):
+        simulate(Simulation(**{**vars(SMALL), "out": tmp_path}))
+    assert thesis.read_text() == "years of work"
+
+
+def test_a_folder_of_an_earlier_simulation_is_made_anew(tmp_path: Path) -> None:
+    wanted = Simulation(**{**vars(SMALL), "rounds": 1, "devices": 2, "out": tmp_path})
+    first = simulate(wanted)
+    (tmp_path / "work" / "left-over").write_text("x")
+    assert simulate(wanted).accuracy_by_round == first.accuracy_by_round
+    assert not (tmp_path / "work" / "left-over").exists()

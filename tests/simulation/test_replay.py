@@ -1,0 +1,312 @@
+"""Durable replay in one process: an engine that dies between any two steps is replaced, and ends in the same state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.answering import AnsweringDevice
+from support.fleets import assert_no_upload_lost, prepare
+
+from fleetdistill import Device, Step
+from fleetdistill.errors import RunError
+from fleetdistill.state_file import pack_state
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.device import DeviceSpec, make_device
+from fleetdistill_server.simulation.fleet import RUN, Simulation
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+ROUNDS = 2
+
+
+class Crash(Exception):
+    """Stands for kill -9; nothing in the product knows it."""
+
+
+@dataclass
+class Fuse:
+    """Counts the steps of an engine and blows at one of them."""
+
+    blows_at: int = -1
+    touched: int = 0
+
+    def touch(self) -> None:
+        self.touched += 1
+        if self.touched == self.blows_at:
+            raise Crash
+
+
+class Fragile:
+    """Anything whose every call may be the last: the fuse is touched before it and after it."""
+
+    def __init__(self, inner: Any, fuse: Fuse) -> None:
+        self._inner, self._fuse = inner, fuse
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name == "blobs":
+            return Fragile(found, self._fuse)
+        return found if name == "transaction" or not callable(found) else self._guarded(found)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._fuse.touch()
+            result = call(*args, **kwargs)
+            self._fuse.touch()
+            return result
+
+        return guarded
+
+
+@dataclass
+class Drive:
+    """A waker that lets one device take one step; `away` devices do nothing."""
+
+    devices: list[Any]
+    fuse: Fuse = field(default_factory=Fuse)
+    away: set[int] = field(default_factory=set)
+    waits: int = 0
+    on_wait: Callable[[], None] = lambda: None
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        self.fuse.touch()
+        self.on_wait()
+        turn = self.waits % len(self.devices)
+        self.waits += 1
+        if turn in self.away:
+            await asyncio.sleep(0.01)
+        else:
+            self.devices[turn].step(0.0)
+
+    def wake_other(self) -> None:
+        self.fuse.touch()
+
+
+def config_for(**run: Any) -> RunConfig:
+    """A run for random knowledge."""
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": ROUNDS, "min_devices": 2, **run},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+            "method": {"server_epochs": 1},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+def answering(store: Store, count: int = 2) -> list[AnsweringDevice]:
+    desk = Desk(store)
+    return [AnsweringDevice(MemoryLink(desk), RUN, f"d{number}") for number in range(count)]
+
+
+def run_engine(store: Any, config: RunConfig, drive: Drive) -> None:
+    asyncio.run(Engine(store, config, drive).run())
+
+
+def run_with_crash(fuse: Fuse) -> Store:
+    """A run whose engine dies when the fuse blows; a second one ends it over the same store."""
+    store, config = Store.in_memory(), config_for()
+    devices = answering(store)
+    with contextlib.suppress(Crash):
+        run_engine(Fragile(store, fuse), config, Drive(devices, fuse))
+    run_engine(store, config, Drive(devices))
+    return store
+
+
+def checkpoint(store: Store) -> bytes:
+    row = store.run(RUN)
+    assert row is not None
+    assert (row["status"], row["completed_rounds"]) == ("finished", ROUNDS)
+    return bytes(row["checkpoint"])
+
+
+def test_an_engine_may_die_between_any_two_steps() -> None:
+    undisturbed = Fuse()
+    expected = run_with_crash(undisturbed)
+    assert undisturbed.touched > 50
+    for moment in range(1, undisturbed.touched + 1):
+        store = run_with_crash(Fuse(blows_at=moment))
+        assert checkpoint(store) == checkpoint(expected), f"step {moment} of {undisturbed.touched}"
+        assert_no_upload_lost(store)
+        assert [row["status"] for row in store.uploads(RUN)] == ["used"] * (2 * ROUNDS)
+        assert [(row["round"], row["status"]) for row in store.rounds(RUN)] == [(1, "closed"), (2, "closed")]
+        assert store.events(RUN, "replay-differs") == []
+        store.close()
+
+
+def test_an_engine_may_die_again_and_again() -> None:
+    expected = checkpoint(run_with_crash(Fuse()))
+    store, config = Store.in_memory(), config_for()
+    devices = answering(store)
+    deaths = 0
+    while (store.run(RUN) or {}).get("status") != "finished":
+        with contextlib.suppress(Crash):
+            run_engine(Fragile(store, Fuse(blows_at=70)), config, Drive(devices))
+        deaths += 1
+        assert deaths < 100
+    assert deaths > 2
+    assert checkpoint(store) == expected
+
+
+# --- with the devices of the SDK
+
+TINY = Simulation(
+    devices=2, rounds=ROUNDS, train_limit=40, test_limit=20, alpha=10.0, models=("digits_linear", "digits_mlp_small")
+)
+
+
+@contextlib.contextmanager
+def sdk_devices(store: Store, specs: list[DeviceSpec]) -> Iterator[list[Device]]:
+    desk = Desk(store)
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+
+
+def run_sdk_fleet(work: Path, blows_at: int = -1) -> tuple[Store, int]:
+    """The same with real models; returns the store and the number of steps until the run was over."""
+    config, specs, _ = prepare(TINY, work)
+    store, fuse = Store.in_memory(), Fuse(blows_at)
+    with sdk_devices(store, specs) as devices:
+        with contextlib.suppress(Crash):
+            run_engine(store, config, Drive(devices, fuse))
+        if fuse.blows_at > 0:
+            run_engine(store, config, Drive(devices))
+    return store, fuse.touched
+
+
+def test_a_fleet_of_sdk_devices_survives_the_death_of_its_engine_at_every_wait(tmp_path: Path) -> None:
+    expected, steps = run_sdk_fleet(tmp_path / "undisturbed")
+    assert steps > 6
+    for moment in range(1, steps + 1):
+        store, _ = run_sdk_fleet(tmp_path / f"crash-{moment}", moment)
+        assert checkpoint(store) == checkpoint(expected), f"step {moment} of {steps}"
+        assert store.figures(RUN, "accuracy", "test") == expected.figures(RUN, "accuracy", "test")
+        assert_no_upload_lost(store)
+        store.close()
+
+
+def test_devices_that_are_restarted_in_every_round_change_nothing(tmp_path: Path) -> None:
+    expected, _ = run_sdk_fleet(tmp_path / "undisturbed")
+    config, specs, _ = prepare(TINY, tmp_path / "restarted")
+    store = Store.in_memory()
+
+    class Restarting:
+        """An SDK device that is opened for one step at a time; nothing but its state directory stays."""
+
+        def __init__(self, spec: DeviceSpec) -> None:
+            self._spec = spec
+
+        def step(self, wait_seconds: float) -> Step:
+            device = make_device(self._spec, MemoryLink(Desk(store)))
+            try:
+                return device.step(wait_seconds)
+            finally:
+                device._storage.close()  # as a kill does: it does not say goodbye
+
+    run_engine(store, config, Drive([Restarting(spec) for spec in specs]))
+    assert checkpoint(store) == checkpoint(expected)
+    assert_no_upload_lost(store)
+
+
+# --- short rounds
+
+
+class Adding(ServerMethod):
+    """Changes its state with every answer, so that a round that falls short leaves something to take back."""
+
+    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012
+
+    def __init__(self, other: ServerMethod) -> None:
+        super().__init__(other.config, other.setting)
+        self.total = torch.zeros((), dtype=torch.int64)
+
+    @staticmethod
+    def requirements() -> contract_pb2.Requirements:
+        return contract_pb2.Requirements()
+
+    async def round(self, cohort: Cohort) -> None:
+        async for answer in cohort.ask("train"):
+            self.total = self.total + answer.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
+    store = Store.in_memory()
+    drive = Drive(answering(store))
+    engine = Engine(store, config_for(quorum=1.0, deadline_seconds=0.5), drive)
+    method = engine.method = Adding(engine.method)
+    totals: dict[int, int] = {}  # at the first wait of each round
+
+    def look() -> None:
+        row = store.open_round(RUN)
+        if row is not None:
+            totals.setdefault(row["round"], int(method.total))
+            drive.away = {1} if row["round"] == 1 else set()
+
+    drive.on_wait = look
+    asyncio.run(engine.run())
+
+    first, *others = store.rounds(RUN)
+    assert first["status"] == "short"
+    assert first["reason"] == "step 'train': 1 devices answered, the quorum is 2"
+    closed = [row["round"] for row in others if row["status"] == "closed"]
+    assert len(closed) == ROUNDS
+    (lost,) = [row for row in store.uploads(RUN) if row["round"] == 1]
+    assert (lost["device"], lost["status"]) == ("d0", "reported")
+    assert lost["reason"].startswith("round short")
+    assert [(row["round"], row["device"]) for row in store.events(RUN, "late")][0] == (1, "d1")
+    assert_no_upload_lost(store)
+    assert totals[2] == 0  # what d0 had added is gone
+    assert int(method.total) == ROUNDS * 2 * 6
+    assert checkpoint(store) == hashlib.sha256(pack_state(method.state_dict())).digest()
+
+
+def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
+    """Its lease ends, and the quorum of the others is enough."""
+    store = Store.in_memory()
+    devices = answering(store, 3)
+    drive = Drive(devices)
+    engine = Engine(store, config_for(min_devices=3, quorum=2 / 3), drive)
+    method = engine.method = Adding(engine.method)
+
+    def leave() -> None:
+        row = store.open_round(RUN)
+        if row is not None and row["round"] == 1 and 2 not in drive.away:
+            drive.away.add(2)
+            store.device_gone(RUN, "d2", "lease ended")
+        elif row is None and 2 in drive.away:
+            drive.away.clear()
+
+    drive.on_wait = leave
+    asyncio.run(engine.run())
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [row["used"] for row in store.rounds(RUN)] == [2, 3]
+    assert int(method.total) == 5 * 6
+
+
+def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
+    store, config = Store.in_memory(), config_for()
+    drive = Drive(answering(store))
+    old = Engine(store, config, drive)
+    Engine(store, config, drive)
+    with pytest.raises(RunError, match="taken over"):
+        asyncio.run(old.run())
+    assert store.rounds(RUN) == []
