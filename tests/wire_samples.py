@@ -20,6 +20,21 @@ EXPECTS = {"knowledge": "sample_knowledge"}
 COLUMNS = ("features", "logits", "labels")
 
 
+def f32(values: Any) -> Array:
+    """A float32 array."""
+    return np.array(values, np.float32)
+
+
+def i32(values: Any) -> Array:
+    """An int32 array, the type of labels."""
+    return np.array(values, np.int32)
+
+
+def i64(values: Any) -> Array:
+    """An int64 array, the type of sample ids."""
+    return np.array(values, np.int64)
+
+
 def make_contract(**changes: Any) -> contract_pb2.Contract:
     """A contract of three classes and one feature column `cut` of shape [2, 2], in float32."""
     settings: dict[str, Any] = {

@@ -317,7 +317,14 @@ class Device:
         self._tell("ask", ask.round, f"round {ask.round}: {ask.step}", {"completed_rounds": ask.completed_rounds})
         with self._heartbeats():
             worker = self._ready_worker()
-            parts = decode(download(self._link, self._identity, ask.payload)) if ask.payload else {}
+            try:
+                parts = decode(download(self._link, self._identity, ask.payload)) if ask.payload else {}
+            except RefusedError as refusal:
+                if refusal.code != Code.NOT_FOUND:
+                    raise
+                # The device was so slow that its round is over; it is out for the round, not for the run.
+                self._tell("dropped", ask.round, str(refusal), {"code": refusal.code})
+                return
             answer, candidate = worker.answer(ask, parts, self._allow)
             check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
             payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])

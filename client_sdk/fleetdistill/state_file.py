@@ -42,6 +42,9 @@ def _outline(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
     if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str | int):
+                raise StateError(f"a state may not have a {type(key).__name__} as a key")
         return {"items": [[key, _outline(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return [_outline(item, tensors) for item in value]

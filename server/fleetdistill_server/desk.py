@@ -217,10 +217,17 @@ class Desk:
         """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on."""
         run, device = self.authenticate(request.identity)
         wanted = request.sha256
-        if wanted != self.contract(run).initial_weights and not self.store.is_payload_for(run, device, wanted):
+        initial = wanted == self.contract(run).initial_weights
+        if not wanted or not (initial or self.store.is_payload_for(run, device, wanted)):
             raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
-        payload = self.store.blobs.open(wanted)
         ask = self.store.next_ask(run, device)
+        try:
+            payload = self.store.blobs.open(wanted)
+        except StoreError as error:
+            if initial or (ask is not None and ask["payload"] == wanted):
+                raise
+            text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
+            raise RefusedError(Code.NOT_FOUND, text) from error
         header_bytes = payload.header().ByteSize()
         tensor_bytes = max(payload.data_bytes - request.first_byte, 0)
         number = ask["round"] if ask else 0

@@ -146,12 +146,17 @@ class Engine:
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
-        self._drop_spent(cohort.round - 1, last if last != checkpoint else None)
+        self._drop_spent(cohort.round - 1, last)
         logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
 
     def _drop_spent(self, number: int, checkpoint: bytes | None) -> None:
         """Frees what the round before this one left behind; the newest round stays readable."""
-        for sha256 in [*self._store.spent_payloads(self._name, number), *([checkpoint] if checkpoint else [])]:
+        spent = self._store.spent_payloads(self._name, number)
+        # Runs of one seed begin with equal states, so another run may need this one still.
+        needed = {(self._store.run(row["name"]) or {}).get("checkpoint") for row in self._store.runs()}
+        if checkpoint is not None and checkpoint not in needed:
+            spent.append(checkpoint)
+        for sha256 in spent:
             self._store.blobs.drop(sha256)
 
     def _row(self) -> dict[str, Any]:

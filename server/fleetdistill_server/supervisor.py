@@ -62,9 +62,9 @@ class Child:
     def _start(self) -> subprocess.Popen[str]:
         errors = self._log.open("ab") if self._log else None
         # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then ends the children.
+        tied = ["--wakeups", str(self._ends), "--parent", str(os.getpid())]
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, *self.arguments]
-            + ["--wakeups", str(self._ends), "--parent", str(os.getpid())],
+            [sys.executable, "-m", self._module, *self.arguments, *tied],
             pass_fds=(self._ends.read, self._ends.write),
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
@@ -171,7 +171,7 @@ class Supervisor:
             return
         if code == EXIT_CONFIGURATION:
             raise RunError("the engine cannot run this configuration; see the line above")
-        self._note_progress()
+        self._note_progress(self._engine)
         if self._engine.failures >= MAX_RESTARTS:
             reason = f"the engine failed {self._engine.failures + 1} times at the same point, last with {code}"
             self.store.end_run(self._config.run.name, "stopped", reason)
@@ -181,11 +181,11 @@ class Supervisor:
 
     _completed = 0
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, engine: Child) -> None:
         row = self.store.run(self._config.run.name)
         completed = int(row["completed_rounds"]) if row else 0
         if completed > self._completed:
-            self._completed, self._engine.failures = completed, 0
+            self._completed, engine.failures = completed, 0
 
     def _run_is_over(self) -> bool:
         row = self.store.run(self._config.run.name)

@@ -16,6 +16,7 @@ from wire_samples import (
     EXPECTS,
     cut_at,
     data_of,
+    f32,
     make_contract,
     make_knowledge,
     make_payload,
@@ -44,7 +45,7 @@ from fleetdistill_server.ingest import Ingest
 
 FLOAT32 = np.float32
 MODEL = k.ModelParameters(
-    parameters={"conv.weight": np.arange(6, dtype=FLOAT32).reshape(1, 2, 3), "bias": np.float32([0.5])},
+    parameters={"conv.weight": np.arange(6, dtype=FLOAT32).reshape(1, 2, 3), "bias": f32([0.5])},
     buffers={"count": np.array(7, np.int64), "mean": np.zeros((0, 4), FLOAT32)},
     scope="extractor",
 )
@@ -57,7 +58,7 @@ ONE_OF_EACH: dict[str, k.Kind] = {
     "proxy_knowledge": k.ProxyKnowledge(valid=True, proxy_digest=b"p" * 32, embeddings=np.ones((2, 5), FLOAT32)),
     "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "distillation_gradient": k.DistillationGradient(
-        gradients={"w": np.float32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1
+        gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1
     ),
     "generator": k.Generator(parameters=MODEL, noise_size=100),
     "discriminator": k.Discriminator(parameters=MODEL, shares_extractor=True),
@@ -153,7 +154,11 @@ def test_the_memory_layout_of_an_array_does_not_matter(make: Any) -> None:
 
 
 def test_only_knowledge_travels_in_the_knowledge_type() -> None:
-    parts = {"model": MODEL, "knowledge": make_knowledge(2, labels=None), "teacher": ONE_OF_EACH["refined_knowledge"]}
+    parts: dict[str, k.Kind] = {
+        "model": MODEL,
+        "knowledge": make_knowledge(2, labels=None),
+        "teacher": ONE_OF_EACH["refined_knowledge"],
+    }
     types = {slot.path: slot.dtype.name for slot in encode(parts, np.float16).slots}
     assert types == {
         "model/parameters/conv.weight": "float32",
@@ -170,7 +175,7 @@ def test_only_knowledge_travels_in_the_knowledge_type() -> None:
 
 def test_float64_parameters_travel_as_the_nearest_float32() -> None:
     (found,) = decode(encode({"m": k.ModelParameters(parameters={"w": np.array([0.1])})})).values()
-    assert_same(found, k.ModelParameters(parameters={"w": np.float32([0.1])}))
+    assert_same(found, k.ModelParameters(parameters={"w": f32([0.1])}))
 
 
 # --- absent is explicit
@@ -233,7 +238,7 @@ def test_a_value_that_overflows_float16_names_path_and_row(sign: int) -> None:
 
 
 def test_the_largest_float16_fits_and_infinity_is_left_to_the_server() -> None:
-    values = np.float32([[65504, np.inf, np.nan]])
+    values = f32([[65504, np.inf, np.nan]])
     (found,) = decode(encode({"x": k.RefinedKnowledge(valid=True, values=values)}, np.float16)).values()
     assert isinstance(found, k.RefinedKnowledge)
     np.testing.assert_array_equal(found.values, values)

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_an_id_in_use_needs_its_secret(client: Client, front: LiveFront) -> None
 def test_no_call_works_with_a_wrong_secret(client: Client, store: Store, secret: bytes) -> None:
     name = ask(store, client)
     right, client.secret = client.secret, secret
-    calls = [
+    calls: list[Callable[[], Any]] = [
         lambda: client.next_ask(0.0),
         lambda: client.status(name),
         lambda: client.upload(name, make_payload()),
@@ -573,7 +573,7 @@ def test_a_download_from_its_end_is_only_a_header(client: Client, store: Store, 
     assert header.WhichOneof("message") == "header"
 
 
-@pytest.mark.parametrize("sha256", [b"0" * 32, b"short"])
+@pytest.mark.parametrize("sha256", [b"0" * 32, b"short", b""])
 def test_an_unknown_payload_is_not_found(client: Client, sha256: bytes) -> None:
     with refused() as found:
         client.download(sha256)

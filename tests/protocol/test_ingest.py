@@ -16,6 +16,9 @@ from wire_samples import (
     EXPECTS,
     cut_at,
     data_of,
+    f32,
+    i32,
+    i64,
     in_pieces,
     make_chunk,
     make_contract,
@@ -79,37 +82,37 @@ def test_a_good_upload_is_taken() -> None:
 
 BAD_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "NaN in features": (
-        {"features": {"cut": np.float32([[[0, 0], [0, 0]], [[0, 0], [np.nan, 0]]])}},
+        {"features": {"cut": f32([[[0, 0], [0, 0]], [[0, 0], [np.nan, 0]]])}},
         "non-finite features at row 1 of knowledge/features/cut",
         "knowledge/features/cut",
         1,
     ),
     "infinity in logits": (
-        {"logits": np.float32([[0, 0, 0], [0, -np.inf, 0]])},
+        {"logits": f32([[0, 0, 0], [0, -np.inf, 0]])},
         "non-finite logits at row 1 of knowledge/logits",
         "knowledge/logits",
         1,
     ),
     "label too large": (
-        {"labels": np.int32([2, 3])},
+        {"labels": i32([2, 3])},
         "label 3 outside [0, 3) at row 1 of knowledge/labels",
         "knowledge/labels",
         1,
     ),
     "label negative": (
-        {"labels": np.int32([-1, 0])},
+        {"labels": i32([-1, 0])},
         "label -1 outside [0, 3) at row 0 of knowledge/labels",
         "knowledge/labels",
         0,
     ),
     "sample id negative": (
-        {"sample_ids": np.int64([0, -7])},
+        {"sample_ids": i64([0, -7])},
         "sample id -7 below 0 at row 1 of knowledge/sample_ids",
         "knowledge/sample_ids",
         1,
     ),
     "sample id twice": (
-        {"sample_ids": np.int64([5, 5])},
+        {"sample_ids": i64([5, 5])},
         "sample id 5 appears twice, again at row 1 of knowledge/sample_ids",
         "knowledge/sample_ids",
         1,
@@ -126,7 +129,7 @@ def test_a_bad_value_is_refused_with_its_tensor_and_row(name: str) -> None:
 
 
 def test_the_row_of_a_doubled_id_is_where_it_appears_again() -> None:
-    ids = np.int64([30, 20, 10, 20, 0])
+    ids = i64([30, 20, 10, 20, 0])
     error = refusal(make_payload(5, sample_ids=ids))
     assert str(error) == "device d1: sample id 20 appears twice, again at row 3 of knowledge/sample_ids"
 
@@ -169,27 +172,27 @@ def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
     ("kind", "expects", "sentence"),
     [
         (
-            k.ModelParameters(parameters={"w": np.float32([0, np.nan])}),
+            k.ModelParameters(parameters={"w": f32([0, np.nan])}),
             "model_parameters",
             "non-finite value at row 1 of x/parameters/w",
         ),
         (
-            k.ModelParameters(parameters={}, buffers={"mean": np.float32(np.inf)}),
+            k.ModelParameters(parameters={}, buffers={"mean": f32(np.inf)}),
             "model_parameters",
             "non-finite value at row 0 of x/buffers/mean",
         ),
         (
-            k.DistillationGradient(gradients={"w": np.float32([[0], [-np.inf]])}, batch_size=1, loss=0.0),
+            k.DistillationGradient(gradients={"w": f32([[0], [-np.inf]])}, batch_size=1, loss=0.0),
             "distillation_gradient",
             "non-finite value at row 1 of x/gradients/w",
         ),
         (
-            k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0, -0.5, 0]])),
+            k.WeightedPredictions(noise_seed=1, values=f32([[1, 0, 0], [0, -0.5, 0]])),
             "weighted_predictions",
             "predictions -0.5 below 0 at row 1 of x/values",
         ),
         (
-            k.Generator(parameters=k.ModelParameters(parameters={"w": np.float32([np.nan])}), noise_size=3),
+            k.Generator(parameters=k.ModelParameters(parameters={"w": f32([np.nan])}), noise_size=3),
             "generator",
             "non-finite value at row 0 of x/parameters/parameters/w",
         ),
@@ -272,7 +275,7 @@ BAD_TENSORS: dict[str, tuple[Payload, str, str]] = {
         "knowledge/logits",
     ),
     "a scalar": (
-        make_payload(labels=np.int32(1)),
+        make_payload(labels=i32(1)),
         "knowledge/labels has shape [], expected [N]",
         "knowledge/labels",
     ),
@@ -397,14 +400,12 @@ def test_a_part_of_a_kind_that_only_the_server_sends_is_refused_even_if_named_in
 
 
 def test_parameters_travel_as_float32_and_only_buffers_as_int64() -> None:
-    good = {"w": np.float32([1])}
+    good = {"w": f32([1])}
     take_in(
-        encode({"x": k.ModelParameters(parameters=good, buffers={"n": np.int64([1]), "m": np.float32([1])})}),
+        encode({"x": k.ModelParameters(parameters=good, buffers={"n": i64([1]), "m": f32([1])})}),
         expects={"x": "model_parameters"},
     )
-    error = refusal(
-        encode({"x": k.ModelParameters(parameters={"w": np.int64([1])})}), expects={"x": "model_parameters"}
-    )
+    error = refusal(encode({"x": k.ModelParameters(parameters={"w": i64([1])})}), expects={"x": "model_parameters"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: x/parameters/w is int64, expected float32")
     error = refusal(raw_payload({"w": np.zeros(1)}), expects={"raw": "model_parameters"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: raw/buffers/w is float64, expected float32")
@@ -412,7 +413,7 @@ def test_parameters_travel_as_float32_and_only_buffers_as_int64() -> None:
 
 def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> None:
     payload = make_payload()
-    payload.parts.parts[0].sample_knowledge.logits.encoding = 9  # type: ignore[assignment]
+    payload.parts.parts[0].sample_knowledge.logits.encoding = 9
     error = refusal(payload)
     assert said(error) == (
         Code.BAD_MESSAGE,
@@ -512,7 +513,7 @@ def test_a_changed_byte_is_found_by_the_checksum() -> None:
 
 def test_data_that_are_not_what_the_digest_names_are_refused() -> None:
     """Each chunk is whole and each value fits, but they are another payload's."""
-    other = make_payload(labels=np.int32([2, 2, 2, 2]))
+    other = make_payload(labels=i32([2, 2, 2, 2]))
     error = refusal(other, header=make_payload().header())
     assert said(error) == (
         Code.CHECKSUM,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.live_front import RUN, Client, LiveFront, as_messages, open_round, upload_name, write_asks
@@ -16,6 +17,7 @@ from fleetdistill.transfer import download
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill.wire.v1.knowledge_pb2 import PayloadHeader, TensorChunk
 from fleetdistill_server.store import Row, Store
 
 pytestmark = pytest.mark.slow
@@ -117,12 +119,14 @@ class RestartingLink(GrpcLink):
         self._front = front
         self.first_bytes: list[int] = []
 
-    def download(self, identity: service_pb2.Identity, sha256: bytes, first_byte: int):  # type: ignore[no-untyped-def]
+    def download(
+        self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
+    ) -> tuple[PayloadHeader, Iterator[TensorChunk]]:
         self.first_bytes.append(first_byte)
         header, chunks = super().download(identity, sha256, first_byte)
         return header, self._killing(chunks) if len(self.first_bytes) == 1 else chunks
 
-    def _killing(self, chunks):  # type: ignore[no-untyped-def]
+    def _killing(self, chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
         yield next(chunks)
         self._front.kill()
         try:
@@ -131,20 +135,18 @@ class RestartingLink(GrpcLink):
             self._front.start_again()
 
 
-class stream:  # noqa: N801  (used like a function)
+class stream:
     """An upload that runs in the background; it stays open after its messages unless told otherwise."""
 
     def __init__(self, client: Client, messages: list[service_pb2.UploadRequest], keep_open: bool = True) -> None:
         self._over = threading.Event()
-        self._call = client.stub.Upload.future(
-            itertools.chain(messages, self._hold() if keep_open else ()), timeout=60
-        )
+        self._call = client.stub.Upload.future(itertools.chain(messages, self._hold() if keep_open else ()), timeout=60)
 
     def _hold(self) -> Iterator[service_pb2.UploadRequest]:
         self._over.wait(60)
         yield from ()
 
-    def __enter__(self):  # type: ignore[no-untyped-def]
+    def __enter__(self) -> Any:
         return self._call
 
     def __exit__(self, *_: object) -> None:

@@ -14,6 +14,8 @@ import pytest
 from wire_samples import (
     EXPECTS,
     data_of,
+    i32,
+    i64,
     in_pieces,
     make_contract,
     make_identity,
@@ -28,7 +30,7 @@ from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.desk import Desk, UploadSession, commit_directly
+from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.store import Row, Store
 
 RUN = "digits"
@@ -49,7 +51,8 @@ class Fleet:
 
     def _commit(self, job: Callable[[Store], T]) -> T:
         self.before_commit()
-        return commit_directly(self.store, job)
+        with self.store.transaction():
+            return job(self.store)
 
     def _wake(self) -> None:
         self.wakes += 1
@@ -120,9 +123,23 @@ def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) ->
         session.feed(chunk)
 
 
-@pytest.fixture(params=["files", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(tmp_path) if request.param == "files" else Store.in_memory()
+def feed_all(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) -> service_pb2.Receipt:
+    feed(session, chunks)
+    return session.finish()
+
+
+def takes(session: UploadSession, chunk: knowledge_pb2.TensorChunk) -> bool:
+    """Whether the session is the one that counts."""
+    try:
+        session.feed(chunk)
+    except RefusedError as refusal:
+        return refusal.code != Code.OUT_OF_STEP
+    return True
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    opened = Store.in_memory()
     yield opened
     opened.close()
 
@@ -130,6 +147,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def fleet(store: Store) -> Fleet:
     return Fleet(store)
+
+
+@pytest.fixture(params=["files", "memory"])
+def any_fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """For what the two kinds of staging areas might do differently."""
+    opened = Store.open(tmp_path) if request.param == "files" else Store.in_memory()
+    yield Fleet(opened)
+    opened.close()
 
 
 # --- check-in
@@ -443,21 +468,21 @@ def test_after_a_restart_present_devices_have_a_fresh_lease(fleet: Fleet) -> Non
 # --- uploads
 
 
-def test_an_answer_gets_a_receipt_once_it_is_stored(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = encode({"knowledge": make_knowledge(), "metrics": make_metrics(3, 4)})
-    wakes = fleet.wakes
-    receipt = fleet.send(identity, payload, samples=9)
+    wakes = any_fleet.wakes
+    receipt = any_fleet.send(identity, payload, samples=9)
     assert (receipt.sha256, receipt.data_bytes, receipt.name.attempt) == (payload.sha256, payload.data_bytes, 1)
     assert abs(receipt.received_at_ms / 1000 - time.time()) < 60
-    (row,) = fleet.store.uploads(RUN)
+    (row,) = any_fleet.store.uploads(RUN)
     assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 9, "acknowledged")
-    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
-    assert fleet.ask_state() == ("answered", None)
-    (figure,) = fleet.store.figures(RUN, "accuracy", "test")
+    assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+    assert any_fleet.ask_state() == ("answered", None)
+    (figure,) = any_fleet.store.figures(RUN, "accuracy", "test")
     assert (figure["device"], figure["sum"], figure["count"]) == ("d1", 3.0, 4)
-    assert fleet.wakes > wakes
+    assert any_fleet.wakes > wakes
 
 
 def test_the_bytes_of_an_answer_are_counted_without_its_metrics_data(fleet: Fleet) -> None:
@@ -524,24 +549,24 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
     assert fleet.store.traffic(RUN) == []
 
 
-def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
-    receipt = fleet.send(identity, payload)
-    again = fleet.begin(identity, payload)
+    receipt = any_fleet.send(identity, payload)
+    again = any_fleet.begin(identity, payload)
     feed(again, in_pieces(payload, WHOLE))  # a device that did not ask for the status sends it all
     assert again.finish() == receipt
-    assert fleet.status(identity).receipt == receipt
-    assert len(fleet.store.uploads(RUN)) == 1
-    assert fleet.store.traffic(RUN)[0]["payloads"] == 1
+    assert any_fleet.status(identity).receipt == receipt
+    assert len(any_fleet.store.uploads(RUN)) == 1
+    assert any_fleet.store.traffic(RUN)[0]["payloads"] == 1
 
 
 def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     receipt = fleet.send(identity, make_payload(), attempt=1)
-    other = make_payload(labels=np.int32([2, 2, 2, 2]))
+    other = make_payload(labels=i32([2, 2, 2, 2]))
     assert fleet.send(identity, other, attempt=2) == receipt
     status = fleet.status(identity, attempt=2)
     assert status.receipt == receipt
@@ -549,34 +574,34 @@ def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
     assert [row["sha256"] for row in fleet.store.uploads(RUN)] == [make_payload().sha256]
 
 
-def test_two_attempts_that_end_at_the_same_moment_count_once(fleet: Fleet) -> None:
+def test_two_attempts_that_end_at_the_same_moment_count_once(any_fleet: Fleet) -> None:
     """Both are stored whole, then one is committed while the other waits for its turn."""
-    identity = fleet.join()
-    fleet.ask()
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = encode({"knowledge": make_knowledge(), "metrics": make_metrics()})
-    session = fleet.begin(identity, payload)
+    session = any_fleet.begin(identity, payload)
     feed(session, in_pieces(payload, WHOLE))
     receipts = []
 
     def overtake() -> None:
-        fleet.before_commit = lambda: None
-        receipts.append(fleet.send(identity, payload))
+        any_fleet.before_commit = lambda: None
+        receipts.append(any_fleet.send(identity, payload))
 
-    fleet.before_commit = overtake
+    any_fleet.before_commit = overtake
     receipts.append(session.finish())
     assert receipts[0] == receipts[1]
-    assert len(fleet.store.uploads(RUN)) == 1
-    assert [row["payloads"] for row in fleet.store.traffic(RUN)] == [1]
+    assert len(any_fleet.store.uploads(RUN)) == 1
+    assert [row["payloads"] for row in any_fleet.store.traffic(RUN)] == [1]
 
 
-def test_of_two_streams_of_one_upload_the_newest_wins(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_of_two_streams_of_one_upload_the_newest_wins(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
     chunks = in_pieces(payload, 16)
-    older = fleet.begin(identity, payload)
+    older = any_fleet.begin(identity, payload)
     feed(older, chunks[:3])
-    newer = fleet.begin(identity, payload, first_byte=48)
+    newer = any_fleet.begin(identity, payload, first_byte=48)
     with pytest.raises(RefusedError) as error:
         older.feed(chunks[3])
     assert (error.value.code, str(error.value)) == (
@@ -588,18 +613,18 @@ def test_of_two_streams_of_one_upload_the_newest_wins(fleet: Fleet) -> None:
     older.abandon()  # what the front does last must not disturb the newer one
     feed(newer, chunks[3:])
     assert newer.finish().sha256 == payload.sha256
-    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
-    assert fleet.ask_state() == ("answered", None)
+    assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+    assert any_fleet.ask_state() == ("answered", None)
 
 
 def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two writers in one staging file could store bytes that no check has seen."""
-    identity = fleet.join()
-    fleet.ask()
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
-    stage, in_stage, go_on = fleet.store.blobs.stage, threading.Event(), threading.Event()
+    stage, in_stage, go_on = any_fleet.store.blobs.stage, threading.Event(), threading.Event()
 
     def slow_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
         if not in_stage.is_set():
@@ -607,9 +632,9 @@ def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
             go_on.wait(1)
         return stage(key, parts)
 
-    monkeypatch.setattr(fleet.store.blobs, "stage", slow_stage)
+    monkeypatch.setattr(any_fleet.store.blobs, "stage", slow_stage)
     sessions: list[UploadSession] = []
-    threads = [threading.Thread(target=lambda: sessions.append(fleet.begin(identity, payload))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: sessions.append(any_fleet.begin(identity, payload))) for _ in range(2)]
     threads[0].start()
     in_stage.wait(5)
     threads[1].start()
@@ -618,76 +643,69 @@ def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
     for thread in threads:
         thread.join(5)
     chunks = in_pieces(payload, 16)
-    took = []
-    for session in sessions:
-        try:
-            session.feed(chunks[0])
-            took.append(session)
-        except RefusedError as error:
-            assert error.code == Code.OUT_OF_STEP
-    (winner,) = took
+    (winner,) = (session for session in sessions if takes(session, chunks[0]))
     feed(winner, chunks[1:])
-    assert data_of(fleet.store.blobs.open(winner.finish().sha256)) == data_of(payload)
+    assert data_of(any_fleet.store.blobs.open(winner.finish().sha256)) == data_of(payload)
 
 
-def test_an_upload_goes_on_where_a_broken_stream_left_it(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_an_upload_goes_on_where_a_broken_stream_left_it(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
     chunks = in_pieces(payload, 16)
-    broken = fleet.begin(identity, payload)
+    broken = any_fleet.begin(identity, payload)
     feed(broken, chunks[:5])
     broken.abandon()
-    status = fleet.status(identity)
+    status = any_fleet.status(identity)
     assert (status.next_byte, status.ask_open, status.HasField("receipt")) == (80, True, False)
-    assert fleet.status(identity, attempt=2).next_byte == 0
-    session = fleet.begin(identity, payload, first_byte=80)
+    assert any_fleet.status(identity, attempt=2).next_byte == 0
+    session = any_fleet.begin(identity, payload, first_byte=80)
     feed(session, chunks[5:])
     assert session.finish().sha256 == payload.sha256
-    assert data_of(fleet.store.blobs.open(payload.sha256)) == data_of(payload)
+    assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
 
 
-def test_an_upload_survives_a_restart_of_the_front(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_an_upload_survives_a_restart_of_the_front(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
     chunks = in_pieces(payload, 16)
-    broken = fleet.begin(identity, payload)
+    broken = any_fleet.begin(identity, payload)
     feed(broken, chunks[:5])
     broken.abandon()
-    fleet.desk = Desk(fleet.store)
-    session = fleet.begin(identity, payload, first_byte=fleet.status(identity).next_byte)
+    any_fleet.desk = Desk(any_fleet.store)
+    session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
     feed(session, chunks[5:])
     assert session.finish().sha256 == payload.sha256
 
 
 @pytest.mark.parametrize("first_byte", [0, 64, 96, 10**6])
-def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(fleet: Fleet, first_byte: int) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(any_fleet: Fleet, first_byte: int) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
-    broken = fleet.begin(identity, payload)
+    broken = any_fleet.begin(identity, payload)
     feed(broken, in_pieces(payload, 16)[:5])
     broken.abandon()
     with pytest.raises(RefusedError) as error:
-        fleet.begin(identity, payload, first_byte=first_byte)
+        any_fleet.begin(identity, payload, first_byte=first_byte)
     assert (error.value.code, str(error.value)) == (
         Code.OUT_OF_STEP,
         f"device d1: the upload goes on at byte {first_byte}, the server has 80; ask for its status",
     )
-    assert fleet.status(identity).next_byte == 80  # nothing was lost
-    assert fleet.ask_state() == ("open", None)
+    assert any_fleet.status(identity).next_byte == 80  # nothing was lost
+    assert any_fleet.ask_state() == ("open", None)
 
 
-def test_a_restarted_device_with_another_answer_begins_afresh(fleet: Fleet) -> None:
+def test_a_restarted_device_with_another_answer_begins_afresh(any_fleet: Fleet) -> None:
     """Same attempt number, other parts: what is staged belongs to neither."""
-    identity = fleet.join()
-    fleet.ask()
-    broken = fleet.begin(identity, make_payload())
+    identity = any_fleet.join()
+    any_fleet.ask()
+    broken = any_fleet.begin(identity, make_payload())
     feed(broken, in_pieces(make_payload(), 16)[:5])
     broken.abandon()
     other = make_payload(5)
-    assert fleet.send(identity, other).sha256 == other.sha256
+    assert any_fleet.send(identity, other).sha256 == other.sha256
 
 
 BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
@@ -716,21 +734,21 @@ BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_UPLOADS)
-def test_a_bad_upload_puts_the_device_out_for_the_round(fleet: Fleet, name: str) -> None:
+def test_a_bad_upload_puts_the_device_out_for_the_round(any_fleet: Fleet, name: str) -> None:
     payload, code, sentence = BAD_UPLOADS[name]
-    identity = fleet.join()
-    fleet.ask()
-    wakes = fleet.wakes
+    identity = any_fleet.join()
+    any_fleet.ask()
+    wakes = any_fleet.wakes
     with pytest.raises(RefusedError) as error:
-        fleet.send(identity, payload)
+        any_fleet.send(identity, payload)
     assert (error.value.code, str(error.value)) == (code, sentence)
-    (event,) = fleet.store.events(RUN, "refused")
+    (event,) = any_fleet.store.events(RUN, "refused")
     assert (event["text"], event["code"], event["device"], event["round"]) == (sentence, code, "d1", 1)
-    assert fleet.ask_state() == ("out", f"refused: {sentence}")
-    assert fleet.wakes > wakes  # nobody waits for it
-    assert fleet.store.uploads(RUN) == []
-    assert fleet.store.present_devices(RUN) == ["d1"]  # the next round asks it again
-    status = fleet.status(identity)
+    assert any_fleet.ask_state() == ("out", f"refused: {sentence}")
+    assert any_fleet.wakes > wakes  # nobody waits for it
+    assert any_fleet.store.uploads(RUN) == []
+    assert any_fleet.store.present_devices(RUN) == ["d1"]  # the next round asks it again
+    status = any_fleet.status(identity)
     assert (status.ask_open, status.next_byte) == (False, 0)
 
 
@@ -747,48 +765,47 @@ def test_an_answer_of_no_or_absurdly_many_samples_is_refused(fleet: Fleet, sampl
 
 
 @pytest.mark.parametrize("how", ["chunk", "digest", "short"])
-def test_what_went_wrong_on_the_way_may_be_sent_again(fleet: Fleet, how: str) -> None:
-    identity = fleet.join()
-    fleet.ask()
+def test_what_went_wrong_on_the_way_may_be_sent_again(any_fleet: Fleet, how: str) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
     chunks = in_pieces(payload, 16)
-    header_of = make_payload(labels=np.int32([2, 2, 2, 2])) if how == "digest" else payload
-    session = fleet.begin(identity, header_of)
+    header_of = make_payload(labels=i32([2, 2, 2, 2])) if how == "digest" else payload
+    session = any_fleet.begin(identity, header_of)
     if how == "chunk":
         chunks[3].crc32c ^= 1
     with pytest.raises(RefusedError) as error:
-        feed(session, chunks[:-1] if how == "short" else chunks)
-        session.finish()
+        feed_all(session, chunks[:-1] if how == "short" else chunks)
     code = Code.INCOMPLETE if how == "short" else Code.CHECKSUM
     assert error.value.code == code
-    assert fleet.refused() == [("d1", code)]
-    assert fleet.ask_state() == ("open", None)
-    first = fleet.status(identity).next_byte
+    assert any_fleet.refused() == [("d1", code)]
+    assert any_fleet.ask_state() == ("open", None)
+    first = any_fleet.status(identity).next_byte
     assert first == (payload.data_bytes - 16 if how == "short" else 0)  # nothing doubtful is kept
-    again = fleet.begin(identity, payload, first_byte=first)
+    again = any_fleet.begin(identity, payload, first_byte=first)
     feed(again, [c for c in in_pieces(payload, 16) if payload.slots[c.tensor].start + c.offset >= first])
     assert again.finish().sha256 == payload.sha256
 
 
-def test_a_session_that_was_refused_takes_nothing_more(fleet: Fleet) -> None:
-    identity = fleet.join()
-    fleet.ask()
-    session = fleet.begin(identity, make_payload(labels=np.int32([9, 0, 0, 0])))
+def test_a_session_that_was_refused_takes_nothing_more(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
+    session = any_fleet.begin(identity, make_payload(labels=i32([9, 0, 0, 0])))
     with pytest.raises(RefusedError, match="label 9"):
-        feed(session, in_pieces(make_payload(labels=np.int32([9, 0, 0, 0])), WHOLE))
+        feed(session, in_pieces(make_payload(labels=i32([9, 0, 0, 0])), WHOLE))
     with pytest.raises(RefusedError):
         session.finish()
     session.abandon()
-    assert fleet.store.uploads(RUN) == []
+    assert any_fleet.store.uploads(RUN) == []
 
 
 def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity = fleet.join()
-    fleet.ask()
+    identity = any_fleet.join()
+    any_fleet.ask()
     payload = make_payload()
-    session = fleet.begin(identity, payload)
+    session = any_fleet.begin(identity, payload)
 
     def full(data: bytes) -> None:
         raise StoreError("writing an upload: the disk is full")
@@ -796,9 +813,9 @@ def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
     monkeypatch.setattr(session._staging, "append", full)
     with pytest.raises(StoreError, match="the disk is full"):
         session.feed(in_pieces(payload, 16)[0])
-    assert fleet.ask_state() == ("open", None)
+    assert any_fleet.ask_state() == ("open", None)
     monkeypatch.undo()
-    assert fleet.send(identity, payload).sha256 == payload.sha256
+    assert any_fleet.send(identity, payload).sha256 == payload.sha256
 
 
 def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> None:
@@ -808,7 +825,7 @@ def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> Non
     fleet.ask("good", "bad", "silent")
     receipt = fleet.send(good, make_payload())
     with pytest.raises(RefusedError):
-        fleet.send(bad, make_payload(sample_ids=np.int64([0, 1, 2, -1])))
+        fleet.send(bad, make_payload(sample_ids=i64([0, 1, 2, -1])))
     (accepted,) = (row for row in fleet.store.asks(RUN, number, 1) if row["receipt"])
     fleet.store.close_round(RUN, number, b"c", [accepted["id"]], {})
     assert [(row["receipt"], row["status"]) for row in fleet.store.uploads(RUN)] == [(receipt.id, "used")]
@@ -847,8 +864,30 @@ def test_one_device_s_answer_is_not_another_s_to_fetch(fleet: Fleet) -> None:
     for identity in (first, second):
         with pytest.raises(RefusedError, match="is not meant for it"):
             fetch(fleet, identity, receipt.sha256)
+
+
+def test_no_digest_names_no_payload(fleet: Fleet) -> None:
+    """Neither in an ask without payload nor in a contract without initial weights."""
+    identity = fleet.join()
+    fleet.ask()
     with pytest.raises(RefusedError, match="is not meant for it"):
-        fetch(fleet, first, b"")
+        fetch(fleet, identity, b"")
+
+
+def test_a_payload_that_went_with_its_round_is_not_found(fleet: Fleet) -> None:
+    identity = fleet.join()
+    payload = make_payload()
+    fleet.ask(payload=payload)
+    fleet.store.blobs.drop(payload.sha256)
+    with pytest.raises(StoreError):  # while the ask is open, that is a fault of the server
+        fetch(fleet, identity, payload.sha256)
+    fleet.store.close_ask(1, "round closed")
+    with pytest.raises(RefusedError) as error:
+        fetch(fleet, identity, payload.sha256)
+    assert (error.value.code, str(error.value)) == (
+        Code.NOT_FOUND,
+        f"device d1: payload {payload.sha256.hex()} is gone, the round that it belonged to is over",
+    )
 
 
 def test_the_initial_weights_are_for_every_device_of_the_run(store: Store) -> None:
@@ -874,7 +913,7 @@ def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     with pytest.raises(RefusedError):
-        fleet.send(identity, make_payload(labels=np.int32([0, 0, 7, 0])))
+        fleet.send(identity, make_payload(labels=i32([0, 0, 7, 0])))
     (event,) = fleet.store.events(RUN)
     assert json.loads(json.dumps(event))["code"] == "bad-value"
     assert event["text"] == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"

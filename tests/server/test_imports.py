@@ -6,9 +6,10 @@ import ast
 import json
 from pathlib import Path
 
-import fleetdistill
 import pytest
 from support.processes import python
+
+import fleetdistill
 
 SDK = Path(fleetdistill.__file__).parent
 HEAVY = (
@@ -39,7 +40,7 @@ def test_a_device_reaches_its_server_without_torch() -> None:
 
 def test_the_front_knows_neither_torch_nor_methods() -> None:
     loaded = loaded_by("import fleetdistill_server.front")
-    methods = {one for one in of_packages(loaded, "fleetdistill.methods", "fleetdistill_server.methods")}
+    methods = of_packages(loaded, "fleetdistill.methods", "fleetdistill_server.methods")
     assert of_packages(loaded, "torch", "torchvision", "onnx", "onnxruntime") == set()
     assert methods == set()
 

@@ -63,6 +63,7 @@ class Served:
 
     process: subprocess.Popen[str]
     said: list[str] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
 
     def port(self) -> int:
         """Where it says that it serves."""
@@ -76,7 +77,9 @@ class Served:
 
     def child(self, module: str) -> int:
         """Id of the front's or the engine's process."""
-        return wait_until(lambda: children(self.process.pid, module), f"a process of {module}")[0]
+        pid = wait_until(lambda: children(self.process.pid, module), f"a process of {module}")[0]
+        self.seen.append(pid)
+        return pid
 
 
 @contextlib.contextmanager
@@ -96,12 +99,17 @@ def serve(config: Path) -> Iterator[Served]:
         try:
             process.wait(60)
         finally:
-            for one in [process.pid, *started]:
+            for one in [process.pid, *started, *(pid for pid in served.seen if _is_ours(pid))]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
         process.wait()
         reader.join()
         process.stdout.close()  # type: ignore[union-attr]
+
+
+def _is_ours(pid: int) -> bool:
+    """Orphans have lost their parent, but not their command line; another process may have got the id meanwhile."""
+    return is_alive(pid) and "fleetdistill_server" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def run_row(store: Store) -> Row:
@@ -263,7 +271,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up(tmp_path: Path, monk
     serving = threading.Thread(target=run)
     serving.start()
     try:
-        port = wait_until(lambda: supervisor.port, "the front to listen")
+        port = wait_until(lambda: supervisor.port or 0, "the front to listen")
         with AnsweringFleet(port, RUN, 2):
             serving.join(120)
     finally:

@@ -14,8 +14,9 @@ from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, ru
 from support.processes import children, kill_in, wait_until
 
 from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.fleet import RUN, Simulation
+from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import as_toml, device_processes
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
@@ -60,7 +61,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         self._serving.start()
         try:
-            self.port = wait_until(lambda: self.supervisor.port, "the front to listen")
+            self.port = wait_until(lambda: self.supervisor.port or 0, "the front to listen")
             for spec in self._specs:
                 self.start(spec)
         except BaseException:

@@ -9,8 +9,9 @@ import pytest
 from support.fleets import assert_no_upload_lost, outcome, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.fleet import Simulation, simulate
+from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links import run_over_grpc
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 SMALL = Simulation(devices=3, rounds=3, train_limit=90, test_limit=40, alpha=1.0, torch_device="cpu", with_alone=False)

@@ -16,17 +16,19 @@ from support.answering import AnsweringDevice
 from support.fleets import assert_no_upload_lost, prepare
 
 from fleetdistill import Device, Step
-from fleetdistill.errors import RunError
+from fleetdistill.errors import RefusedError, RunError
 from fleetdistill.state_file import pack_state
-from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.device import DeviceSpec, make_device
-from fleetdistill_server.simulation.fleet import RUN, Simulation
+from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 ROUNDS = 2
@@ -272,7 +274,8 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
     (lost,) = [row for row in store.uploads(RUN) if row["round"] == 1]
     assert (lost["device"], lost["status"]) == ("d0", "reported")
     assert lost["reason"].startswith("round short")
-    assert [(row["round"], row["device"]) for row in store.events(RUN, "late")][0] == (1, "d1")
+    late = store.events(RUN, "late")
+    assert (late[0]["round"], late[0]["device"]) == (1, "d1")
     assert_no_upload_lost(store)
     assert totals[2] == 0  # what d0 had added is gone
     assert int(method.total) == ROUNDS * 2 * 6
@@ -300,6 +303,44 @@ def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
     assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * ROUNDS
     assert [row["used"] for row in store.rounds(RUN)] == [2, 3]
     assert int(method.total) == 5 * 6
+
+
+def test_two_runs_of_one_seed_do_not_take_each_others_checkpoint() -> None:
+    """They begin with equal states, which are one blob."""
+    store = Store.in_memory()
+    with contextlib.suppress(Crash):  # the first wait: its first checkpoint is stored, no round has begun
+        run_engine(store, config_for(name="other"), Drive([None], Fuse(blows_at=1)))
+    run_engine(store, config_for(), Drive(answering(store)))
+    other, ours = store.run("other"), store.run(RUN)
+    assert other is not None
+    assert ours is not None
+    assert store.blobs.get_state(other["checkpoint"])
+    assert store.blobs.get_state(ours["checkpoint"])
+
+
+def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_path: Path) -> None:
+    config, specs, _ = prepare(TINY, tmp_path / "work")
+    store = Store.in_memory()
+    refused: list[bytes] = []
+
+    class LateLink(MemoryLink):
+        """The first payload of an ask is gone when it is fetched."""
+
+        def download(
+            self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
+        ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+            ask = store.next_ask(RUN, identity.device)
+            if ask is not None and ask["payload"] == sha256 and not refused:
+                refused.append(sha256)
+                raise RefusedError(Code.NOT_FOUND, "the round that it belonged to is over")
+            return super().download(identity, sha256, first_byte)
+
+    desk = Desk(store)
+    with contextlib.ExitStack() as stack:
+        devices = [stack.enter_context(make_device(spec, LateLink(desk))) for spec in specs]
+        run_engine(store, config, Drive(devices))
+    assert len(refused) == 1
+    assert [row["used"] for row in store.rounds(RUN)] == [2] * ROUNDS
 
 
 def test_an_engine_that_was_replaced_writes_nothing_more() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.fleet import RUN, Simulation, make_run_config, make_specs
+from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
 from fleetdistill_server.simulation.links import run_over_memory
 from fleetdistill_server.simulation.partition import partition
+from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]

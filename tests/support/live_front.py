@@ -124,7 +124,7 @@ class Client:
     port: int
     device: str = "d1"
     secret: bytes = b""
-    stub: service_pb2_grpc.DeviceServiceStub = field(init=False)
+    stub: Any = field(init=False)
     channel: grpc.Channel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,13 +139,14 @@ class Client:
     def check_in(self, profile: contract_pb2.DeviceProfile | None = None, **changes: Any) -> contract_pb2.Contract:
         """Checks in with a profile that fits, but for the changes; keeps the secret."""
         request = service_pb2.CheckInRequest(identity=self.identity, profile=profile or make_profile(**changes))
-        response = self.stub.CheckIn(request, timeout=CALL_SECONDS)
+        response: service_pb2.CheckInResponse = self.stub.CheckIn(request, timeout=CALL_SECONDS)
         self.secret = response.secret or self.secret
         return response.contract
 
     def next_ask(self, wait_seconds: float) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=self.identity, wait_seconds=wait_seconds)
-        return self.stub.NextAsk(request, timeout=CALL_SECONDS)
+        answer: service_pb2.NextAskResponse = self.stub.NextAsk(request, timeout=CALL_SECONDS)
+        return answer
 
     def start_next_ask(self, wait_seconds: float) -> Any:
         """The same as a future."""
@@ -154,7 +155,8 @@ class Client:
 
     def status(self, name: service_pb2.UploadName) -> service_pb2.UploadStatusResponse:
         request = service_pb2.UploadStatusRequest(identity=self.identity, name=name)
-        return self.stub.UploadStatus(request, timeout=CALL_SECONDS)
+        answer: service_pb2.UploadStatusResponse = self.stub.UploadStatus(request, timeout=CALL_SECONDS)
+        return answer
 
     def staged(self, name: service_pb2.UploadName, at_least: int) -> int:
         """Waits until the server holds this many bytes of an upload."""
@@ -168,7 +170,8 @@ class Client:
 
     def send(self, messages: Iterable[service_pb2.UploadRequest]) -> service_pb2.Receipt:
         """Any stream of upload messages."""
-        return self.stub.Upload(iter(messages), timeout=CALL_SECONDS).receipt
+        answer: service_pb2.UploadResponse = self.stub.Upload(iter(messages), timeout=CALL_SECONDS)
+        return answer.receipt
 
     def upload(self, name: service_pb2.UploadName, payload: Payload, first_byte: int = 0) -> service_pb2.Receipt:
         """A whole upload, or the rest of one from a byte on."""

@@ -1,0 +1,333 @@
+"""run.toml: every mistake is named with its section and key before anything starts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.run_config import load_run_config, run_config
+
+GOOD: dict[str, Any] = {"run": {"name": "digits"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
+TOML = """
+[run]
+name = "digits"
+rounds = 5
+quorum = 1
+deadline_seconds = 90
+
+[contract]
+classes = ["cat", "dog"]
+input_shape = [1, 8, 8]
+knowledge_type = "float32"
+
+[method]
+refinement = "kkr"
+target_peak = 0.75
+teacher_guard = false
+
+[server]
+listen = "0.0.0.0:50051"
+"""
+
+
+def with_setting(section: str, key: str, value: object) -> dict[str, Any]:
+    values = copy.deepcopy(GOOD)
+    values.setdefault(section, {})[key] = value
+    return values
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        run_config(values)
+    return str(error.value)
+
+
+# --- what is taken
+
+
+def test_a_small_configuration_is_completed_with_defaults() -> None:
+    config = run_config(GOOD)
+    assert (config.run.method, config.run.rounds, config.run.min_devices) == ("feddkc", 30, 2)
+    assert (config.run.quorum, config.run.deadline_seconds) == (2 / 3, 600.0)
+    assert config.contract.class_names() == [str(label) for label in range(10)]
+    assert config.contract.knowledge_type == "float16"
+    method = config.method_config()
+    assert method.target_peak == pytest.approx((1 + 1 / 10) / 2)
+    assert method.target_entropy == pytest.approx(0.5 * math.log2(10))
+
+
+def test_a_file_is_read_with_whole_numbers_for_real_ones(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    config = load_run_config(path)
+    assert (config.run.rounds, config.run.quorum, config.run.deadline_seconds) == (5, 1.0, 90.0)
+    assert config.contract.class_names() == ["cat", "dog"]
+    method = config.method_config()
+    assert (method.refinement, method.target_peak, method.teacher_guard) == ("kkr", 0.75, False)
+    assert config.server.listen == "0.0.0.0:50051"
+
+
+def test_a_checked_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        run_config(GOOD).run.rounds = 7  # type: ignore[misc]
+
+
+# --- unknown names
+
+
+UNKNOWN = {
+    "a section": (
+        {**GOOD, "servers": {}},
+        "[servers]: unknown section; known are run, contract, model, method, server",
+    ),
+    "in run": (
+        with_setting("run", "round", 3),
+        "[run] round: unknown setting; known are name, method, rounds, seed, min_devices, quorum, deadline_seconds, "
+        "threads",
+    ),
+    "in contract": (
+        with_setting("contract", "labels", 3),
+        "[contract] labels: unknown setting; known are classes, input_shape, knowledge_type",
+    ),
+    "in model": (
+        with_setting("model", "device", "x"),
+        "[model] device: unknown setting; known are extractor, server",
+    ),
+    "in server": (
+        with_setting("server", "port", 1),
+        "[server] port: unknown setting; known are listen, store, lease_seconds, max_upload_bytes, torch_device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    values, sentence = UNKNOWN[name]
+    assert refusal(values) == sentence
+
+
+def test_an_unknown_setting_of_the_method_is_refused_with_the_known_ones() -> None:
+    sentence = refusal(with_setting("method", "learning_rat", 0.1))
+    assert sentence.startswith("[method] learning_rat: unknown setting; known are refinement, target_peak, ")
+    assert ", learning_rate, " in sentence
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    assert refusal(with_setting("run", "method", "fedx")) == (
+        "[run] method: unknown method 'fedx', expected one of feddkc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("refinement", "[method] unknown refinement 'x', expected one of none, kkr, kkr_kernel, skr"),
+        ("server_order", "[method] unknown server_order 'x', expected mixed or sequential"),
+        ("kernel", "[method] unknown kernel 'x', expected one of exp, linear, softplus, sigmoid, quadratic"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_the_known_ones(key: str, sentence: str) -> None:
+    assert refusal(with_setting("method", key, "x")) == sentence
+
+
+# --- wrong types
+
+
+@pytest.mark.parametrize("given_value", ["3", True, 3.0, None, [3], {"n": 3}])
+@pytest.mark.parametrize(("section", "key"), [("run", "rounds"), ("run", "seed"), ("method", "local_epochs")])
+def test_a_whole_number_must_be_one(section: str, key: str, given_value: object) -> None:
+    sentence = f"[{section}] {key}: Input should be a valid integer, got {given_value!r}"
+    assert refusal(with_setting(section, key, given_value)) == sentence
+
+
+@pytest.mark.parametrize("given_value", ["0.5", True, [0.5]])
+@pytest.mark.parametrize(("section", "key"), [("run", "quorum"), ("server", "lease_seconds"), ("method", "beta")])
+def test_a_number_must_be_one(section: str, key: str, given_value: object) -> None:
+    sentence = f"[{section}] {key}: Input should be a valid number, got {given_value!r}"
+    assert refusal(with_setting(section, key, given_value)) == sentence
+
+
+@pytest.mark.parametrize(("section", "key"), [("run", "name"), ("server", "listen"), ("method", "refinement")])
+def test_a_text_must_be_one(section: str, key: str) -> None:
+    assert refusal(with_setting(section, key, 3)) == f"[{section}] {key}: Input should be a valid string, got 3"
+
+
+@pytest.mark.parametrize("given_value", [1, "true"])
+def test_a_flag_must_be_one(given_value: object) -> None:
+    sentence = f"[method] teacher_guard: Input should be a valid boolean, got {given_value!r}"
+    assert refusal(with_setting("method", "teacher_guard", given_value)) == sentence
+
+
+def test_a_section_must_be_one() -> None:
+    assert refusal({**GOOD, "contract": 3}).startswith("[contract]: Input should be a valid dictionary")
+    assert refusal({**GOOD, "method": 3}).startswith("[method]: Input should be a valid dictionary")
+
+
+# --- ranges
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("run", "rounds", 0, "Input should be greater than or equal to 1, got 0"),
+        ("run", "rounds", 2**32, "Input should be less than 4294967296, got 4294967296"),
+        ("run", "seed", -1, "Input should be greater than or equal to 0, got -1"),
+        ("run", "seed", 2**63, "Input should be less than 9223372036854775808, got 9223372036854775808"),
+        ("run", "min_devices", 0, "Input should be greater than or equal to 1, got 0"),
+        ("run", "threads", 0, "Input should be greater than or equal to 1, got 0"),
+        ("run", "quorum", 0, "Input should be greater than 0, got 0"),
+        ("run", "quorum", 1.1, "Input should be less than or equal to 1, got 1.1"),
+        ("run", "deadline_seconds", 0, "Input should be greater than 0, got 0"),
+        ("server", "lease_seconds", 0, "Input should be greater than 0, got 0"),
+        ("server", "max_upload_bytes", 0, "Input should be greater than or equal to 1, got 0"),
+        ("contract", "input_shape", [], "List should have at least 1 item after validation, not 0, got []"),
+        ("contract", "knowledge_type", "float64", "Input should be 'float16' or 'float32', got 'float64'"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(section: str, key: str, value: object, sentence: str) -> None:
+    assert refusal(with_setting(section, key, value)) == f"[{section}] {key}: {sentence}"
+
+
+def test_an_axis_of_the_input_is_named_by_its_position() -> None:
+    assert refusal(with_setting("contract", "input_shape", [1, 0])) == (
+        "[contract] input_shape.1: Input should be greater than or equal to 1, got 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "é", "x" * 65, "digits\n"])
+def test_a_bad_run_name_is_refused(name: str) -> None:
+    assert refusal(with_setting("run", "name", name)) == (
+        f"[run] name: String should match pattern '^[A-Za-z0-9._-]{{1,64}}$', got {name!r}"
+    )
+
+
+@pytest.mark.parametrize("classes", [1, 0, -3, True, 10.0, "10", [], ["a"], ["a", "a"], ["a", 1], [1, 2]])
+def test_bad_classes_are_refused_with_one_sentence(classes: object) -> None:
+    assert refusal(with_setting("contract", "classes", classes)) == (
+        f"[contract] classes: must be a number of classes or a list of different names, at least 2, got {classes!r}"
+    )
+
+
+@pytest.mark.parametrize("value", [0.1, 0.05, 0.0, -1.0, 1.0, 2, math.nan])
+def test_a_target_peak_outside_its_range_is_refused(value: float) -> None:
+    assert refusal(with_setting("method", "target_peak", value)) == (
+        f"[method] target peak T={float(value)} must lie in (1/C, 1) = (0.1, 1)"
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.log2(10), 4, math.nan])
+def test_a_target_entropy_outside_its_range_is_refused(value: float) -> None:
+    assert refusal(with_setting("method", "target_entropy", value)) == (
+        f"[method] target entropy E={float(value)} must lie in (0, log2 C) = (0, 3.32193)"
+    )
+
+
+@given(classes=st.integers(2, 100), share=st.floats(0.01, 0.99))
+def test_ranges_of_the_method_follow_the_number_of_classes(classes: int, share: float) -> None:
+    """T within (1/C, 1) and E within (0, log2 C) are taken; the same E is refused once C is too small for it."""
+    entropy = share * math.log2(classes)
+    values = with_setting("method", "target_entropy", entropy)
+    values["contract"]["classes"] = classes
+    values["method"]["target_peak"] = 1 / classes + share * (1 - 1 / classes)
+    values["method"]["epsilon"] = 1e-9
+    assert run_config(values).method_config().target_entropy == entropy
+    values["method"]["target_entropy"] = math.log2(classes)
+    assert "must lie in (0, log2 C)" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0.0, "epsilon must be > 0, got 0.0"),
+        (-1e-3, "epsilon must be > 0, got -0.001"),
+        (math.inf, "epsilon must be > 0, got inf"),
+        (4.0, "epsilon=4.0 must be < 2*min(E, log2 C - E) = 3.32193; use a smaller one"),
+    ],
+)
+def test_a_tolerance_out_of_range_is_refused(value: float, sentence: str) -> None:
+    assert refusal(with_setting("method", "epsilon", value)) == f"[method] {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("temperature", 0.0, "temperature must be > 0, got 0.0"),
+        ("learning_rate", -0.1, "learning_rate must be > 0, got -0.1"),
+        ("batch_size", 0, "batch_size must be >= 1, got 0"),
+        ("momentum", 1.0, "momentum must be >= 0 and < 1, got 1.0"),
+    ],
+)
+def test_settings_of_the_method_out_of_range_are_refused(key: str, value: float, sentence: str) -> None:
+    assert refusal(with_setting("method", key, value)) == f"[method] {sentence}"
+
+
+# --- what is missing, several at once, and the file
+
+
+def test_everything_that_is_missing_or_wrong_is_said_at_once() -> None:
+    assert refusal({}) == "[run]: it is missing; [contract]: it is missing"
+    assert refusal({"run": {"rounds": 0}, "contract": {"classes": 2}}) == (
+        "[run] name: it is missing; [run] rounds: Input should be greater than or equal to 1, got 0; "
+        "[contract] input_shape: it is missing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("rounds = 5", "rounds = '5'"), "[run] rounds: Input should be a valid integer, got '5'"),
+        (("rounds = 5", "rounds = true"), "[run] rounds: Input should be a valid integer, got True"),
+        (("target_peak = 0.75", "target_peak = 0.5"), "[method] target peak T=0.5 must lie in (1/C, 1) = (0.5, 1)"),
+        (("target_peak = 0.75", "target_peak = 2020-01-01"), "[method] target_peak: Input should be a valid number"),
+    ],
+)
+def test_a_mistake_in_a_file_names_file_section_and_key(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.replace(*change))
+    with pytest.raises(ConfigurationError) as error:
+        load_run_config(path)
+    assert str(error.value).startswith(f"{path}: {sentence}")
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot read {tmp_path / 'none.toml'}: .*No such file"):
+        load_run_config(tmp_path / "none.toml")
+
+
+def test_a_file_that_is_no_toml_is_named_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nname = digits\n")
+    with pytest.raises(ConfigurationError, match=rf"{path}: .*line 2"):
+        load_run_config(path)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes("[run]\nname = 'é'\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=f"cannot read {path}: 'utf-8' codec can't decode"):
+        load_run_config(path)
+
+
+# --- what may change between two starts
+
+
+def test_the_server_section_may_change_and_nothing_else() -> None:
+    fixed = run_config(GOOD).fixed_part()
+    assert set(fixed) == {"run", "contract", "model", "method"}
+    assert run_config(with_setting("server", "listen", "0.0.0.0:1")).fixed_part() == fixed
+    for section, key, value in (
+        ("run", "rounds", 31),
+        ("contract", "knowledge_type", "float32"),
+        ("model", "server", "package.module:factory"),
+        ("method", "beta", 2.0),
+    ):
+        changed = run_config(with_setting(section, key, value)).fixed_part()
+        assert changed != fixed
+        assert changed[section][key] == value
