@@ -1,6 +1,6 @@
 """The device SDK: embeds a device of the fleet in an app.
 
-    device = Device(server="10.0.0.5:50051", model=make_model, data=(images, labels), state_dir="fleet-state")
+    device = Device(server="127.0.0.1:50051", model=make_model, data=(images, labels), state_dir="fleet-state")
     device.run()
 
 A device always calls and never listens. It checks in, waits for asks, trains, and sends answers; everything it must
@@ -102,6 +102,7 @@ class Device:
         model_name: Name of the model in the server's lists.
         export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
         torch_device: Where to train, such as "cpu" or "cuda".
+        insecure: Allow plain text to a server that is not on this machine. There is no TLS yet: use a tunnel.
         on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run.
 
     Raises:
@@ -125,6 +126,7 @@ class Device:
         export_onnx: Literal["round", "finish", "never"] = "round",
         torch_device: str = "cpu",
         on_event: Callable[[Event], None] | None = None,
+        insecure: bool = False,
     ) -> None:
         _check_columns(allow)
         self._model, self._data = model, data
@@ -132,13 +134,13 @@ class Device:
         self._model_name, self._torch_device = model_name, torch_device
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._on_event = on_event or (lambda event: None)
+        self._link = server if not isinstance(server, str) else _open_link(server, insecure)
         self._storage = Storage(Path(state_dir))
         try:
             self._identity = self._load_identity(run, device_id)
         except FleetDistillError:
             self._storage.close()
             raise
-        self._link = _open_link(server)
         self._terms: service_pb2.CheckInResponse | None = None
         self._worker: Worker | None = None
         self._attempts: dict[tuple[int, int], int] = {}
@@ -174,7 +176,9 @@ class Device:
                     return
                 pause = _FIRST_PAUSE_SECONDS
             except LinkError as error:
-                self._tell("lost-contact", 0, f"{error}; trying again within {pause:.1f} s")
+                if self._stopped.is_set():
+                    return
+                self._tell("lost-contact", 0, f"{error}; next try within {pause:.1f} s")
                 self._stopped.wait(random.uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -193,7 +197,7 @@ class Device:
         except RefusedError as refusal:
             if refusal.code != Code.NOT_READY:
                 raise
-            raise LinkError(f"{refusal}; the device will try again") from refusal
+            raise LinkError(str(refusal)) from refusal
 
     def _step(self, wait_seconds: float) -> Step:
         if self._terms is None:
@@ -217,6 +221,7 @@ class Device:
     def stop(self) -> None:
         """Makes `run` return after the step it is in; may be called from another thread or a signal handler."""
         self._stopped.set()
+        self._link.interrupt()
 
     def close(self) -> None:
         """Says goodbye to the server and releases the state directory."""
@@ -433,11 +438,14 @@ class Device:
         self._on_event(Event(kind, number, text, values or {}))
 
 
-def _open_link(server: str | Link) -> Link:
-    if not isinstance(server, str):
-        return server
-    from fleetdistill.grpc_link import GrpcLink
+def _open_link(server: str, insecure: bool) -> Link:
+    from fleetdistill.grpc_link import GrpcLink, is_loopback
 
+    if not (insecure or is_loopback(server)):
+        raise ConfigurationError(
+            f"{server} is not on this machine and there is no TLS yet: go through a tunnel to 127.0.0.1, "
+            "or accept plain text with Device(insecure=True)"
+        )
     return GrpcLink(server)
 
 

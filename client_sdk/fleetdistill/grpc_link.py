@@ -44,6 +44,12 @@ _OPTIONS = [
 ]
 
 
+def is_loopback(address: str) -> bool:
+    """Whether `host:port` is on this machine, by its text: 127.x.x.x, ::1 or localhost."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class GrpcLink:
     """Connects to an aggregation server at `host:port`, in plain text (loopback; TLS comes with enrolment)."""
 
@@ -52,6 +58,7 @@ class GrpcLink:
     def __init__(self, server: str) -> None:
         self._server = server
         self._channel = grpc.insecure_channel(server, options=_OPTIONS)
+        self._poll: Any = None
         self._stub = service_pb2_grpc.DeviceServiceStub(self._channel)
 
     def check_in(
@@ -65,7 +72,8 @@ class GrpcLink:
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=identity, wait_seconds=wait_seconds)
         with self._errors():
-            response: service_pb2.NextAskResponse = self._stub.NextAsk(request, timeout=wait_seconds + CALL_SECONDS)
+            self._poll = self._stub.NextAsk.future(request, timeout=wait_seconds + CALL_SECONDS)
+            response: service_pb2.NextAskResponse = self._poll.result()
         return response
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
@@ -104,6 +112,10 @@ class GrpcLink:
             raise LinkError(f"the server {self._server} ended a download before its header")
         return first.header, self._chunks(stream)
 
+    def interrupt(self) -> None:
+        if self._poll is not None:
+            self._poll.cancel()
+
     def close(self) -> None:
         self._channel.close()
 
@@ -118,6 +130,8 @@ class GrpcLink:
             yield
         except grpc.RpcError as error:
             raise _translated(error, self._server) from error
+        except grpc.FutureCancelledError as error:
+            raise LinkError("the question for work was cancelled") from error
         except ValueError as error:  # grpc's word for a channel that was closed meanwhile
             raise LinkError(f"the connection to {self._server} is closed") from error
 

@@ -46,5 +46,8 @@ class Link(Protocol):
     ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
         """Fetches a payload from `first_byte` on."""
 
+    def interrupt(self) -> None:
+        """Ends a `next_ask` that waits in another thread, or in this one below a signal handler."""
+
     def close(self) -> None:
         """Releases the connection."""

@@ -4,6 +4,8 @@
     device.json             id, run, secret, server-given terms
     profile.bin             the last accepted profile, so that an idle device needs no torch
     state.safetensors       state after the last answer that has a receipt
+    delivered.safetensors   the model that the app uses, and its validation figure
+    model.onnx              the same as ONNX, where the app wants it
     outbox/                 header.bin, data.bin, candidate.safetensors, then manifest.json, which makes it count
 
 An answer and the state that produced it are written and fsynced *before* anything is sent; the receipt promotes the
@@ -23,6 +25,7 @@ from typing import IO, Any
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import StateError, WireError
+from fleetdistill.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
@@ -57,8 +60,10 @@ class Storage:
         self._outbox = directory / "outbox"
         with _disk_errors(directory):
             self._outbox.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / "lock").open("a")
-        _lock_file(self._lock, directory)
+            lock = lock_file(directory / "lock")
+        if lock is None:
+            raise StateError(f"{directory} is in use by another device; give each device a state directory of its own")
+        self._lock = lock
 
     def close(self) -> None:
         """Lets another process use the directory."""
@@ -191,23 +196,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock_file(file: IO[Any], directory: Path) -> None:
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        else:
-            import fcntl
-
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise StateError(
-            f"{directory} is in use by another device; give each device a state directory of its own"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ app.add_typer(runs_app, name="runs")
 
 StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the store, [server] store in run.toml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_PIPED_WIDTH = 240
 DEFAULT_STORE = Path("fleetdistill-store")
 
 
@@ -66,6 +67,9 @@ def serve(
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="End once the run is over and every device knows it.")
     ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow plain text on an address that is not the loopback.")
+    ] = False,
 ) -> None:
     """Serves a run: front and engine, restarted when they die. Example: fleetdistill serve examples/run.toml
 
@@ -77,6 +81,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
     loaded = load_run_config(config)
     host = loaded.server.listen.rpartition(":")[0]
+    _check_listen(loaded.server.listen, insecure)
     supervisor = Supervisor(
         config,
         loaded,
@@ -84,8 +89,13 @@ def serve(
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: supervisor.stop())
-    supervisor.serve(until_finished=until_finished)
-    typer.echo(f"stopped; `fleetdistill serve {config}` goes on from here")
+    finished = supervisor.serve(
+        until_finished=until_finished,
+        on_finished=lambda: typer.echo(f"run {loaded.run.name!r} is finished; devices are still told so"),
+    )
+    typer.echo(
+        "stopped; the run is finished" if finished else f"stopped; `fleetdistill serve {config}` goes on from here"
+    )
 
 
 @app.command()
@@ -179,6 +189,19 @@ def export(
     typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
 
 
+def _check_listen(listen: str, insecure: bool) -> None:
+    from fleetdistill.grpc_link import is_loopback
+
+    if is_loopback(listen):
+        return
+    if not insecure:
+        raise ConfigurationError(
+            f"[server] listen = {listen!r} is not the loopback and there is no TLS yet: listen on 127.0.0.1 behind a "
+            "tunnel, or accept plain text with --insecure"
+        )
+    typer.echo(f"warning: serving in plain text on {listen}; anyone on the way can read and change it", err=True)
+
+
 def _setting(text: str) -> tuple[str, Any]:
     """Reads `name=value` with TOML's values; a bare word is a string."""
     import tomllib
@@ -199,7 +222,9 @@ def _open(directory: Path) -> Store:
 
 
 def _show(view: views.View, as_json: bool) -> None:
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
     if as_json:
         typer.echo(view.json())
     else:

@@ -134,7 +134,6 @@ class Engine:
             with self._store.transaction():
                 self._store.assert_owner(self._name, self._token)
                 self._store.close_short_round(self._name, cohort.round, str(reason))
-            self._drop_spent(cohort.round - 1, None)
             self._restore()
             return False
         self._close(cohort)
@@ -146,12 +145,14 @@ class Engine:
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
-        self._drop_spent(cohort.round - 1, last)
+        self._drop_spent(cohort.round, last)
         logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
 
-    def _drop_spent(self, number: int, checkpoint: bytes | None) -> None:
-        """Frees what the round before this one left behind; the newest round stays readable."""
-        spent = self._store.spent_payloads(self._name, number)
+    def _drop_spent(self, closed: int, checkpoint: bytes | None) -> None:
+        """Frees what the last closed round, and short ones since, left behind; the newest closed one stays readable."""
+        spent: list[bytes] = []
+        for number in self._store.rounds_since_last_closed(self._name, closed):
+            spent += self._store.spent_payloads(self._name, number)
         # Runs of one seed begin with equal states, so another run may need this one still.
         needed = {(self._store.run(row["name"]) or {}).get("checkpoint") for row in self._store.runs()}
         if checkpoint is not None and checkpoint not in needed:

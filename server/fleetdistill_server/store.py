@@ -294,6 +294,13 @@ class Store:
             *(run, number),
         )
 
+    def rounds_since_last_closed(self, run: str, number: int) -> range:
+        """The last closed round before `number`, and the short ones between the two."""
+        last = self._value(
+            "SELECT max(round) FROM rounds WHERE run = ? AND round < ? AND status = 'closed'", run, number
+        )
+        return range(last or number, number)
+
     def spent_payloads(self, run: str, number: int) -> list[bytes]:
         """Payloads of a round that no later round and no other run speaks of."""
         rows = self._rows(

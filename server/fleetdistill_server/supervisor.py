@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleetdistill.errors import RunError
+from fleetdistill.file_lock import lock_file
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.store import Store
@@ -101,6 +102,10 @@ class Supervisor:
         self.port: int | None = None
         self._engine: Child | None = None
         self.store = Store.open(Path(config.server.store))
+        lock = lock_file(Path(config.server.store) / "serve.lock")
+        if lock is None:
+            raise RunError(f"another `fleetdistill serve` uses the store {config.server.store}; stop it first")
+        self._lock = lock
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         self.store.begin_run(config.run.name, config.fixed_part())
 
@@ -108,8 +113,15 @@ class Supervisor:
         """Makes `serve` return; may be called from a signal handler."""
         self._stopped.set()
 
-    def serve(self, *, until_finished: bool = False) -> None:
+    def serve(self, *, until_finished: bool = False, on_finished: Callable[[], None] = lambda: None) -> bool:
         """Serves until `stop`, or until the run is over and every device knows it.
+
+        Args:
+            until_finished: End by itself.
+            on_finished: Called once when the run is over.
+
+        Returns:
+            Whether the run is finished.
 
         Raises:
             RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
@@ -119,17 +131,23 @@ class Supervisor:
         listen = ["--listen", self._config.server.listen, "--lease-seconds", str(self._config.server.lease_seconds)]
         self._front = Child("fleetdistill_server.front", [*store, *listen], front_ends, self._log, keep_output=True)
         self._read_port()
+        told = False
         try:
             while not self._stopped.wait(_LOOK_SECONDS):
                 self._look_after_front()
                 self._look_after_engine()
+                if self._run_is_over() and not told:
+                    told = True
+                    on_finished()
                 if until_finished and self._is_over():
-                    return
+                    break
+            return self._run_is_over()
         finally:
             self._front.stop()
             if self._engine is not None:
                 self._engine.stop()
             self.store.close()
+            self._lock.close()
 
     def _read_port(self) -> None:
         """The front says `listening PORT` when it has begun."""

@@ -38,7 +38,8 @@ class View:
     def tables(self) -> list[Table | str]:
         """Everything as tables."""
         facts = ["\n".join(f"{name}: {value}" for name, value in self.facts.items())] if self.facts else []
-        return [*facts, *(_table(title, rows) for title, rows in self.lists.items())]
+        lists = self.lists.items()
+        return [*facts, *(_table(title, rows) if rows else f"{title} (0)" for title, rows in lists)]
 
 
 def runs(store: Store) -> View:
@@ -58,6 +59,7 @@ def run(store: Store, name: str) -> View:
     lists = {
         "rounds": [_round_row(store, row) for row in store.rounds(name)],
         "bytes": _bytes_by_device(store, name),
+        "reported uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
     return View(lists, _run_row(found[name]))
@@ -78,7 +80,8 @@ def _run_row(row: Row) -> Row:
         "method": config.get("run", {}).get("method", ""),
         "status": row["status"],
         "reason": row["reason"] or "",
-        "rounds": f"{row['completed_rounds']} of {config.get('run', {}).get('rounds', '?')}",
+        "completed_rounds": row["completed_rounds"],
+        "wanted_rounds": config.get("run", {}).get("rounds"),
         "devices": row["devices"],
         "started": _when(row["created_at"]),
     }
@@ -115,6 +118,10 @@ def _bytes_by_device(store: Store, name: str) -> list[Row]:
     return list(rows.values())
 
 
+def _reported_row(row: Row) -> Row:
+    return {name: row[name] for name in ("round", "step", "device", "receipt", "reason")}
+
+
 def _event_row(row: Row) -> Row:
     names = ("round", "device", "kind", "code", "text")
     return {**{name: row[name] for name in names}, "at": _when(row["at"])}
@@ -142,8 +149,8 @@ def _when(seconds: float) -> str:
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD)
-    for name in rows[0] if rows else ["none"]:
-        table.add_column(name)
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
     return table

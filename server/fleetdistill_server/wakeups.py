@@ -65,5 +65,6 @@ class Wakeups:
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._ends.read, 1 << 16)
+            if not os.read(self._ends.read, 1 << 16):  # every writer is gone: the end would be readable for ever
+                asyncio.get_running_loop().remove_reader(self._ends.read)
         self._woken.set()

@@ -40,7 +40,7 @@ def test_a_configuration_travels_in_the_contract_unchanged(method: str) -> None:
 def test_a_contract_with_a_setting_of_a_newer_server_is_refused_with_advice(method: str) -> None:
     plan = config_to_plan(config_class(method)().for_classes(10))
     plan = type(plan)(values={**plan.values, "not_yet_invented": 1})
-    with pytest.raises(ConfigurationError, match="not_yet_invented.*update it"):
+    with pytest.raises(ConfigurationError, match=r"not_yet_invented.*update it"):
         config_from_plan(method, plan)
 
 

@@ -413,7 +413,7 @@ def test_parameters_travel_as_float32_and_only_buffers_as_int64() -> None:
 
 def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> None:
     payload = make_payload()
-    payload.parts.parts[0].sample_knowledge.logits.encoding = 9
+    payload.parts.parts[0].sample_knowledge.logits.encoding = 9  # type: ignore[assignment]
     error = refusal(payload)
     assert said(error) == (
         Code.BAD_MESSAGE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -371,6 +372,40 @@ def test_arguments_out_of_range_are_refused(
         make_device(fleet, tmp_path, **changes)
 
 
+@pytest.mark.parametrize("server", ["10.0.0.5:50051", "example.org:50051", "0.0.0.0:50051"])
+def test_plain_text_to_another_machine_needs_the_apps_word(tmp_path: Path, server: str) -> None:
+    arguments: dict[str, Any] = {"server": server, "model": tiny_model, "data": tiny_data(), "state_dir": tmp_path}
+    with pytest.raises(ConfigurationError, match=r"is not on this machine and there is no TLS yet.*insecure=True"):
+        Device(**arguments)
+    assert not (tmp_path / "lock").exists()
+    Device(**arguments, insecure=True).close()
+
+
+def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Path) -> None:
+    class Waiting(MemoryLink):
+        """Holds the question for work until it is interrupted, as a long poll does."""
+
+        asked, interrupted = threading.Event(), threading.Event()
+
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            self.asked.set()
+            assert self.interrupted.wait(30), "nobody interrupted the poll"
+            raise LinkError("the question for work was cancelled")
+
+        def interrupt(self) -> None:
+            self.interrupted.set()
+
+    events = Events()
+    with make_device(fleet, tmp_path, events, link=Waiting(fleet.desk)) as device:
+        running = threading.Thread(target=device.run)
+        running.start()
+        assert Waiting.asked.wait(30)
+        device.stop()
+        running.join(30)
+        assert not running.is_alive()
+    assert "lost-contact" not in events.kinds()
+
+
 def test_a_model_with_another_extractor_is_refused_with_both_sides(fleet: Fleet, tmp_path: Path) -> None:
     def other() -> nn.Module:
         return split_sequential(nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)), 2)
@@ -398,6 +433,7 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
             def next_ask(self, identity, wait_seconds):
                 return service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
             def leave(self, identity): pass
+            def interrupt(self): pass
             def close(self): pass
 
         device = Device(server=Idle(), model=lambda: 1 / 0, data=lambda: 1 / 0, state_dir=Path(sys.argv[1]))

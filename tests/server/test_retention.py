@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import contract_pb2
-
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
@@ -45,3 +45,15 @@ def test_a_payload_that_a_later_round_or_another_run_speaks_of_is_not_spent() ->
     for run, number, payload in (("a", 1, b"1"), ("a", 1, b"2"), ("a", 1, b"3"), ("a", 2, b"2"), ("b", 1, b"3")):
         ask(run, number, payload)
     assert store.spent_payloads("a", 1) == [b"1"]
+
+
+def test_a_short_round_leaves_the_last_closed_rounds_payloads_readable() -> None:
+    store = Store.in_memory()
+    store.begin_run("a", {})
+    for _ in range(4):
+        store.start_round("a", [])
+    for number in (1, 2, 4):
+        store.close_round("a", number, b"", [], {})
+    store.close_short_round("a", 3, "too few")
+    assert list(store.rounds_since_last_closed("a", 4)) == [2, 3]
+    assert list(store.rounds_since_last_closed("a", 1)) == []

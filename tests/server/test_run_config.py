@@ -76,7 +76,7 @@ def test_a_file_is_read_with_whole_numbers_for_real_ones(tmp_path: Path) -> None
 
 def test_a_checked_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        run_config(GOOD).run.rounds = 7  # type: ignore[misc]
+        run_config(GOOD).run.rounds = 7
 
 
 # --- unknown names

@@ -54,5 +54,8 @@ class MemoryLink:
         payload, chunks = self._desk.download(request)
         return payload.header(), chunks
 
+    def interrupt(self) -> None:
+        return
+
     def close(self) -> None:
         return

@@ -48,13 +48,17 @@ def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
         TimeElapsedColumn(),
         TextColumn("{task.fields[accuracy]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    progress = Progress(*columns, console=console)
+    try:
         task = progress.add_task(f"{wanted.method} over {wanted.link}", total=wanted.rounds, accuracy="starting")
 
         def show(done: Done) -> None:
+            progress.start()  # not before the settings and the data have proved good
             text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
             if done.completed == done.rounds:
                 text += ", now training alone" if wanted.with_alone else ""
             progress.update(task, completed=done.completed, accuracy=text)
 
         return simulate(wanted, show)
+    finally:
+        progress.stop()

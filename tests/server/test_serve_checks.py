@@ -1,0 +1,48 @@
+"""What `fleetdistill serve` refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.cli import app
+from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.supervisor import Supervisor
+
+RUN_TOML = """
+[run]
+name = "checks"
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[server]
+listen = "{listen}"
+store = "{store}"
+"""
+
+
+def write_run(folder: Path, listen: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN_TOML.format(listen=listen, store=folder / "store"))
+    return path
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50055", "10.1.2.3:50055", "[::]:50055", "example.org:50055"])
+def test_plain_text_outside_the_loopback_is_refused(tmp_path: Path, listen: str) -> None:
+    done = CliRunner().invoke(app, ["serve", str(write_run(tmp_path, listen))])
+    assert done.exit_code == 1
+    assert f"[server] listen = {listen!r} is not the loopback and there is no TLS yet" in done.stderr
+    assert "--insecure" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "127.0.0.1:0")
+    first = Supervisor(path, load_run_config(path))
+    with pytest.raises(RunError, match=r"another `fleetdistill serve` uses the store .*store; stop it first"):
+        Supervisor(path, load_run_config(path))
+    first._lock.close()
+    first.store.close()
