@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import google_crc32c
 
 from fleetdistill.errors import LinkError, PayloadTooLargeError, WireError
@@ -11,6 +14,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 ATTEMPTS = 5
+_PAUSE_SECONDS = 0.2
 MAX_DOWNLOAD_BYTES = 4 << 30
 
 
@@ -30,6 +34,8 @@ def download(link: Link, identity: service_pb2.Identity, sha256: bytes) -> Paylo
         except LinkError:
             if attempt + 1 == ATTEMPTS:
                 raise
+            # What came so far stays; a server that restarts needs a few seconds.
+            time.sleep(_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
     raise AssertionError("the last attempt returns or raises")
 
 

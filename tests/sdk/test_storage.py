@@ -175,9 +175,9 @@ def test_a_receipt_makes_the_candidate_the_state(tmp_path: Path) -> None:
     storage.save("state.safetensors", b"old state")
     put(storage)
     storage.promote_answer()
+    assert list((tmp_path / "outbox").iterdir()) == []
     assert storage.pending() is None
     assert storage.load("state.safetensors") == b"new state"
-    assert list((tmp_path / "outbox").iterdir()) == []
     storage.close()
 
 
@@ -272,6 +272,25 @@ def test_a_crash_while_an_answer_is_put_away_leaves_all_of_it_or_nothing(
         assert storage.load("state.safetensors") == b"old state"
         put(storage)  # whatever was left behind is no obstacle
         assert whole_answer(storage)
+        storage.close()
+
+
+def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died while it cleared the outbox, started again, and died while it put the next answer away."""
+
+    def prepare(storage: Storage) -> None:
+        old = Pending(round=2, step_number=2, attempt=1, samples=40)
+        storage.put_answer(old, make_payload(7), b"older state")
+        (storage.directory / "outbox" / "manifest.json").unlink()
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, put)
+    assert {whole_answer(storage) for storage in restarted} == {False, True}
+    for storage in restarted:
+        if storage.pending():
+            storage.promote_answer()
+            assert storage.load("state.safetensors") == b"new state"
         storage.close()
 
 

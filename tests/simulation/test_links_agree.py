@@ -66,6 +66,8 @@ def test_another_seed_gives_another_result(tmp_path: Path) -> None:
         ({"devices": 0}, ConfigurationError, "devices is 0"),
         ({"threads": 0}, ConfigurationError, "threads is 0"),
         ({"train_limit": 0}, ConfigurationError, "train_limit is 0"),
+        ({"test_limit": 0}, ConfigurationError, "test_limit is 0"),
+        ({"seed": -1}, ConfigurationError, "seed is -1"),
         ({"devices": 50, "train_limit": 40}, DataError, "50"),
         ({"dataset": "letters"}, DataError, "'letters'"),
         ({"method": "fedmagic"}, ConfigurationError, "'fedmagic'"),

@@ -206,6 +206,28 @@ def test_processes_that_open_a_new_store_at_the_same_moment_all_can(tmp_path: Pa
         opened.close()
 
 
+class _Busy(sqlite3.Connection):
+    """A database that another process switches to WAL at this moment; SQLite says BUSY without waiting."""
+
+    refusals = 3
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql == "PRAGMA journal_mode=WAL" and self.refusals:
+            self.refusals -= 1
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
+        return super().execute(sql, *values)
+
+
+def test_a_database_that_another_process_switches_is_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, factory=_Busy, **kwargs))
+    Store.open(directory).close()
+
+
 # --- blobs that others can read
 
 

@@ -133,9 +133,12 @@ def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec]) -> dict[str, l
 def _check(wanted: Simulation) -> None:
     if wanted.link not in ("memory", "grpc"):
         raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
-    for name in ("devices", "rounds", "threads"):
-        if getattr(wanted, name) < 1:
-            raise ConfigurationError(f"{name} is {getattr(wanted, name)}, must be at least 1")
+    for name in ("devices", "rounds", "threads", "train_limit", "test_limit"):
+        value = getattr(wanted, name)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is {value}, must be at least 1")
+    if wanted.seed < 0:
+        raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
 
 
 def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
