@@ -14,6 +14,7 @@ import contextlib
 import logging
 import random
 import re
+import secrets
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import (
     ConfigurationError,
@@ -135,11 +138,16 @@ class Device:
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._on_event = on_event or (lambda event: None)
         self._link = server if not isinstance(server, str) else _open_link(server, insecure)
-        self._storage = Storage(Path(state_dir))
+        try:
+            self._storage = Storage(Path(state_dir))
+        except FleetDistillError:
+            self._link.close()
+            raise
         try:
             self._identity = self._load_identity(run, device_id)
         except FleetDistillError:
             self._storage.close()
+            self._link.close()
             raise
         self._terms: service_pb2.CheckInResponse | None = None
         self._worker: Worker | None = None
@@ -249,30 +257,28 @@ class Device:
         device = device_id or saved.get("device") or str(uuid.uuid4())
         if not _DEVICE_ID.fullmatch(device):
             raise ConfigurationError(f"device_id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
-        secret = bytes.fromhex(saved.get("secret", ""))
-        return service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=secret)
+        identity = service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=_secret_in(saved))
+        if not saved:  # kept before it is sent: a lost response must not lock the id for ever
+            self._storage.save_identity(_identity_file(identity))
+        return identity
 
     def _check_in(self) -> None:
         """Introduces the device; the profile of last time serves, so that an idle device needs no torch."""
-        saved = self._storage.load("profile.bin")
-        known = bool(self._identity.secret) and saved is not None
-        if not known:
+        profile = _profile_in(self._storage.load("profile.bin"))
+        if profile is None:
             terms = self._link.check_in(self._identity, None)
             profile = self._make_worker(terms.contract).profile(self._allow)
         else:
-            profile = contract_pb2.DeviceProfile.FromString(saved or b"")
             del profile.allowed_columns[:]
             profile.allowed_columns.extend(self._allow)
         terms = self._link.check_in(self._identity, profile)
         self._identity.run = terms.contract.run
-        self._identity.secret = terms.secret or self._identity.secret
         self._save_identity(profile)
         self._terms = terms
         self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
 
     def _save_identity(self, profile: contract_pb2.DeviceProfile) -> None:
-        identity = self._identity
-        self._storage.save_identity({"device": identity.device, "run": identity.run, "secret": identity.secret.hex()})
+        self._storage.save_identity(_identity_file(self._identity))
         self._storage.save("profile.bin", profile.SerializeToString())
 
     # --- work
@@ -447,6 +453,26 @@ def _open_link(server: str, insecure: bool) -> Link:
             "or accept plain text with Device(insecure=True)"
         )
     return GrpcLink(server)
+
+
+def _identity_file(identity: service_pb2.Identity) -> dict[str, str]:
+    return {"device": identity.device, "run": identity.run, "secret": identity.secret.hex()}
+
+
+def _secret_in(saved: dict[str, Any]) -> bytes:
+    """The device's secret: the saved one, or a fresh one for a new device."""
+    try:
+        return bytes.fromhex(saved["secret"]) if "secret" in saved else secrets.token_bytes(32)
+    except (ValueError, TypeError) as error:
+        raise StateError(f"device.json is damaged: its secret is no hex ({error}); restore the file") from error
+
+
+def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
+    """The saved profile; a damaged one counts as none, it is made anew."""
+    try:
+        return contract_pb2.DeviceProfile.FromString(saved) if saved is not None else None
+    except DecodeError:
+        return None
 
 
 def _check_columns(allow: Sequence[str]) -> None:

@@ -150,9 +150,8 @@ class Worker:
             answer = self._method.handle(question)
             self.ends_round = ask.step == self._method.metrics_step
             if self.ends_round and "metrics" in allow:
-                figures = [
-                    m for split, data in self._scored.items() if data is not None for m in self._score(split, data)
-                ]
+                given = {split: data for split, data in self._scored.items() if data is not None}
+                figures = [metric for split, data in given.items() for metric in self._score(split, data, allow)]
                 if figures:
                     answer = Answer(
                         parts={**answer.parts, "metrics": Metrics(metrics=figures)},
@@ -161,10 +160,11 @@ class Worker:
                     )
         return answer, self.state()
 
-    def _score(self, split: str, data: TensorData) -> list[Metric]:
+    def _score(self, split: str, data: TensorData, allow: Sequence[str]) -> list[Metric]:
         counts = evaluate(self._module, data, self._classes)
+        by_class = _by_class(counts) if "counts" in allow else []  # they tell how many samples of a class there are
         return [
-            Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=_by_class(counts)),
+            Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
             Metric(name="loss", split=split, sum=counts.loss_sum, count=counts.count),
         ]
 

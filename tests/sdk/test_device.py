@@ -335,6 +335,45 @@ def test_a_state_directory_of_another_run_or_device_is_refused(fleet: Fleet, tmp
         make_device(fleet, tmp_path, device_id="e")
 
 
+def test_a_lost_response_to_the_first_check_in_does_not_lock_the_id(fleet: Fleet, tmp_path: Path) -> None:
+    class Losing(MemoryLink):
+        def check_in(self, identity: Any, profile: Any) -> Any:
+            response = super().check_in(identity, profile)
+            if profile is not None:
+                raise Crash
+            return response
+
+    losing = make_device(fleet, tmp_path, link=Losing(fleet.desk))
+    with pytest.raises(Crash):
+        losing.step(0)
+    losing._storage.close()
+    with make_device(fleet, tmp_path) as device:
+        assert device.step(0) is Step.WAITED
+
+
+def test_a_damaged_profile_is_made_anew_and_a_damaged_secret_said(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+    (tmp_path / "profile.bin").write_bytes(b"\xff\xff")
+    with make_device(fleet, tmp_path) as device:
+        assert device.step(0) is Step.WAITED
+    text = (tmp_path / "device.json").read_text()
+    (tmp_path / "device.json").write_text(text.replace('"secret": "', '"secret": "xyz'))
+    with pytest.raises(StateError, match="its secret is no hex"):
+        make_device(fleet, tmp_path)
+
+
+def test_class_counts_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: Path) -> None:
+    for name, allow in (("kept", ALLOW), ("told", (*ALLOW, "counts"))):
+        with make_device(fleet, tmp_path / name, device_id=name, allow=allow) as device:
+            fleet.ask(name)
+            device.step(0)
+            fleet.store.close_short_round(RUN, fleet.round, "over")
+    told = {row["device"]: row["by_class"] for row in fleet.store.figures(RUN, "accuracy", "test")}
+    assert told["kept"] == "{}"
+    assert told["told"] != "{}"
+
+
 def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path, device_id=None) as device:
         device.step(0)

@@ -648,6 +648,39 @@ def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
     assert data_of(any_fleet.store.blobs.open(winner.finish().sha256)) == data_of(payload)
 
 
+def test_no_stream_begins_before_every_older_one_has_let_go(any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three at once: the second is still ending the first when the third takes over from the second."""
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload()
+    first = any_fleet.begin(identity, payload)
+    stage, abandon = any_fleet.store.blobs.stage, first.abandon
+    ending, go_on = threading.Event(), threading.Event()
+    first_was_over = []
+
+    def slow_abandon() -> None:
+        ending.set()
+        go_on.wait(1)
+        abandon()
+
+    def noted_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
+        first_was_over.append(go_on.is_set())
+        return stage(key, parts)
+
+    monkeypatch.setattr(first, "abandon", slow_abandon)
+    monkeypatch.setattr(any_fleet.store.blobs, "stage", noted_stage)
+    threads = [threading.Thread(target=lambda: any_fleet.begin(identity, payload)) for _ in range(2)]
+    threads[0].start()
+    ending.wait(5)
+    threads[1].start()
+    threads[1].join(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(5)
+    assert first_was_over
+    assert all(first_was_over)
+
+
 def test_an_upload_goes_on_where_a_broken_stream_left_it(any_fleet: Fleet) -> None:
     identity = any_fleet.join()
     any_fleet.ask()
