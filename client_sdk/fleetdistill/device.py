@@ -177,16 +177,18 @@ class Device:
             RefusedError: The server will not have this device; the message says why and what to do.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
-        pause = _FIRST_PAUSE_SECONDS
+        pause, trouble = _FIRST_PAUSE_SECONDS, ""
         while not self._stopped.is_set():
             try:
                 if self.step() is Step.FINISHED:
                     return
-                pause = _FIRST_PAUSE_SECONDS
+                pause, trouble = _FIRST_PAUSE_SECONDS, ""
             except LinkError as error:
                 if self._stopped.is_set():
                     return
-                self._tell("lost-contact", 0, f"{error}; next try within {pause:.1f} s")
+                if str(error) != trouble:  # said once, not at every try
+                    trouble = str(error)
+                    self._tell("lost-contact", 0, f"{trouble}; the device keeps trying")
                 self._stopped.wait(random.uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

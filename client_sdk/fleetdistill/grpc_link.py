@@ -148,7 +148,9 @@ def _translated(error: Any, server: str) -> FleetDistillError:
     info = _error_info(error)
     if info is not None and info.reason != Code.INTERNAL:
         return RefusedError(info.reason, error.details(), dict(info.metadata))
-    return LinkError(f"no answer from {server}: {error.code().name}, {error.details()}; the device will try again")
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return LinkError(f"the server {server} cannot be reached")
+    return LinkError(f"no answer from {server}: {error.code().name}, {error.details()}")
 
 
 def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:

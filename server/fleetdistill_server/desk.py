@@ -29,6 +29,7 @@ from fleetdistill_server.store import Row, Store
 
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
+_NOTE_SECONDS = 5.0
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -73,6 +74,8 @@ class Desk:
         self.lease_seconds = lease_seconds
         self._contracts: dict[str, contract_pb2.Contract] = {}
         self._leases: dict[tuple[str, str], float] = {}
+        self._seen: dict[tuple[str, str], float] = {}
+        self._noted = time.monotonic()
         self._uploads: dict[str, UploadSession] = {}
         self._uploads_lock = threading.Lock()
 
@@ -147,6 +150,7 @@ class Desk:
 
     def end_leases(self) -> None:
         """Takes devices that were silent for too long for gone."""
+        self._note_seen()
         now = time.monotonic()
         for (run, device), until in list(self._leases.items()):
             if until < now:
@@ -193,6 +197,13 @@ class Desk:
 
     def _renew(self, run: str, device: str) -> None:
         self._leases[run, device] = time.monotonic() + self.lease_seconds
+        self._seen[run, device] = time.time()
+
+    def _note_seen(self) -> None:
+        """Writes down when devices last called; now and then, not at every call."""
+        if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
+            seen, self._seen, self._noted = self._seen, {}, time.monotonic()
+            self._commit(lambda store: store.note_seen(seen))
 
     def _gone(self, run: str, device: str, reason: str) -> None:
         self._leases.pop((run, device), None)

@@ -110,7 +110,11 @@ class Engine:
         row = self._store.open_round(self._name)
         if row is not None:
             return self._cohort(row["round"], row["cohort"])
+        present = -1
         while len(devices := self._store.present_devices(self._name)) < self._config.run.min_devices:
+            if len(devices) != present:
+                present = len(devices)
+                logger.info("waiting for %d devices, %d present", self._config.run.min_devices, present)
             await self._waker.wait()
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
@@ -89,6 +89,10 @@ class Refined:
     codes: Tensor
     scale: Tensor
 
+    def __iter__(self) -> Iterator[Any]:
+        """`probabilities, tags = skr(logits, target)`."""
+        return iter((self.probabilities, self.tags))
+
     @cached_property
     def tags(self) -> NDArray[np.str_]:
         """The tag of each row in words, `[N]`: `refined.tags[0] == "degenerate"`."""
@@ -108,7 +112,7 @@ class Bracket(NamedTuple):
     high: Tensor
 
 
-def no_refinement(logits: Tensor, *, temperature: float) -> Refined:
+def no_refinement(logits: ArrayLike | Tensor, *, temperature: float) -> Refined:
     """Leaves knowledge as it is, softmax(z / τ): FedGKT, the baseline of the refinements.
 
     Args:
@@ -122,12 +126,12 @@ def no_refinement(logits: Tensor, *, temperature: float) -> Refined:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: The temperature is out of range.
     """
-    _check_logits(logits)
+    logits = _as_logits(logits)
     _check_temperature(temperature)
     return _by_block(logits, lambda block_bc: _untouched(_softmax(block_bc, temperature)))
 
 
-def kkr(logits: Tensor, target: float, *, temperature: float = 1.0) -> Refined:
+def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Refined:
     """Refines knowledge so that every row peaks at the same probability: KKR with the linear kernel.
 
     Eq. (14), written as φ = u + s·(v - u) with u = 1/C, s = (CT-1)/(C·v_m-1) and v = softmax(z / τ_r).
@@ -147,31 +151,31 @@ def kkr(logits: Tensor, target: float, *, temperature: float = 1.0) -> Refined:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: A setting is out of range.
     """
-    _check_kkr(logits, target, temperature)
+    logits = _check_kkr(logits, target, temperature)
     return _by_block(logits, lambda block_bc: _kkr_block(_softmax(block_bc, temperature), target))
 
 
-def kkr_unrectified(logits: Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
+def kkr_unrectified(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
     """Eq. (14) alone, `[N, C]` float64: may be negative, and NaN or infinite in a constant row (0/0).
 
     Arguments and errors are those of `kkr`.
     """
-    _check_kkr(logits, target, temperature)
+    logits = _check_kkr(logits, target, temperature)
     return _stretch(_softmax(_float64(logits), temperature), target)
 
 
-def linear_kernel_scale(logits: Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
+def linear_kernel_scale(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
     """Eq. (13) for σ(x) = x + 1: the input scale t, `[N]` float64, at which the linear kernel peaks at T.
 
     Negative where T > v_m, against the paper's own t > 0; eq. (14) stays right there. Arguments and errors are those
     of `kkr`.
     """
-    _check_kkr(logits, target, temperature)
+    logits = _check_kkr(logits, target, temperature)
     return _linear_scale(_softmax(_float64(logits), temperature), target)
 
 
 def kkr_kernel(
-    logits: Tensor,
+    logits: ArrayLike | Tensor,
     target: float,
     *,
     kernel: str | Kernel = "exp",
@@ -203,13 +207,13 @@ def kkr_kernel(
     if kernel == "linear":
         check_epsilon(epsilon)
         return kkr(logits, target, temperature=temperature)
-    _check_kkr(logits, target, temperature)
+    logits = _check_kkr(logits, target, temperature)
     check_epsilon(epsilon)
     family = _exponential(target) if kernel == "exp" else _sampled(kernel, target)
     return _by_block(logits, lambda block_bc: _kernel_block(_softmax(block_bc, temperature), target, epsilon, family))
 
 
-def skr(logits: Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
+def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
     """Refines knowledge so that every row has the same entropy: SKR, softmax(z / θ) with θ searched (eqs. 15-20).
 
     θ is bisected geometrically inside `skr_bracket`, which replaces the paper's existence proof: a root exists, and
@@ -229,13 +233,13 @@ def skr(logits: Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: A setting is out of range.
     """
-    _check_logits(logits)
+    logits = _as_logits(logits)
     check_target_entropy(target, logits.shape[1])
     check_epsilon(epsilon, target_entropy=target, classes=logits.shape[1])
     return _by_block(logits, lambda block_bc: _skr_block(block_bc, target, epsilon))
 
 
-def skr_bracket(logits: Tensor, target: float) -> Bracket:
+def skr_bracket(logits: ArrayLike | Tensor, target: float) -> Bracket:
     """Temperatures between which SKR's root lies, in closed form.
 
     With the largest gap D to the row's maximum, the smallest positive gap δ and M equal maxima:
@@ -243,7 +247,7 @@ def skr_bracket(logits: Tensor, target: float) -> Bracket:
     Above, every weight lies in [e^-(D/θ), 1], so H >= E. Below, the mass outside the maxima is at most ρ², and
     grouping gives H <= log2 M + ρ·(2 + log2 C) = E. Arguments and errors are those of `skr`.
     """
-    _check_logits(logits)
+    logits = _as_logits(logits)
     check_target_entropy(target, logits.shape[1])
     gaps = _gaps(_float64(logits))
     low_b, high_b = _unit_bracket(gaps, target)
@@ -254,20 +258,24 @@ def skr_bracket(logits: Tensor, target: float) -> Bracket:
 # What goes in
 
 
-def _check_kkr(logits: Tensor, target: float, temperature: float) -> None:
-    _check_logits(logits)
-    check_target_peak(target, logits.shape[1])
+def _check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> Tensor:
+    checked = _as_logits(logits)
+    check_target_peak(target, checked.shape[1])
     _check_temperature(temperature)
+    return checked
 
 
-def _check_logits(logits: Tensor) -> None:
+def _as_logits(given: ArrayLike | Tensor) -> Tensor:
+    """Tensors as they are, numpy arrays and lists as tensors."""
+    logits = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise KnowledgeError(f"logits have shape {tuple(logits.shape)}, expected [N, C] with C >= 2 classes")
     if bool(logits.detach().sum().isfinite()):  # any NaN or Inf survives a sum; a sum that overflows is looked at again
-        return
+        return logits
     bad_rows = (~logits.isfinite().all(dim=1)).nonzero()
     if len(bad_rows):
         raise KnowledgeError(f"non-finite logits at row {int(bad_rows[0])}")
+    return logits
 
 
 def _check_temperature(temperature: float) -> None:

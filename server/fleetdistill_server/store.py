@@ -220,6 +220,14 @@ class Store:
             "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ?", time.time(), run, device
         )
 
+    def note_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
+        """Writes when devices last called, by (run, device), in seconds since 1970."""
+        with self.transaction():
+            self._db.conn.executemany(
+                "UPDATE devices SET last_seen = max(coalesce(last_seen, 0), ?) WHERE run = ? AND device = ?",
+                [(at, run, device) for (run, device), at in seen.items()],
+            )
+
     def device_gone(self, run: str, device: str, reason: str) -> None:
         """Ends a device's presence and closes its open asks."""
         with self.transaction():

@@ -69,6 +69,8 @@ class Child:
             pass_fds=(self._ends.read, self._ends.write),
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
+            # gRPC's own lines on standard error would stand before our sentence.
+            env={"GRPC_VERBOSITY": "NONE", **os.environ},
             text=True,
             start_new_session=True,
         )

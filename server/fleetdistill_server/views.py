@@ -59,7 +59,7 @@ def run(store: Store, name: str) -> View:
     lists = {
         "rounds": [_round_row(store, row) for row in store.rounds(name)],
         "bytes": _bytes_by_device(store, name),
-        "reported uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
+        "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
     return View(lists, _run_row(found[name]))
@@ -103,8 +103,8 @@ def _round_row(store: Store, row: Row) -> Row:
         "used": row["used"],
         "reported": row["reported"],
         "seconds": round(seconds, 2) if seconds is not None else None,
-        "test accuracy": round(sum(rates) / len(rates), 4) if rates else None,
-        "server on uploads": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
+        "test_accuracy": round(sum(rates) / len(rates), 4) if rates else None,
+        "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
         "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
     }
 
@@ -112,9 +112,9 @@ def _round_row(store: Store, row: Row) -> Row:
 def _bytes_by_device(store: Store, name: str) -> list[Row]:
     rows: dict[str, Row] = {}
     for one in store.traffic(name):
-        row = rows.setdefault(one["device"], {"device": one["device"], "up": 0, "down": 0, "of it envelopes": 0})
+        row = rows.setdefault(one["device"], {"device": one["device"], "up": 0, "down": 0, "envelope_bytes": 0})
         row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
-        row["of it envelopes"] += one["envelope_bytes"]
+        row["envelope_bytes"] += one["envelope_bytes"]
     return list(rows.values())
 
 
@@ -137,9 +137,9 @@ def _device_row(store: Store, row: Row) -> Row:
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test accuracy": round(scored[-1]["sum"] / scored[-1]["count"], 4) if scored else None,
+        "test_accuracy": round(scored[-1]["sum"] / scored[-1]["count"], 4) if scored else None,
         "sdk": profile.sdk_version,
-        "last seen": _when(row["last_seen"]),
+        "last_seen": _when(row["last_seen"]),
     }
 
 
@@ -150,7 +150,7 @@ def _when(seconds: float) -> str:
 def _table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD)
     for name in rows[0]:
-        table.add_column(name, overflow="fold")
+        table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))
     return table

@@ -608,3 +608,12 @@ def test_tags_are_words_and_are_counted() -> None:
 def test_the_ranges_are_checked_without_torch() -> None:
     code = "import sys; import fleetdistill.methods.feddkc_ranges; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("given", [np.array([[3.0, 1.0, 0.0]]), [[3.0, 1.0, 0.0]], np.array([[3, 1, 0]], np.float32)])
+def test_arrays_and_lists_are_taken_and_a_result_unpacks_into_probabilities_and_tags(given: object) -> None:
+    expected = skr(torch.tensor([[3.0, 1.0, 0.0]], dtype=torch.float64), 1.0)
+    probabilities, tags = skr(given, 1.0)  # type: ignore[arg-type]
+    assert torch.equal(probabilities, expected.probabilities)
+    assert list(tags) == ["ok"]
+    assert kkr(given, 0.5).probabilities.max() == pytest.approx(0.5)  # type: ignore[arg-type]

@@ -175,7 +175,7 @@ def check_what_the_operator_sees(hands: Hands) -> None:
     rows = hands.asks("devices", "--run", "digits")
     assert [(row["device"], row["model"]) for row in rows] == [(f"device-{i}", MODELS[i]) for i in range(3)]
     assert not any(row["present"] for row in rows)
-    assert all(row["test accuracy"] > 0.5 for row in rows)
+    assert all(row["test_accuracy"] > 0.5 for row in rows)
 
 
 def test_a_run_goes_on_after_ctrl_c_in_every_terminal(hands: Hands) -> None:
