@@ -37,7 +37,7 @@ from fleetdistill.link import Link
 from fleetdistill.storage import Pending, Storage
 from fleetdistill.transfer import download
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -55,6 +55,7 @@ DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "m
 """Allowed unless the app says otherwise: all but the labels of its samples."""
 
 POLL_SECONDS = 20.0
+PROXY_FOLDER = "proxy"
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 15.0
@@ -74,7 +75,7 @@ class Event:
     """Something the app may want to show.
 
     Attributes:
-        kind: checked-in, ask, answered, refused, dropped, kept, delivered, exported, lost-contact or finished.
+        kind: checked-in, proxy, ask, answered, refused, dropped, kept, delivered, exported, lost-contact or finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -314,6 +315,8 @@ class Device:
             self._save_identity(profile)
         if not worker.has_state:
             self._restore(worker, contract)
+        if contract.proxy_digest and not worker.has_proxy:
+            worker.take_proxy(decode(self._proxy_payload(contract.proxy_digest)))
         return worker
 
     def _restore(self, worker: Worker, contract: contract_pb2.Contract) -> None:
@@ -325,6 +328,17 @@ class Device:
             self._storage.save("state.safetensors", worker.state())
         else:
             worker.has_state = True
+
+    def _proxy_payload(self, sha256: bytes) -> Payload:
+        """The run's proxy set: the one that is kept here, or fetched, once."""
+        kept = self._storage.kept_payload(PROXY_FOLDER, sha256)
+        if kept is not None:
+            return kept
+        payload = download(self._link, self._identity, sha256)
+        self._storage.keep_payload(PROXY_FOLDER, payload)
+        values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
+        self._tell("proxy", 0, f"fetched the run's proxy set {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
+        return payload
 
     def _answer(self, ask: service_pb2.Ask) -> None:
         self._tell("ask", ask.round, f"round {ask.round}: {ask.step}", {"completed_rounds": ask.completed_rounds})

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 PlanValue = int | float | bool | str | list[int]
 
+EMBEDDING = "embedding"
+"""Name of the feature column that enters a model's last layer, for models that offer it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameters:
@@ -66,6 +69,23 @@ class ProxyKnowledge:
     proxy_digest: bytes = b""
     logits: Array | None = None
     embeddings: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxySet:
+    """A labelled data set that the server and every device of a run hold; see `fleetdistill.proxy`.
+
+    Attributes:
+        name: What the operator calls it.
+        licence: Terms under which devices may keep it.
+        inputs: `[P, ...]` float32; row i is proxy sample i.
+        labels: `[P]` int32 in `[0, C)`.
+    """
+
+    name: str
+    licence: str
+    inputs: Array
+    labels: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +160,7 @@ Kind = (
     | SampleKnowledge
     | RefinedKnowledge
     | ProxyKnowledge
+    | ProxySet
     | WeightedPredictions
     | DistillationGradient
     | Generator

@@ -23,6 +23,8 @@ from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, M
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
+BatchLosses = Callable[[int, Tensor], Iterable[Tensor]]
+"""(epoch from 0, rows [b]) -> scalars, each the loss of one optimiser step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +58,7 @@ class TrainingReport:
     Attributes:
         steps: Optimiser steps, at least 1.
         mean_loss: Mean of the loss over all samples seen, each at the step that used it.
-        samples_seen: Samples used, counted once per epoch.
+        samples_seen: Samples used, counted once per epoch and step.
     """
 
     steps: int
@@ -174,21 +176,59 @@ def train_epochs(
         DataError: There is no sample, or only one and the model has batch-norm.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
     """
-    _check_plan(epochs, batch_size)
-    smallest = _smallest_batch(model, data, batch_size)
     inputs, labels = data.inputs.to(device), data.labels.to(device)
+    return train_steps(
+        model,
+        len(data),
+        epochs=epochs,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        losses=lambda epoch, rows_b: [loss(model(inputs[rows_b]), labels[rows_b], rows_b)],
+        generator=generator,
+        device=device,
+    )
+
+
+def train_steps(
+    model: nn.Module,
+    count: int,
+    *,
+    epochs: int,
+    batch_size: int,
+    optimizer: torch.optim.Optimizer,
+    losses: BatchLosses,
+    generator: torch.Generator,
+    device: torch.device | str,
+) -> TrainingReport:
+    """Trains in shuffled mini-batches of row positions: what to do with the rows is up to `losses`.
+
+    For training on anything but inputs and labels, or with several steps on one mini-batch. Otherwise, also in what
+    it raises, like `train_epochs`.
+
+    Args:
+        model: The module that is trained, on `device`; the optimiser holds its parameters or some of them.
+        count: Rows, at least 1.
+        epochs, batch_size, optimizer, generator: As in `train_epochs`.
+        losses: Called with the epoch, from 0, and the row positions of the mini-batch. Every loss it gives is one
+            step of the optimiser, taken before the next loss is asked for. A parameter without a part in a loss has
+            no gradient in that step and stays bit-identical.
+
+    Returns:
+        `mean_loss` is over all steps, NaN if there was none.
+    """
+    _check_plan(epochs, batch_size)
+    smallest = _smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
     with _in_mode(model, training=True):
         for epoch in range(epochs):
-            for rows in _batches(len(data), batch_size, smallest, generator):
-                rows_b = rows.to(device)
-                loss_value = loss(model(inputs[rows_b]), labels[rows_b], rows_b)
-                mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
-                optimizer.zero_grad(set_to_none=True)
-                loss_value.backward()
-                optimizer.step()
-                steps, samples, loss_sum = steps + 1, samples + len(rows), loss_sum + mean_loss * len(rows)
-    return TrainingReport(steps, loss_sum / samples, samples)
+            for rows in _batches(count, batch_size, smallest, generator):
+                for loss_value in losses(epoch, rows.to(device)):
+                    mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss_value.backward()
+                    optimizer.step()
+                    steps, samples, loss_sum = steps + 1, samples + len(rows), loss_sum + mean_loss * len(rows)
+    return TrainingReport(steps, loss_sum / samples if samples else math.nan, samples)
 
 
 def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int = 1024) -> Counts:
@@ -267,11 +307,11 @@ def _batches(count: int, batch_size: int, smallest: int, generator: torch.Genera
             yield rows
 
 
-def _smallest_batch(model: nn.Module, data: TensorData, batch_size: int) -> int:
+def _smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
     smallest = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-    if len(data) < smallest:
+    if count < smallest:
         reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
-        raise DataError(f"the training data have {len(data)} samples: {reason}; give at least {smallest}")
+        raise DataError(f"the training data have {count} samples: {reason}; give at least {smallest}")
     if batch_size < smallest:
         raise ConfigurationError(
             f"batch_size is {batch_size}, but a model with batch-norm cannot train on single samples; use at least 2"

@@ -70,6 +70,132 @@ def distillation_loss(
     return temperature**2 * divergence / max(len(student_logits_bc), 1)
 
 
+def feature_distance(student: Tensor, target: Tensor, *, valid_b: Tensor | None = None) -> Tensor:
+    """Mean squared distance of two networks' features, over the numbers of a row and the rows of the mini-batch.
+
+    Args:
+        student: `[batch, ...]`.
+        target: The same shape, a constant.
+        valid_b: `[batch]` bool, False where there is no target; such a row adds 0 and counts in the mean.
+
+    Returns:
+        A scalar, at least 0; 0 for an empty batch.
+
+    Raises:
+        KnowledgeError: The shapes do not agree.
+    """
+    if student.shape != target.shape:
+        raise KnowledgeError(
+            f"student features have shape {list(student.shape)} and their target {list(target.shape)}; "
+            "both must be features at one cut of one architecture"
+        )
+    squares = (_at_least_float32(student) - _at_least_float32(target.detach())).square().flatten(1)
+    if valid_b is not None:
+        squares = torch.where(valid_b[:, None], squares, 0.0)
+    return squares.sum() / max(squares.numel(), 1)
+
+
+def js_divergence(student_logits_bc: Tensor, teacher_probs_bc: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of the teacher and softmax(student), the mean over the rows of the mini-batch.
+
+    JS = ½ KL(t ‖ m) + ½ KL(s ‖ m) with m = ½ (t + s): symmetric, and in [0, ln 2].
+
+    Args:
+        student_logits_bc: `[batch, classes]`, finite; half precision is computed in float32.
+        teacher_probs_bc: `[batch, classes]`, rows on the simplex; a constant.
+
+    Returns:
+        A scalar in nats; 0 for an empty batch.
+
+    Raises:
+        KnowledgeError: The shapes do not agree.
+    """
+    _check_shapes(student_logits_bc, teacher_probs_bc, None)
+    log_student_bc = _at_least_float32(student_logits_bc).log_softmax(dim=-1)
+    student_bc, target_bc = log_student_bc.exp(), teacher_probs_bc.detach().to(log_student_bc.dtype)
+    middle_bc = (student_bc + target_bc) / 2
+    log_middle_bc = middle_bc.clamp_min(torch.finfo(middle_bc.dtype).tiny).log()  # 0 · log 0 = 0
+    from_student = student_bc * (log_student_bc - log_middle_bc)
+    from_teacher = torch.special.xlogy(target_bc, target_bc) - target_bc * log_middle_bc
+    total: Tensor = (from_student + from_teacher).sum()
+    return total / 2 / max(len(student_bc), 1)
+
+
+def euclidean_distance(student_bf: Tensor, teacher_bf: Tensor, *, over_batch: bool = False) -> Tensor:
+    """‖teacher − student‖₂ of each row, the mean over the rows; gradient 0 where they are equal.
+
+    Args:
+        student_bf: `[batch, numbers]`; half precision is computed in float32.
+        teacher_bf: The same shape; a constant.
+        over_batch: One norm over all numbers of the mini-batch instead (Frobenius), which grows with its root.
+
+    Returns:
+        A scalar, at least 0; 0 for an empty batch.
+
+    Raises:
+        KnowledgeError: The shapes do not agree.
+    """
+    _check_shapes(student_bf, teacher_bf, None)
+    difference_bf = _at_least_float32(student_bf) - _at_least_float32(teacher_bf.detach())
+    norms: Tensor = torch.linalg.vector_norm(difference_bf, dim=None if over_batch else -1)
+    return norms if over_batch else norms.sum() / max(len(difference_bf), 1)
+
+
+def soft_cross_entropy(student_logits_bc: Tensor, teacher_probs_bc: Tensor, temperature: float) -> Tensor:
+    """-τ² · Σ_c p_c · ln softmax(student / τ)_c, the mean over the rows: `distillation_loss` plus τ² · H(teacher).
+
+    Its gradient is that of `distillation_loss`, τ · (softmax(student / τ) - p) for each row of a sum.
+
+    Args:
+        student_logits_bc: `[batch, classes]`, finite; half precision is computed in float32.
+        teacher_probs_bc: `[batch, classes]`, rows on the simplex, already softened; a constant.
+        temperature: τ, finite and greater than 0.
+
+    Returns:
+        A scalar in nats, at least 0; 0 for an empty batch.
+
+    Raises:
+        ConfigurationError: `temperature` is out of range.
+        KnowledgeError: The shapes do not agree.
+
+    References:
+        Li et al., FedDKD: Federated Learning with Decentralized Knowledge Distillation, algorithm 2.
+    """
+    _check_temperature(temperature)
+    _check_shapes(student_logits_bc, teacher_probs_bc, None)
+    log_student_bc = (_at_least_float32(student_logits_bc) / temperature).log_softmax(dim=-1)
+    target_bc = teacher_probs_bc.detach().to(log_student_bc.dtype)
+    return -(temperature**2) * (target_bc * log_student_bc).sum() / max(len(student_logits_bc), 1)
+
+
+def activation_divergence(activations_bd: Tensor, *, reverse_elementwise: bool = False) -> Tensor:
+    """How far softmax(activations) is from the uniform distribution U over its d entries, the mean over the rows.
+
+    KL(softmax(a) ‖ U) = ln d - H(softmax(a)), in [0, ln d] nats.
+
+    Args:
+        activations_bd: `[batch, d]`, finite, the input of a model's last layer.
+        reverse_elementwise: KL(U ‖ softmax(a)) / d instead, as the code of FedMAX has it.
+
+    Returns:
+        A scalar, at least 0 up to rounding; 0 for an empty batch.
+
+    Raises:
+        KnowledgeError: The activations are not `[batch, d]`.
+
+    References:
+        Li et al., FedDKD, algorithm 3; Chen et al., FedMAX: Mitigating Activation Divergence for Accurate and
+        Communication-Efficient Federated Learning.
+    """
+    if activations_bd.ndim != 2:
+        raise KnowledgeError(f"activations have shape {list(activations_bd.shape)}, must be [batch, numbers]")
+    rows, entries = max(len(activations_bd), 1), activations_bd.shape[1]
+    log_probs_bd = _at_least_float32(activations_bd).log_softmax(dim=-1)
+    if reverse_elementwise:
+        return (-math.log(entries) - log_probs_bd).sum() / entries / (rows * entries)
+    return (log_probs_bd.exp() * (log_probs_bd + math.log(entries))).sum() / rows
+
+
 def _at_least_float32(values: Tensor) -> Tensor:
     """Float16 overflows at 65,504 and rounds small probabilities to 0; bfloat16 keeps 3 digits."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.errors import ModelError
 
@@ -108,6 +109,15 @@ class SplitModel(nn.Module):
             f"or the number of stages below the cut, 1 to {len(names)}"
         )
 
+    def stage_shapes(self, input_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """What `features` gives of one sample at the cut after each stage, by the stage's name, first to last.
+
+        Raises:
+            ModelError: The model does not take samples of this shape.
+        """
+        depths = enumerate(self.stage_names, start=1)
+        return {name: output_shape(self.stages[:depth], input_shape) for depth, name in depths}
+
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[batch, classes]` of inputs `[batch, *input_shape]`."""
         return cast(Tensor, self.stages(x))
@@ -144,10 +154,38 @@ class SplitModel(nn.Module):
         Args:
             x: Inputs, `[batch, *input_shape]`.
         """
+        return self._below_last(x)[0]
+
+    def with_embedding(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits `[batch, classes]` and embedding `[batch, F]` of one pass over inputs `[batch, *input_shape]`."""
+        below, last = self._below_last(x)
+        return cast(Tensor, last(below)), below
+
+    def _below_last(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         below, last = self.stages[:-1](x), self.stages[-1]
         while isinstance(last, nn.Sequential):
             below, last = last[:-1](below), last[-1]
-        return cast(Tensor, below)
+        return cast(Tensor, below), last
+
+
+def embedding_tap(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The model's method `embedding`, inputs to `[batch, F]`; None where it has none, or only a layer of that name."""
+    tap = getattr(model, "embedding", None)
+    return tap if callable(tap) and not isinstance(tap, nn.Module) else None
+
+
+def logits_and_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both taps: in one pass where the model can (`with_embedding`), else in two.
+
+    Raises:
+        ModelError: The model has no embedding.
+    """
+    if isinstance(model, SplitModel):
+        return model.with_embedding(x)
+    tap = embedding_tap(model)
+    if tap is None:
+        raise ModelError(f"{type(model).__name__} has no embedding(x), the input of its last layer; add this method")
+    return model(x), tap(x)
 
 
 def split_sequential(model: nn.Sequential, after: Cut) -> SplitModel:
@@ -234,6 +272,26 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def frozen_batch_norm(module: nn.Module, frozen: bool = True) -> Iterator[None]:
+    """Lets batch-norm layers use their statistics without changing them; everything else stays in its mode.
+
+    For data that are not the model's own, such as generated samples.
+
+    Args:
+        module: Any module.
+        frozen: False does nothing, for a setting that switches this off.
+    """
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training] if frozen else []
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
 
 
 def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ...]:

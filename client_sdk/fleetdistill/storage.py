@@ -4,6 +4,7 @@
     device.json             id, run, secret, server-given terms
     profile.bin             the last accepted profile, so that an idle device needs no torch
     state.safetensors       state after the last answer that has a receipt
+    proxy/                  header.bin, data.bin: the run's proxy set, fetched once and held against its digest
     delivered.safetensors   the model that the app uses, and its validation figure
     model.onnx              the same as ONNX, where the app wants it
     outbox/                 header.bin, data.bin, candidate.safetensors, then manifest.json, which makes it count
@@ -26,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import StateError, WireError
 from fleetdistill.file_lock import lock_file
+from fleetdistill.transfer import checked
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
@@ -89,6 +91,25 @@ class Storage:
     def save(self, name: str, data: bytes) -> None:
         """Writes a file of the directory whole or not at all."""
         self._write(name, data)
+
+    # --- payloads that serve many rounds
+
+    def keep_payload(self, name: str, payload: Payload) -> None:
+        """Keeps a downloaded payload in the folder `name`."""
+        with _disk_errors(self.directory):
+            (self.directory / name).mkdir(exist_ok=True)
+        self._write(f"{name}/data.bin", payload.source.read(0, payload.data_bytes))
+        self._write(f"{name}/header.bin", payload.header().SerializeToString())
+
+    def kept_payload(self, name: str, sha256: bytes) -> Payload | None:
+        """The payload in the folder `name`; None if it is missing, damaged or another one: then fetch it."""
+        header, data = self.load(f"{name}/header.bin"), self.load(f"{name}/data.bin")
+        if header is None or data is None:
+            return None
+        try:
+            return checked(knowledge_pb2.PayloadHeader.FromString(header), data, sha256)
+        except (DecodeError, WireError):
+            return None
 
     # --- outbox
 

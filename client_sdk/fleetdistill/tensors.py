@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.errors import ModelError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, Kind, ModelParameters
+from fleetdistill.wire.codec import encode
 
 
-def arrays_of(module: nn.Module) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Parameters and buffers of a module by state-dict name, on the CPU."""
+def model_parameters(module: nn.Module, scope: str = "model", without: Collection[str] = ()) -> ModelParameters:
+    """A module's parameters and buffers as they travel, on the CPU, copied.
+
+    Args:
+        module: Any module.
+        scope: What the part is: "model", "extractor", "base", "head".
+        without: State-dict names that stay behind, such as `batch_norm_names(module)`.
+    """
     trainable = {name for name, _ in module.named_parameters()}
-    arrays = {name: tensor.detach().cpu().numpy() for name, tensor in module.state_dict().items()}
-    parameters = {name: array for name, array in arrays.items() if name in trainable}
-    return parameters, {name: array for name, array in arrays.items() if name not in trainable}
+    state = {name: tensor for name, tensor in module.state_dict().items() if name not in without}
+    arrays = {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
+    return ModelParameters(
+        parameters={name: array for name, array in arrays.items() if name in trainable},
+        buffers={name: array for name, array in arrays.items() if name not in trainable},
+        scope=scope,
+    )
 
 
-def load_arrays(module: nn.Module, arrays: Mapping[str, Array]) -> None:
-    """Copies arrays into a module's state.
+def load_parameters(module: nn.Module, sent: ModelParameters, without: Collection[str] = ()) -> None:
+    """Copies what was sent into a module; the names in `without` keep their values.
 
     Raises:
         ModelError: A name or a shape does not fit; says which.
     """
-    own = module.state_dict()
+    arrays = {**sent.parameters, **sent.buffers}
+    own = {name: tensor for name, tensor in module.state_dict().items() if name not in without}
     if own.keys() != arrays.keys():
         odd = sorted(own.keys() ^ arrays.keys())
         raise ModelError(f"the weights do not fit {type(module).__name__}: names differ at {', '.join(odd[:5])}")
     for name, tensor in own.items():
         if tuple(tensor.shape) != arrays[name].shape:
             raise ModelError(f"weight {name} has shape {list(tensor.shape)}, was sent {list(arrays[name].shape)}")
-    module.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
+    module.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=False)
+
+
+def batch_norm_names(module: nn.Module) -> frozenset[str]:
+    """State-dict names of all batch-norm parameters and buffers."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, _BatchNorm)
+        for name in part.state_dict()
+    )
+
+
+def part_shapes(kind: Kind) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of a part by their path within it, such as `parameters/0.weight`; what a contract declares."""
+    return {slot.path.removeprefix("x/"): slot.shape for slot in encode({"x": kind}).slots}
+
+
+def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Arrays as tensors of their own."""
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

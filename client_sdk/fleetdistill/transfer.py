@@ -30,7 +30,7 @@ def download(link: Link, identity: service_pb2.Identity, sha256: bytes) -> Paylo
     for attempt in range(ATTEMPTS):
         try:
             header = _fetch(link, identity, sha256, data)
-            return _checked(header, bytes(data), sha256)
+            return checked(header, bytes(data), sha256)
         except LinkError:
             if attempt + 1 == ATTEMPTS:
                 raise
@@ -52,7 +52,8 @@ def _fetch(link: Link, identity: service_pb2.Identity, sha256: bytes, data: byte
     return header
 
 
-def _checked(header: knowledge_pb2.PayloadHeader, data: bytes, sha256: bytes) -> Payload:
+def checked(header: knowledge_pb2.PayloadHeader, data: bytes, sha256: bytes) -> Payload:
+    """The payload of a header and its data. Raises WireError unless they are what the digest names."""
     found = wire.digest(header.parts, iter([data]))
     if found != sha256:
         raise WireError(f"a download has SHA-256 {found.hex()[:16]}..., asked for {sha256.hex()[:16]}...")

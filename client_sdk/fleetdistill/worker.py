@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
-from fleetdistill.knowledge import ClassCount, Kind, Metric, Metrics, ModelParameters
+from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, Answer, Ask, Local
-from fleetdistill.model import check_local_model, fingerprint, parameter_count
+from fleetdistill.methods.base import CUT, DELIVER, Answer, Ask, Local
+from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.onnx_export import OnnxReport, export_onnx
+from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import load_arrays
+from fleetdistill.tensors import load_parameters
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
@@ -88,12 +89,6 @@ class Worker:
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         """What the device says of itself at check-in."""
-        probe = self._data.inputs[:1].to(next(self._module.parameters()).device)
-        with torch.no_grad():
-            was_training = self._module.training
-            self._module.eval()
-            shape = list(self._taps.features(probe).shape[1:])
-            self._module.train(was_training)
         return contract_pb2.DeviceProfile(
             model_name=self._model_name[:128],
             parameters=parameter_count(self._module),
@@ -102,11 +97,22 @@ class Worker:
             samples=len(self._data),
             classes=self._classes,
             input_shape=list(self._data.inputs.shape[1:]),
-            features=[contract_pb2.NamedShape(name=CUT, shape=shape)],
+            features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in self._shapes().items()],
             knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32, tensor_pb2.ELEMENT_TYPE_FLOAT16],
             allowed_columns=sorted(allow),
             sdk_version=VERSION,
+            proxy_digest=self.contract.proxy_digest,
         )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """One sample's features at the cut, at every other place where the model can be cut, and its embedding."""
+        probe = self._data.inputs[:1].to(next(self._module.parameters()).device)
+        with evaluating(self._module), torch.no_grad():
+            at_cut = tuple(self._taps.features(probe).shape[1:])
+            tap = embedding_tap(self._module)
+            last = {EMBEDDING: tuple(tap(probe).shape[1:])} if tap is not None else {}
+        stages = self._module.stage_shapes(probe.shape[1:]) if isinstance(self._module, SplitModel) else {}
+        return {**stages, **last, CUT: at_cut}
 
     # --- state
 
@@ -116,9 +122,20 @@ class Worker:
         if not isinstance(initial, ModelParameters):
             raise WireError("the run's initial weights are not model parameters")
         target = self._taps.extractor if initial.scope == "extractor" else self._module
-        load_arrays(target, {**initial.parameters, **initial.buffers})
+        load_parameters(target, initial)
         self._delivered.load_state_dict(self._module.state_dict())
         self.has_state = True
+
+    @property
+    def has_proxy(self) -> bool:
+        """Whether the method has the run's proxy set."""
+        return self._method.local.proxy is not None
+
+    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
+        """Takes the run's proxy set, whose payload was held against the contract's digest."""
+        proxy = proxy_data(proxy_of(parts), self.contract.input_shape, self._classes)
+        local, digest = self._method.local, self.contract.proxy_digest
+        self._method.local = replace(local, proxy=proxy, proxy_digest=digest)
 
     def state(self) -> bytes:
         """Model and method as one safetensors document."""
@@ -148,8 +165,9 @@ class Worker:
         question = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
         with self._reproducible(ask.seed):
             answer = self._method.handle(question)
-            self.ends_round = ask.step == self._method.metrics_step
-            if self.ends_round and "metrics" in allow:
+            measured = ask.step == self._method.metrics_step
+            self.ends_round = measured or ask.step == DELIVER
+            if measured and "metrics" in allow:
                 given = {split: data for split, data in self._scored.items() if data is not None}
                 figures = [metric for split, data in given.items() for metric in self._score(split, data, allow)]
                 if figures:

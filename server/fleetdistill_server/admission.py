@@ -32,8 +32,9 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
         _mismatch("input shape", list(profile.input_shape), list(contract.input_shape), contract)
     given = {column.name: list(column.shape) for column in profile.features}
     for column in contract.features:
-        if given.get(column.name) != list(column.shape):
-            _mismatch(f"feature shape at cut {column.name!r}", given.get(column.name), list(column.shape), contract)
+        has = given.get(column.name, "no such cut")
+        if has != list(column.shape):
+            _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract)
     if contract.knowledge_type not in profile.knowledge_types:
         names = ", ".join(DTYPES[one].name for one in profile.knowledge_types if one in DTYPES)
         _mismatch("element type", names, DTYPES[contract.knowledge_type].name, contract)

@@ -21,9 +21,11 @@ from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store import Row, Store
 
 PayloadFor = Parts | Callable[[str], Parts] | None
+ColumnsFor = Callable[[str], Sequence[str]]
 
 
 class Waker(Protocol):
@@ -55,6 +57,14 @@ class RoundTerms:
     deadline_seconds: float
     knowledge_type: np.dtype
     steps: Mapping[str, Mapping[str, str]]
+
+
+def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, str]:
+    """What an answer must consist of, with the feature columns of its sample knowledge by their paths."""
+    paths = [
+        f"{part}/features/{name}" for part, kind in kinds.items() if kind == "sample_knowledge" for name in columns
+    ]
+    return {**kinds, **dict.fromkeys(paths, "tensor")}
 
 
 class DeviceAnswer:
@@ -115,7 +125,13 @@ class Cohort:
         self._in_round = set(devices)
 
     async def ask(
-        self, step: str, payload: PayloadFor = None, *, to: Sequence[str] | None = None, quorum: float | None = None
+        self,
+        step: str,
+        payload: PayloadFor = None,
+        *,
+        to: Sequence[str] | None = None,
+        quorum: float | None = None,
+        columns: ColumnsFor | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Asks a step of the cohort and yields the answers in device-id order.
 
@@ -124,13 +140,15 @@ class Cohort:
             payload: Parts for all devices, or a function of the device id that gives each its own.
             to: Devices to ask; by default those that answered every earlier ask of this round.
             quorum: Part of the asked devices that must answer; by default the run's.
+            columns: For a step that wants other feature columns of each device: those of the contract that its
+                answer must have, and no others. By default all of them.
 
         Raises:
             QuorumNotReached: Too few answered before the deadline.
         """
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
-        self._write_asks(step, self._steps, asked, payload)
+        self._write_asks(step, self._steps, asked, payload, columns)
         self._waker.wake_other()
         answered = 0
         for row in self._store.asks(self._terms.run, self.round, self._steps):
@@ -143,6 +161,23 @@ class Cohort:
         needed = math.ceil((self._terms.quorum if quorum is None else quorum) * len(asked) - 1e-9)
         if answered < needed:
             raise QuorumNotReached(step, answered, needed)
+
+    @property
+    def remaining(self) -> list[str]:
+        """Ids of the devices that have missed no ask of this round, in bytewise order."""
+        return sorted(self._in_round)
+
+    def sample(self, ratio: float) -> list[str]:
+        """A random part of the cohort for this round: of K devices max(1, floor(ratio * K)), in id order."""
+        count = max(1, math.floor(ratio * len(self.devices) + 1e-9))
+        order = torch.randperm(len(self.devices), generator=self.generator("participants"))
+        return sorted(self.devices[number] for number in order[:count].tolist())
+
+    def model_fingerprint(self, device: str) -> str:
+        """Which model a device has said that it runs, as `fleetdistill.model.fingerprint` names it."""
+        row = self._store.device(self._terms.run, device)
+        assert row is not None  # the cohort consists of devices that checked in
+        return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
 
     async def tell(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends something that wants no knowledge back; waits until every device took it or is gone."""
@@ -166,11 +201,16 @@ class Cohort:
         """Random numbers for one named purpose of this round."""
         return torch.Generator().manual_seed(derive_seed(self._terms.seed, self.round, name, "server"))
 
-    def _write_asks(self, step: str, number: int, asked: Sequence[str], payload: PayloadFor) -> None:
+    def _write_asks(
+        self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
+    ) -> None:
         run = self._terms.run
-        expects = self._terms.steps.get(step, {})
+        kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks(run, self.round, number)}
-        rows = [self._ask_row(step, number, device, payload, expects) for device in asked]
+        rows = [
+            self._ask_row(step, number, device, payload, with_columns(kinds, columns(device)) if columns else kinds)
+            for device in asked
+        ]
         for row in rows:
             old = known.get(row["device"])
             if old is not None and old["payload"] != row["payload"]:

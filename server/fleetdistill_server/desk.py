@@ -228,14 +228,15 @@ class Desk:
         """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on."""
         run, device = self.authenticate(request.identity)
         wanted = request.sha256
-        initial = wanted == self.contract(run).initial_weights
-        if not wanted or not (initial or self.store.is_payload_for(run, device, wanted)):
+        contract = self.contract(run)
+        for_all = wanted in {contract.initial_weights, contract.proxy_digest} - {b""}
+        if not wanted or not (for_all or self.store.is_payload_for(run, device, wanted)):
             raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
         ask = self.store.next_ask(run, device)
         try:
             payload = self.store.blobs.open(wanted)
         except StoreError as error:
-            if initial or (ask is not None and ask["payload"] == wanted):
+            if for_all or (ask is not None and ask["payload"] == wanted):
                 raise
             text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
             raise RefusedError(Code.NOT_FOUND, text) from error

@@ -19,22 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill import methods
 from fleetdistill.errors import ConfigurationError, FleetDistillError, QuorumNotReached, RunError
-from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.base import CUT
-from fleetdistill.model import fingerprint, output_shape
-from fleetdistill.models import build_model
+from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import arrays_of
-from fleetdistill.wire.codec import Payload, encode
-from fleetdistill.wire.payload import ELEMENT_TYPES
-from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
-from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.base import ServerMethod, Setting
-from fleetdistill_server.models import build_server_model
+from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.processes import EXIT_CONFIGURATION, end_with_parent
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.store import Store
@@ -61,6 +52,7 @@ class Engine:
         store.begin_run(self._name, config.fixed_part())
         self._token = store.own_run(self._name)
         self.method = build_method(config)
+        self._evaluation: TensorData | None = None
         self._terms = RoundTerms(
             run=self._name,
             seed=config.run.seed,
@@ -92,11 +84,25 @@ class Engine:
         row = self._row()
         if row["contract"] is None:
             contract, initial = make_contract(self._config, self.method)
-            self._store.blobs.put(initial)
+            if initial is not None:
+                self._store.blobs.put(initial)
+            if self.method.setting.proxy_payload is not None:
+                self._store.blobs.put(self.method.setting.proxy_payload)
             self._store.publish_contract(self._name, contract.SerializeToString())
         elif row["status"] == "stopped":
             self._store.end_run(self._name, "running", "started again")
+        self._check_proxy()
         self._restore()
+
+    def _check_proxy(self) -> None:
+        """A run keeps the proxy set that it began with: all knowledge is about its rows."""
+        began = contract_pb2.Contract.FromString(self._row()["contract"]).proxy_digest
+        now = self.method.setting.proxy_digest
+        if began != now:
+            raise RunError(
+                f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, the file is "
+                f"{now.hex()[:12] or 'none'}; put the first one back, or start a run of another name"
+            )
 
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]
@@ -144,6 +150,7 @@ class Engine:
         return True
 
     def _close(self, cohort: Cohort) -> None:
+        self._score(cohort)
         checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
         last = self._row()["checkpoint"]
         with self._store.transaction():
@@ -151,6 +158,16 @@ class Engine:
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
         self._drop_spent(cohort.round, last)
         logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
+
+    def _score(self, cohort: Cohort) -> None:
+        """Scores the global model on the operator's data, where the run has both."""
+        model = self.method.global_model()
+        if model is None or not self._config.evaluation.data:
+            return
+        if self._evaluation is None:
+            self._evaluation = load_evaluation(self._config.evaluation.data, self.method.setting.classes)
+        counts = evaluate(model, self._evaluation, self.method.setting.classes)
+        cohort.report("global_accuracy", counts.accuracy)
 
     def _drop_spent(self, closed: int, checkpoint: bytes | None) -> None:
         """Frees what the last closed round, and short ones since, left behind; the newest closed one stays readable."""
@@ -173,69 +190,17 @@ class Engine:
         return int(self._row()["completed_rounds"])
 
 
-def build_method(config: RunConfig) -> ServerMethod:
-    """The server half of a run, with models drawn from the run's seed."""
-    features = {CUT: output_shape(initial_extractor(config), config.contract.input_shape)}
-    classes = len(config.contract.class_names())
-    torch.manual_seed(derive_seed(config.run.seed, 0, "server model", "server"))
-    predictor = build_server_model(config.model.server, feature_shape=features[CUT], classes=classes)
-    setting = Setting(
-        classes=classes,
-        features=features,
-        server_model=predictor,
-        torch_device=pick_torch_device(config.server.torch_device),
-        seed=config.run.seed,
-    )
-    return server_class(config.run.method)(config.method_config(), setting)
-
-
-def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2.Contract, Payload]:
-    """The terms of a run and the initial weights that its devices start from."""
-    extractor = initial_extractor(config)
-    parameters, buffers = arrays_of(extractor)
-    initial = encode({"initial": ModelParameters(parameters=parameters, buffers=buffers, scope="extractor")})
-    plan = knowledge_pb2.Parts.FromString(
-        encode({"config": methods.config_to_plan(method.config)}).parts.SerializeToString()
-    )
-    shapes = [contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.setting.features.items()]
-    return contract_pb2.Contract(
-        run=config.run.name,
-        method=config.run.method,
-        config=plan.parts[0].plan,
-        classes=config.contract.class_names(),
-        input_shape=config.contract.input_shape,
-        features=shapes,
-        knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
-        requirements=method.requirements(),
-        extractor_fingerprint=fingerprint(extractor),
-        initial_weights=initial.sha256,
-        rounds=config.run.rounds,
-        seed=config.run.seed,
-        threads=config.run.threads,
-        max_upload_bytes=config.server.max_upload_bytes,
-    ), initial
-
-
-def initial_extractor(config: RunConfig) -> torch.nn.Module:
-    """The extractor that every device of a run starts from."""
-    torch.manual_seed(derive_seed(config.run.seed, 0, "initial extractor", "server"))
-    return build_model(config.model.extractor, input_shape=tuple(config.contract.input_shape))
-
-
-def pick_torch_device(name: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one, else the CPU.
+def load_evaluation(file: str, classes: int) -> TensorData:
+    """Reads `inputs` and `labels` of an `.npz`.
 
     Raises:
-        ConfigurationError: torch does not know the name, or has no such device here.
+        ConfigurationError: The file is missing or damaged.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise ConfigurationError(f"[server] torch_device: {name!r} cannot be used here: {error}") from error
-    return device
+        with np.load(file) as arrays:
+            return as_tensor_data((arrays["inputs"], arrays["labels"]), classes)
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"[evaluation] data: {file!r} needs arrays inputs and labels: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.onnx_export import OnnxReport, export_onnx
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store import Store
 
 _PARITY_SAMPLES = 64
 
 
 def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
-    """Writes the model and compares it with PyTorch on features that a device uploaded.
+    """Writes the model and compares it with PyTorch: on the proxy set, or else on features that a device uploaded, or
+    on noise where the model reads inputs and the server has none.
 
     Raises:
         ConfigurationError: No such run, or its method keeps no model on the server.
@@ -24,7 +26,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     """
     import torch
 
-    from fleetdistill_server.engine import build_method
+    from fleetdistill_server.contract import build_method
     from fleetdistill_server.run_config import run_config
 
     row = store.run(run)
@@ -32,15 +34,29 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
         raise ConfigurationError(f"there is no run {run!r}")
     if not row["completed_rounds"]:
         raise ExportError(f"run {run!r} has completed no round yet; there is nothing to export")
-    config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}})
+    config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
     method = build_method(config)
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     exported = method.export()
     if exported is None:
         raise ConfigurationError(f"{config.run.method} keeps no model on the server")
-    samples = torch.from_numpy(_uploaded_features(store, run)).float()
+    reads_inputs = tuple(exported[1]) == method.setting.input_shape
+    rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
+    samples = torch.from_numpy(rows).float()
     metadata = {"run": run, "round": str(row["next_round"] - 1), "method": config.run.method}
     return export_onnx(exported[0], path, samples, metadata)
+
+
+def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def]  # a numpy array
+    """Rows of the proxy set, or noise in [0, 1): the server holds no other inputs."""
+    import numpy as np
+
+    from fleetdistill.proxy import proxy_of
+
+    contract = contract_pb2.Contract.FromString(contract_bytes)
+    if contract.proxy_digest:
+        return proxy_of(decode(store.blobs.open(contract.proxy_digest))).inputs[:_PARITY_SAMPLES].copy()
+    return np.random.default_rng(0).random((_PARITY_SAMPLES, *contract.input_shape), np.float32)
 
 
 def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def]  # a numpy array of any float type

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
 
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
+from fleetdistill.knowledge import EMBEDDING
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import KINDS
 from fleetdistill.wire.codes import Code
@@ -27,7 +28,12 @@ from fleetdistill_server.blobs import Staging
 ROWS = -1
 """Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
 
+TENSOR = "tensor"
+"""Marks, in what an ask expects, the path of a column; everything else there is a part and its kind."""
+
 _MAX_WORD = 64
+_MOST_IMPORTANCE = 1 + 1e-4
+"""An importance is at most 1, and predictions sum to 1 up to rounding."""
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -43,6 +49,7 @@ class Rule:
         low: Smallest value, None for no bound. Floats must be finite in any case.
         high: First value that is too large, None for no bound.
         unique: Values may not repeat.
+        row_sum: Most that the numbers of a row may sum to, None for no bound.
         what: The column in words, for messages.
     """
 
@@ -51,6 +58,7 @@ class Rule:
     low: float | None = None
     high: float | None = None
     unique: bool = False
+    row_sum: float | None = None
     what: str = "value"
 
 
@@ -61,7 +69,8 @@ class Ingest:
         device: Who sends, for messages.
         header: What the payload claims to be.
         contract: What it must fit.
-        expects: Part name to kind name, what the ask wants; a part "metrics" may always come along.
+        expects: Part name to kind name, what the ask wants; a part "metrics" may always come along. An ask that wants
+            only some of the contract's feature columns names these too, as `PART/features/COLUMN` to "tensor".
     """
 
     def __init__(
@@ -79,7 +88,10 @@ class Ingest:
             _check_size(header, self.slots, contract.max_upload_bytes)
         self._check_kinds(expects)
         with self._naming_device():
-            self._rules = {path: rule for part in header.parts.parts for path, rule in rules_of(part, contract).items()}
+            wanted = {path for path, kind in expects.items() if kind == TENSOR}
+            self._rules = {
+                path: rule for part in header.parts.parts for path, rule in rules_of(part, contract, wanted).items()
+            }
         for slot in self.slots:
             self._check_slot(slot)
         self._check_rows()
@@ -130,6 +142,8 @@ class Ingest:
         for slot in self.slots:
             if self._rules[slot.path].unique:
                 self._check_unique(slot, self._staging)
+            if self._rules[slot.path].row_sum is not None:
+                self._check_row_sums(slot, self._staging)
 
     @property
     def _total(self) -> int:
@@ -145,7 +159,7 @@ class Ingest:
         given = {part.name: part.WhichOneof("kind") for part in self.header.parts.parts}
         if len(given) != len(self.header.parts.parts):
             raise self._refuse(Code.BAD_MESSAGE, "two parts have the same name")
-        wanted = dict(expects)
+        wanted = {name: kind for name, kind in expects.items() if kind != TENSOR}
         if "metrics" in given:
             wanted.setdefault("metrics", "metrics")
         if given != wanted:
@@ -236,6 +250,16 @@ class Ingest:
             )
             raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 
+    def _check_row_sums(self, slot: Slot, staging: Staging) -> None:
+        rule = self._rules[slot.path]
+        assert rule.row_sum is not None
+        values = np.frombuffer(staging.read(slot.start, slot.nbytes), slot.dtype).reshape(slot.shape)
+        sums = values.reshape(len(values), -1).sum(axis=1, dtype=np.float64)
+        if (sums > rule.row_sum).any():
+            row = int((sums > rule.row_sum).argmax())
+            text = f"{rule.what} sum to {sums[row]:g} at row {row} of {slot.path}, at most {rule.row_sum:g} is possible"
+            raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
+
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:
             details["tensor"] = slot.path
@@ -249,18 +273,29 @@ class Ingest:
             raise self._refuse(Code(refusal.code), str(refusal), None, **refusal.details) from refusal
 
 
-def rules_of(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+def rules_of(
+    part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str] = ()
+) -> dict[str, Rule]:
     """What each tensor of a part must be, by path; a required tensor that is missing is refused here.
+
+    Args:
+        part: What was sent.
+        contract: What it must fit.
+        wanted: Paths of the feature columns that the ask wants; empty for all of the contract's.
 
     Raises:
         RefusedError: A column that the contract requires is missing.
     """
     kind = part.WhichOneof("kind")
+    if kind == "sample_knowledge":
+        return _sample_rules(part, contract, wanted)
     make = _RULES.get(kind)
     return make(part, contract) if make else {}
 
 
-def _sample_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+def _sample_rules(
+    part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]
+) -> dict[str, Rule]:
     floats = (DTYPES[contract.knowledge_type],)
     classes = len(contract.classes)
     rules = {
@@ -268,20 +303,20 @@ def _sample_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> 
         f"{part.name}/logits": Rule(floats, (ROWS, classes), what="logits"),
         f"{part.name}/labels": Rule((_INT32,), (ROWS,), low=0, high=classes, what="label"),
     }
-    for column in contract.features:
-        path = f"{part.name}/features/{column.name}"
-        rules[path] = Rule(floats, (ROWS, *column.shape), what="features")
-    _require_columns(part, contract)
+    shapes = {f"{part.name}/features/{column.name}": (ROWS, *column.shape) for column in contract.features}
+    asked = {path: shape for path, shape in shapes.items() if not wanted or path in wanted}
+    rules |= {path: Rule(floats, shape, what="features") for path, shape in asked.items()}
+    _require_columns(part, contract, asked)
     return rules
 
 
-def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> None:
+def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract, feature_paths: Collection[str]) -> None:
     sent = part.sample_knowledge
     needed = contract.requirements.columns
     missing = [name for name in ("logits", "labels") if name in needed and not sent.HasField(name)]
     if "features" in needed:
-        given = {column.name for column in sent.features}
-        missing += [f"features/{column.name}" for column in contract.features if column.name not in given]
+        given = {f"{part.name}/features/{column.name}" for column in sent.features}
+        missing += [path.removeprefix(f"{part.name}/") for path in feature_paths if path not in given]
     if not sent.HasField("sample_ids"):
         missing.append("sample_ids")
     if missing:
@@ -293,25 +328,66 @@ def _proxy_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> d
     if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
         raise RefusedError(Code.CONTRACT_MISMATCH, f"part {part.name!r} is about another proxy set than the contract's")
     floats = (DTYPES[contract.knowledge_type],)
-    return {
-        f"{part.name}/logits": Rule(floats, (ROWS, len(contract.classes)), what="logits"),
-        f"{part.name}/embeddings": Rule(floats, None, what="embeddings"),
-    }
+    shapes = _proxy_shapes(contract)
+    sent = {field.name for field, _ in part.proxy_knowledge.ListFields()}
+    missing = [name for name in shapes if name not in sent]
+    if missing or part.proxy_knowledge.valid != bool(shapes):
+        text = f"part {part.name!r} lacks {', '.join(missing) or 'a true word on being valid'}"
+        details = {"tensor": f"{part.name}/{missing[0]}"} if missing else {}
+        raise RefusedError(Code.BAD_TENSOR, f"{text}, which {contract.method} needs", details)
+    return {f"{part.name}/{name}": Rule(floats, shape, what=name) for name, shape in shapes.items()}
+
+
+def _proxy_shapes(contract: contract_pb2.Contract) -> dict[str, tuple[int, ...]]:
+    """The columns that the contract wants about the proxy set: one row for each of its samples, no others."""
+    samples, columns = contract.proxy_samples, contract.requirements.columns
+    widths = {one.name: tuple(one.shape) for one in contract.features if one.name == EMBEDDING}
+    shapes: dict[str, tuple[int, ...]] = {"logits": (samples, len(contract.classes))} if "logits" in columns else {}
+    if "features" in columns and EMBEDDING in widths:
+        shapes["embeddings"] = (samples, *widths[EMBEDDING])
+    return shapes
 
 
 def _prediction_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     if not part.weighted_predictions.HasField("values"):
         raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
-    return {f"{part.name}/values": Rule((_FLOAT32,), (ROWS, len(contract.classes)), low=0, what="predictions")}
+    shape = _declared(part, contract).get("values", (ROWS, len(contract.classes)))
+    rule = Rule((_FLOAT32,), shape, low=0, row_sum=_MOST_IMPORTANCE, what="importance-weighted predictions")
+    return {f"{part.name}/values": rule}
 
 
-def _finite_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
-    """Parameters and gradients: their names and shapes were agreed by fingerprint, the method compares them."""
+def _parameter_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """Exactly the tensors that the contract declares for this part, so that the engine need not look again."""
+    declared = _declared(part, contract)
     own = wire.slots(knowledge_pb2.Parts(parts=[part]))
+    sent = {slot.path.removeprefix(f"{part.name}/"): slot.dtype for slot in own}
+    if missing := sorted(declared.keys() - sent.keys()):
+        raise RefusedError(
+            Code.BAD_TENSOR, f"part {part.name!r} lacks {', '.join(missing[:5])}", {"tensor": missing[0]}
+        )
     return {
-        slot.path: Rule((_INT64,) if slot.path.split("/")[-2] == "buffers" and slot.dtype == _INT64 else (_FLOAT32,))
-        for slot in own
+        f"{part.name}/{name}": Rule((_parameter_type(name, sent[name]),), shape) for name, shape in declared.items()
     }
+
+
+def _parameter_type(name: str, sent: np.dtype) -> np.dtype:
+    """Counters among the buffers are int64; everything else is float32."""
+    return _INT64 if "buffers" in name.split("/") and sent == _INT64 else _FLOAT32
+
+
+def _gradient_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """The declared tensors, all float32; an infinite loss is a diverged model's and may come, NaN may not."""
+    sent = part.distillation_gradient
+    if sent.batch_size < 1 or not sent.loss >= 0:
+        text = f"part {part.name!r} has batch_size {sent.batch_size} and loss {sent.loss:g}, must be >= 1 and >= 0"
+        raise RefusedError(Code.BAD_VALUE, text)
+    rules = _parameter_rules(part, contract)
+    return {path: Rule((_FLOAT32,), rule.shape, what="gradient") for path, rule in rules.items()}
+
+
+def _declared(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, tuple[int, ...]]:
+    """Shapes that the contract declares for the tensors of a part."""
+    return {one.part: {t.name: tuple(t.shape) for t in one.tensors} for one in contract.uploads}.get(part.name, {})
 
 
 def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
@@ -335,13 +411,12 @@ def _plan_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> di
 
 
 _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], dict[str, Rule]]] = {
-    "sample_knowledge": _sample_rules,
     "proxy_knowledge": _proxy_rules,
     "weighted_predictions": _prediction_rules,
-    "model_parameters": _finite_rules,
-    "distillation_gradient": _finite_rules,
-    "generator": _finite_rules,
-    "discriminator": _finite_rules,
+    "model_parameters": _parameter_rules,
+    "distillation_gradient": _gradient_rules,
+    "generator": _parameter_rules,
+    "discriminator": _parameter_rules,
     "plan": _plan_rules,
     "metrics": _metric_rules,
 }

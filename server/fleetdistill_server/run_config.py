@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, with_config
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+    with_config,
+)
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
@@ -58,6 +67,29 @@ class ModelSection(_Section):
 
     extractor: str = "digits_extractor"
     server: str = "digits_server"
+    device: str = ""
+
+
+class ProxySection(_Section):
+    """[proxy]: the labelled data set that the server hands to every device, for methods that need one."""
+
+    data: str = ""
+    name: Annotated[str, Field(max_length=64)] = ""
+    licence: Annotated[str, Field(max_length=256)] = ""
+
+    @model_validator(mode="after")
+    def _check_complete(self) -> ProxySection:
+        given = {name: bool(getattr(self, name)) for name in ("data", "name", "licence")}
+        if any(given.values()) and not all(given.values()):
+            lacking = ", ".join(name for name, there in given.items() if not there)
+            raise ValueError(f"a proxy set needs data, name and licence (such as CC-BY-4.0); missing: {lacking}")
+        return self
+
+
+class EvaluationSection(_Section):
+    """[evaluation]: data for scoring the run's global model after each round."""
+
+    data: str = ""
 
 
 class ServerSection(_Section):
@@ -81,6 +113,8 @@ class RunConfig(_Section):
     contract: ContractSection
     model: ModelSection = ModelSection()
     method: dict[str, Any] = Field(default_factory=dict)
+    proxy: ProxySection = ProxySection()
+    evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
 
     def method_config(self) -> Any:
@@ -105,8 +139,9 @@ class RunConfig(_Section):
             raise ConfigurationError(f"[method] {error}") from error
 
     def fixed_part(self) -> dict[str, Any]:
-        """What may not change between two starts of one run."""
-        return self.model_dump(mode="json", exclude={"server"})
+        """What may not change between two starts of one run; a proxy set may move, its digest is in the contract."""
+        fixed = self.model_dump(mode="json", exclude={"server": True, "evaluation": True, "proxy": {"data"}})
+        return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
 
 
 def load_run_config(path: Path) -> RunConfig:
@@ -145,6 +180,8 @@ _SETTINGS = {
     "run": list(RunSection.model_fields),
     "contract": list(ContractSection.model_fields),
     "model": list(ModelSection.model_fields),
+    "proxy": list(ProxySection.model_fields),
+    "evaluation": list(EvaluationSection.model_fields),
     "server": list(ServerSection.model_fields),
 }
 """Known sections, and the known settings of each."""

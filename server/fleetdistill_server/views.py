@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,10 @@ def _round_row(store: Store, row: Row) -> Row:
         "seconds": round(seconds, 2) if seconds is not None else None,
         "test_accuracy": round(sum(rates) / len(rates), 4) if rates else None,
         "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
+        "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
+        "distillation_steps": figures.get("distillation_steps"),
+        "effective_devices": round(figures["effective_devices"], 2) if "effective_devices" in figures else None,
+        "global_accuracy": round(figures["global_accuracy"], 4) if "global_accuracy" in figures else None,
         "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
     }
 

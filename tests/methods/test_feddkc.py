@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
 from fleetdistill.model import split_sequential
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
-from fleetdistill_server.methods.base import Setting
 from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
+from fleetdistill_server.run_config import ModelSection
+from fleetdistill_server.setting import Setting
 
 CLASSES, FEATURES = 3, 4
 
@@ -53,20 +55,24 @@ class FakeCohort:
         return torch.Generator().manual_seed(7)
 
 
+def identity_extractor(input_shape: tuple[int, ...]) -> nn.Module:
+    return nn.Identity()
+
+
+def small_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
 def make_server(**settings: Any) -> FedDKCServer:
-    torch.manual_seed(3)
-    config = FedDKCConfig(**settings).for_classes(CLASSES)
-    predictor = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    return FedDKCServer(
-        config,
-        Setting(
-            classes=CLASSES,
-            features={CUT: (FEATURES,)},
-            server_model=predictor,
-            torch_device=torch.device("cpu"),
-            seed=0,
-        ),
+    sys.modules["test_feddkc"] = sys.modules[__name__]
+    setting = Setting(
+        classes=CLASSES,
+        input_shape=(FEATURES,),
+        models=ModelSection(extractor="test_feddkc:identity_extractor", server="test_feddkc:small_predictor"),
+        torch_device=torch.device("cpu"),
+        seed=3,
     )
+    return FedDKCServer(FedDKCConfig(**settings).for_classes(CLASSES), setting)
 
 
 def make_knowledge(seed: int, rows: int = 12, right: bool = True) -> SampleKnowledge:
@@ -158,7 +164,7 @@ def test_knowledge_is_absent_in_round_1_and_the_servers_logits_afterwards() -> N
 
 
 def test_the_answer_is_the_predictor_in_eval_mode_after_training() -> None:
-    server = make_server()
+    server = make_server(teacher_guard=False)
     knowledge = make_knowledge(1)
     run_round(server, {"a": knowledge})
     with torch.no_grad():
@@ -255,12 +261,6 @@ def test_a_server_goes_on_from_its_state_bit_for_bit() -> None:
     run_round(other, knowledge)
     for mine, theirs in zip(one.predictor.parameters(), other.predictor.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_run_without_a_server_predictor_is_refused() -> None:
-    setting = Setting(classes=3, features={CUT: (4,)}, server_model=None, torch_device=torch.device("cpu"), seed=0)
-    with pytest.raises(ConfigurationError, match=r"name one with \[model\] server"):
-        FedDKCServer(FedDKCConfig().for_classes(3), setting)
 
 
 # --- device half

@@ -56,6 +56,9 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         valid=True, sample_ids=np.arange(2), values=np.full((2, 3), 1 / 3, FLOAT32), scale=k.PROBABILITIES
     ),
     "proxy_knowledge": k.ProxyKnowledge(valid=True, proxy_digest=b"p" * 32, embeddings=np.ones((2, 5), FLOAT32)),
+    "proxy_set": k.ProxySet(
+        name="digits-proxy", licence="CC0-1.0", inputs=np.ones((2, 1, 8, 8), FLOAT32), labels=np.int32([0, 2])
+    ),
     "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1

@@ -50,12 +50,42 @@ def take_in(
 ) -> Ingest:
     """Sends a payload of device d1 through the checks, whole."""
     header = header or payload.header()
-    ingest = Ingest("d1", header, contract or make_contract(), expects or EXPECTS)
+    ingest = Ingest("d1", header, declaring(contract or make_contract(), header), expects or EXPECTS)
     ingest.start(MemoryBlobs().stage("key", header.parts))
     for chunk in in_pieces(payload, CHUNK_BYTES) if chunks is None else chunks:
         ingest.feed(chunk)
     ingest.finish()
     return ingest
+
+
+def declaring(contract: contract_pb2.Contract, header: knowledge_pb2.PayloadHeader) -> contract_pb2.Contract:
+    """The contract, with every tensor of the header's parameter-like parts declared as it is."""
+    declared = contract_pb2.Contract.FromString(contract.SerializeToString())
+    for part in header.parts.parts:
+        if part.WhichOneof("kind") in ("model_parameters", "distillation_gradient", "generator", "discriminator"):
+            shapes = declared.uploads.add(part=part.name)
+            for slot in slots(knowledge_pb2.Parts(parts=[part])):
+                shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=slot.shape)
+    return declared
+
+
+def test_parameters_must_be_exactly_the_declared_tensors() -> None:
+    def sent(**parameters: Any) -> tuple[str, str]:
+        payload = encode({"x": k.ModelParameters(parameters=parameters)})
+        with pytest.raises(RefusedError) as error:
+            Ingest("d1", payload.header(), contract, {"x": "model_parameters"})
+        return said(error.value)
+
+    good = encode({"x": k.ModelParameters(parameters={"w": f32([1, 2]), "b": f32([1])})})
+    contract = declaring(make_contract(), good.header())
+    Ingest("d1", good.header(), contract, {"x": "model_parameters"})
+    assert sent(w=f32([1, 2])) == (Code.BAD_TENSOR, "device d1: part 'x' lacks parameters/b")
+    assert sent(w=f32([1]), b=f32([1])) == (
+        Code.BAD_TENSOR,
+        "device d1: x/parameters/w has shape [1], expected [2]",
+    )
+    extra = sent(w=f32([1, 2]), b=f32([1]), v=f32([1]))
+    assert extra == (Code.BAD_TENSOR, "device d1: tensor 'x/parameters/v' is not part of the contract")
 
 
 def refusal(payload: Payload, **how: Any) -> RefusedError:
@@ -184,12 +214,17 @@ def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
         (
             k.DistillationGradient(gradients={"w": f32([[0], [-np.inf]])}, batch_size=1, loss=0.0),
             "distillation_gradient",
-            "non-finite value at row 1 of x/gradients/w",
+            "non-finite gradient at row 1 of x/gradients/w",
         ),
         (
             k.WeightedPredictions(noise_seed=1, values=f32([[1, 0, 0], [0, -0.5, 0]])),
             "weighted_predictions",
-            "predictions -0.5 below 0 at row 1 of x/values",
+            "importance-weighted predictions -0.5 below 0 at row 1 of x/values",
+        ),
+        (
+            k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0.5, 0.5, 0.25]])),
+            "weighted_predictions",
+            "importance-weighted predictions sum to 1.25 at row 1 of x/values, at most 1.0001 is possible",
         ),
         (
             k.Generator(parameters=k.ModelParameters(parameters={"w": f32([np.nan])}), noise_size=3),
@@ -347,6 +382,13 @@ def test_predictions_without_values_are_refused() -> None:
     header = knowledge_pb2.PayloadHeader(parts=payload.parts, sha256=b"s" * 32)
     error = refusal(payload, header=header, chunks=[], expects={"x": "weighted_predictions"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: part 'x' lacks values")
+
+
+def test_predictions_have_as_many_rows_as_the_contract_declares() -> None:
+    declared = contract_pb2.PartShapes(part="x", tensors=[contract_pb2.NamedShape(name="values", shape=[2, 3])])
+    payload = encode({"x": k.WeightedPredictions(noise_seed=1, values=np.zeros((1, 3), FLOAT32))})
+    error = refusal(payload, contract=make_contract(uploads=[declared]), expects={"x": "weighted_predictions"})
+    assert said(error) == (Code.BAD_TENSOR, "device d1: x/values has shape [1, 3], expected [2, 3]")
 
 
 def test_knowledge_about_another_proxy_set_is_refused() -> None:

@@ -34,7 +34,11 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.DistillationGradient(gradients={"w": ROW}, batch_size=1, loss=0.0), {"gradients"}),
     (make_metrics(), {"metrics"}),
 ]
-NEVER: list[k.Kind] = [k.RefinedKnowledge(valid=True, sample_ids=IDS, values=ROW), k.Plan(values={"cut": 1})]
+NEVER: list[k.Kind] = [
+    k.RefinedKnowledge(valid=True, sample_ids=IDS, values=ROW),
+    k.Plan(values={"cut": 1}),
+    k.ProxySet(name="p", licence="none", inputs=ROW, labels=IDS),
+]
 
 
 def test_every_kind_has_its_place_here() -> None:

@@ -219,7 +219,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no such cut": (
         {"features": [FEATURES(name="deep", shape=[2, 2])]},
-        "feature shape at cut 'cut': the device has None, run 'digits' has [2, 2]",
+        "feature shape at cut 'cut': the device has no such cut, run 'digits' has [2, 2]",
     ),
     "element type": (
         {"knowledge_types": [tensor_pb2.ELEMENT_TYPE_FLOAT16, 99]},

@@ -85,7 +85,7 @@ def test_a_checked_configuration_cannot_be_changed() -> None:
 UNKNOWN = {
     "a section": (
         {**GOOD, "servers": {}},
-        "[servers]: unknown section; known are run, contract, model, method, server",
+        "[servers]: unknown section; known are run, contract, model, method, proxy, evaluation, server",
     ),
     "in run": (
         with_setting("run", "round", 3),
@@ -97,8 +97,8 @@ UNKNOWN = {
         "[contract] labels: unknown setting; known are classes, input_shape, knowledge_type",
     ),
     "in model": (
-        with_setting("model", "device", "x"),
-        "[model] device: unknown setting; known are extractor, server",
+        with_setting("model", "teacher", "x"),
+        "[model] teacher: unknown setting; known are extractor, server, device",
     ),
     "in server": (
         with_setting("server", "port", 1),
@@ -115,13 +115,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
 
 def test_an_unknown_setting_of_the_method_is_refused_with_the_known_ones() -> None:
     sentence = refusal(with_setting("method", "learning_rat", 0.1))
-    assert sentence.startswith("[method] learning_rat: unknown setting; known are refinement, target_peak, ")
+    assert sentence.startswith("[method] learning_rat: unknown setting; known are local_epochs, batch_size, ")
     assert ", learning_rate, " in sentence
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     assert refusal(with_setting("run", "method", "fedx")) == (
-        "[run] method: unknown method 'fedx', expected one of feddkc"
+        "[run] method: unknown method 'fedx', expected one of cdkt, dafkd, fedavg, fedd2s, feddkc, feddkd"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
+from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_server.simulation.links import run_over_memory
 from fleetdistill_server.simulation.partition import partition
 from fleetdistill_server.simulation.settings import Simulation
@@ -24,6 +24,7 @@ def prepare(wanted: Simulation, work: Path) -> Prepared:
     data = load_dataset("digits", train_limit=wanted.train_limit, seed=wanted.seed)
     test_rows = slice(0, wanted.test_limit)
     data = replace(data, test_images=data.test_images[test_rows], test_labels=data.test_labels[test_rows])
+    data = hold_out_proxy(wanted, data, work)
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, alpha=wanted.alpha)
     return make_run_config(wanted, data, work), make_specs(wanted, data, split, work), work
 

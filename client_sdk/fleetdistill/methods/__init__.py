@@ -14,7 +14,16 @@ from fleetdistill.knowledge import Plan
 if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
 
-METHODS: Mapping[str, tuple[str, str]] = MappingProxyType({"feddkc": ("FedDKCConfig", "FedDKCDevice")})
+METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "cdkt": ("CDKTConfig", "CDKTDevice"),
+        "dafkd": ("DaFKDConfig", "DaFKDDevice"),
+        "fedavg": ("FedAvgConfig", "FedAvgDevice"),
+        "fedd2s": ("FedD2SConfig", "FedD2SDevice"),
+        "feddkc": ("FedDKCConfig", "FedDKCDevice"),
+        "feddkd": ("FedDKDConfig", "FedDKDDevice"),
+    }
+)
 """Name of a method, and its configuration and device half in the file of that name."""
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
 
+DELIVER = "deliver"
+"""Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
@@ -77,6 +80,8 @@ class Local:
         data: The private training data.
         classes: C of the contract.
         torch_device: Where handlers compute.
+        proxy: The run's proxy set, where it has one. It is there when a handler runs, not yet in `__init__`.
+        proxy_digest: SHA-256 that names the proxy set.
     """
 
     model: torch.nn.Module
@@ -84,6 +89,8 @@ class Local:
     data: TensorData
     classes: int
     torch_device: torch.device
+    proxy: TensorData | None = None
+    proxy_digest: bytes = b""
 
 
 Handler = Callable[[Any, Ask], Answer]

@@ -22,6 +22,7 @@ from fleetdistill.methods.feddkc_ranges import (
     check_target_entropy,
     check_target_peak,
 )
+from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +31,9 @@ REFINEMENTS = ("none", "kkr", "kkr_kernel", "skr")
 SERVER_ORDERS = ("mixed", "sequential")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FedDKCConfig:
-    """Settings of FedDKC. Names and ranges are those of the paper where it has them.
+@dataclass(frozen=True, kw_only=True)
+class FedDKCConfig(LocalTraining):
+    """Settings of FedDKC beside those of local training. Names and ranges are those of the paper where it has them.
 
     Attributes:
         refinement: How the server makes the devices' knowledge congruent; `none` is FedGKT.
@@ -45,9 +46,8 @@ class FedDKCConfig:
         beta: Weight of the device's distillation loss. `beta * temperature**2` multiplies the learning rate.
         server_beta: Weight of the server's distillation loss; 0 ignores the devices' logits.
         server_order: `mixed` trains on one shuffled pool, `sequential` device after device as in the paper.
-        local_epochs, server_epochs: Passes over a device's samples, over all uploads.
-        learning_rate, server_learning_rate, momentum, weight_decay: SGD with Nesterov momentum, both sides.
-        batch_size: Rows of a mini-batch, both sides.
+        server_epochs: Passes over all uploads. Momentum, weight decay and batch size are the devices'.
+        server_learning_rate: Of the server's SGD with Nesterov momentum.
         initial_zero_knowledge: In round 1 distil from a uniform teacher, as the paper's Algorithm 1 does.
         teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
     """
@@ -62,17 +62,13 @@ class FedDKCConfig:
     beta: float = 1.5
     server_beta: float = 0.1
     server_order: str = "mixed"
-    local_epochs: int = 2
     server_epochs: int = 2
-    learning_rate: float = 0.01
     server_learning_rate: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int = 32
     initial_zero_knowledge: bool = False
     teacher_guard: bool = True
 
     def __post_init__(self) -> None:
+        LocalTraining.__post_init__(self)
         if self.refinement not in REFINEMENTS:
             raise ConfigurationError(
                 f"unknown refinement {self.refinement!r}, expected one of {', '.join(REFINEMENTS)}"
@@ -81,13 +77,11 @@ class FedDKCConfig:
             raise ConfigurationError(f"unknown server_order {self.server_order!r}, expected mixed or sequential")
         check_kernel_name(self.kernel)
         check_epsilon(self.epsilon)
-        for name in ("refine_temperature", "temperature", "learning_rate", "server_learning_rate"):
+        for name in ("refine_temperature", "temperature", "server_learning_rate"):
             check_range(name, getattr(self, name), 0, open_low=True)
-        for name in ("beta", "server_beta", "weight_decay"):
+        for name in ("beta", "server_beta"):
             check_range(name, getattr(self, name), 0)
-        check_range("momentum", self.momentum, 0, 1)
-        for name in ("local_epochs", "server_epochs", "batch_size"):
-            check_range(name, getattr(self, name), 1)
+        check_range("server_epochs", self.server_epochs, 1)
 
     def for_classes(self, classes: int) -> FedDKCConfig:
         """The same settings with T and E filled in and checked for a number of classes C.
@@ -110,16 +104,8 @@ class FedDKCDevice(DeviceMethod):
     metrics_step = "train"
 
     def __init__(self, config: FedDKCConfig, local: Local) -> None:
-        from fleetdistill.local_training import make_optimizer
-
         super().__init__(config, local)
-        self._optimizer = make_optimizer(
-            local.model.parameters(),
-            learning_rate=config.learning_rate,
-            momentum=config.momentum,
-            nesterov=config.momentum > 0,
-            weight_decay=config.weight_decay,
-        )
+        self._optimizer = make_local_optimizer(config, local.model.parameters())
         self._sample_ids: Array = np.arange(len(local.data))
 
     @answers("train")

@@ -17,10 +17,20 @@ from fleetdistill.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch import nn
 
+    from fleetdistill.models.dafkd import NoiseGenerator
+
 MODELS: Mapping[str, str] = MappingProxyType(
     {
         name: f"fleetdistill.models.{file}:{name}"
         for file, names in {
+            "cdkt": (
+                "cdkt_fmnist",
+                "cdkt_fmnist_small",
+                "cdkt_cifar",
+                "cdkt_cifar_small",
+                "cdkt_digits",
+                "cdkt_digits_small",
+            ),
             "digits": (
                 "digits_extractor",
                 "digits_linear",
@@ -29,12 +39,23 @@ MODELS: Mapping[str, str] = MappingProxyType(
                 "digits_cnn_small",
                 "digits_cnn_large",
             ),
+            "dafkd": ("dafkd_resnet11", "dafkd_resnet20"),
+            "fedd2s": ("fedd2s_m1", "fedd2s_m2", "fedd2s_digits"),
+            "feddkd": ("feddkd_femnist", "feddkd_vgg9", "feddkd_five_digits"),
             "resnet": ("resnet_extractor", "resnet2", "resnet4", "resnet6", "resnet10", "resnet12"),
         }.items()
         for name in names
     }
 )
 """Every device model and extractor: its name, and where its factory is."""
+
+GENERATORS: Mapping[str, str] = MappingProxyType(
+    {
+        name: f"fleetdistill.models.dafkd:{name}"
+        for name in ("dafkd_generator", "dafkd_generator_tanh", "digits_generator", "feature_generator")
+    }
+)
+"""Every generator of samples from noise: its name, and where its factory is."""
 
 
 def build_model(name_or_path: str, **options: Any) -> nn.Module:
@@ -51,6 +72,21 @@ def build_model(name_or_path: str, **options: Any) -> nn.Module:
         ConfigurationError: Unknown name, a path that leads to no factory of modules, or options it does not take.
     """
     return build(MODELS, "device model", name_or_path, options)
+
+
+def build_generator(name: str, **options: Any) -> NoiseGenerator:
+    """Builds a generator. Its name comes with the run's contract, so a path to other code is not taken.
+
+    Args:
+        name: A name of `GENERATORS`.
+        **options: Those of the table take `shape` of one sample, `noise_dim`, and `classes` (0 for no labels).
+
+    Raises:
+        ConfigurationError: Unknown name, or options that make no generator.
+    """
+    if name not in GENERATORS:
+        raise ConfigurationError(f"unknown generator {name!r}, expected one of {', '.join(sorted(GENERATORS))}")
+    return build(GENERATORS, "generator", name, options)  # type: ignore[return-value]  # the table's are of this class
 
 
 def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mapping[str, Any]) -> nn.Module:

@@ -27,6 +27,8 @@ from fleetdistill.models.shapes import checked_classes, checked_image
 CIFAR_SHAPE = (3, 32, 32)
 _EXTRACTOR_WIDTH = 16
 _BLOCK_WIDTHS = (16, 32)
+EXPANSION = 4
+"""Outputs of a bottleneck block for each unit of its width."""
 
 
 class BasicBlock(nn.Module):
@@ -44,6 +46,27 @@ class BasicBlock(nn.Module):
         """Output of the block; shapes as in the class's description."""
         hidden = relu(self.norm1(self.conv1(x)))
         return relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut: `[b, inputs, h, w]` to `[b, 4 * width, h / stride, w / stride]`."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = EXPANSION * width
+        self.conv1 = nn.Conv2d(inputs, width, kernel_size=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, kernel_size=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(outputs)
+        self.shortcut = projection(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the block; shapes as in the class's description."""
+        hidden = relu(self.norm1(self.conv1(x)))
+        hidden = relu(self.norm2(self.conv2(hidden)))
+        return relu(self.norm3(self.conv3(hidden)) + self.shortcut(x))
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:

@@ -24,6 +24,7 @@ KINDS: dict[str, type] = {
     "sample_knowledge": knowledge.SampleKnowledge,
     "refined_knowledge": knowledge.RefinedKnowledge,
     "proxy_knowledge": knowledge.ProxyKnowledge,
+    "proxy_set": knowledge.ProxySet,
     "weighted_predictions": knowledge.WeightedPredictions,
     "distillation_gradient": knowledge.DistillationGradient,
     "generator": knowledge.Generator,

@@ -12,7 +12,16 @@ from fleetdistill.errors import ConfigurationError
 if TYPE_CHECKING:
     from fleetdistill_server.methods.base import ServerMethod
 
-SERVER_METHODS: Mapping[str, str] = MappingProxyType({"feddkc": "FedDKCServer"})
+SERVER_METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "cdkt": "CDKTServer",
+        "dafkd": "DaFKDServer",
+        "fedavg": "FedAvgServer",
+        "fedd2s": "FedD2SServer",
+        "feddkc": "FedDKCServer",
+        "feddkd": "FedDKDServer",
+    }
+)
 """Name of a method, and its server half in the file of that name."""
 
 

@@ -11,34 +11,16 @@ last checkpoint, and asks that have answers yield those.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.setting import Setting
 
 if TYPE_CHECKING:
     from fleetdistill_server.cohort import Cohort
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a server half works with.
-
-    Attributes:
-        classes: C of the contract.
-        features: Shape of one sample's features by cut, without the batch axis.
-        server_model: Builds the server's predictor, or None when the run names none.
-        torch_device: Where the server half computes.
-        seed: Root of the run's seed tree.
-    """
-
-    classes: int
-    features: Mapping[str, tuple[int, ...]]
-    server_model: torch.nn.Module | None
-    torch_device: torch.device
-    seed: int
 
 
 class ServerMethod:
@@ -52,14 +34,37 @@ class ServerMethod:
     steps: ClassVar[Mapping[str, Mapping[str, str]]]
     """For each step: part name to kind, what an answer consists of."""
 
+    same_architecture: ClassVar[bool] = False
+    """Whether all devices must run one model."""
+
+    proxy_set: ClassVar[bool] = False
+    """Whether server and devices work with a proxy set."""
+
+    server_reads_inputs: ClassVar[bool] = False
+    """Whether [model] server is a whole model over inputs, not a predictor over features."""
+
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config = config
         self.setting = setting
 
-    @staticmethod
-    def requirements() -> contract_pb2.Requirements:
+    def requirements(self) -> contract_pb2.Requirements:
         """What every device must fit; data, checked by the front."""
         raise NotImplementedError
+
+    def features(self) -> Mapping[str, tuple[int, ...]]:
+        """Feature columns that travel: the cut's name, and one sample's shape there."""
+        return {}
+
+    def initial(self) -> ModelParameters | None:
+        """What every device starts from."""
+        return None
+
+    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
+
+        Names are those of `fleetdistill.tensors.part_shapes`.
+        """
+        return {}
 
     async def round(self, cohort: Cohort) -> None:
         """One round. Changes the method's own state only."""
@@ -75,6 +80,10 @@ class ServerMethod:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         raise NotImplementedError
+
+    def global_model(self) -> torch.nn.Module | None:
+        """The model that the run is about, inputs to logits, scored after each round; None if there is none."""
+        return None
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:
         """The server's model for `fleetdistill export`, and the shape of one input; None if it has none."""

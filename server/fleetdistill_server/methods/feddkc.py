@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
+from fleetdistill.knowledge import ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
 from fleetdistill.local_training import extract, make_optimizer
 from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc import FedDKCConfig
+from fleetdistill.model import output_shape
+from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.base import ServerMethod, Setting
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
+from fleetdistill_server.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,8 @@ class FedDKCServer(ServerMethod):
 
     def __init__(self, config: FedDKCConfig, setting: Setting) -> None:
         super().__init__(config, setting)
-        if setting.server_model is None:
-            raise ConfigurationError("feddkc needs a server predictor; name one with [model] server")
-        self.predictor = setting.server_model.to(setting.torch_device)
+        self._feature_shape = output_shape(setting.extractor(), setting.input_shape)
+        self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
         self._optimizer = make_optimizer(
             self.predictor.parameters(),
             learning_rate=config.server_learning_rate,
@@ -58,9 +59,15 @@ class FedDKCServer(ServerMethod):
         )
         self._knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
 
-    @staticmethod
-    def requirements() -> contract_pb2.Requirements:
+    def requirements(self) -> contract_pb2.Requirements:
         return contract_pb2.Requirements(same_extractor=True, columns=["features", "logits", "labels"])
+
+    def features(self) -> dict[str, tuple[int, ...]]:
+        return {CUT: self._feature_shape}
+
+    def initial(self) -> ModelParameters:
+        """The shared extractor: with extractors of their own the server learns next to nothing."""
+        return model_parameters(self.setting.extractor(), scope="extractor")
 
     async def round(self, cohort: Cohort) -> None:
         uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for)]
@@ -164,4 +171,4 @@ class FedDKCServer(ServerMethod):
         self._knowledge = {device: (ids, logits, valid) for device, (ids, logits, valid) in state["knowledge"].items()}
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
-        return self.predictor, self.setting.features[CUT]
+        return self.predictor, self._feature_shape

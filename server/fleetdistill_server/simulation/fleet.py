@@ -19,17 +19,22 @@ import torch
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.local_training import Counts
+from fleetdistill.model import parameter_count
+from fleetdistill.models import build_model
+from fleetdistill_server.contract import build_method
+from fleetdistill_server.methods import server_class
 from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.simulation.alone import LocalPlan, train_alone
+from fleetdistill_server.simulation.alone import train_alone
 from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
-from fleetdistill_server.simulation.partition import Partition, partition
+from fleetdistill_server.simulation.partition import Partition, partition, proxy_rows
 from fleetdistill_server.simulation.report import FleetReport, make_report
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 RUN = "simulation"
+PROXY_PER_CLASS = 8
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 
@@ -55,8 +60,9 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     _check(wanted)
     data = load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed)
     data = _limit_test_part(data, wanted)
-    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     work = _fresh(wanted.out / "work")
+    data = hold_out_proxy(wanted, data, work)
+    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
     watch = _watcher(wanted.rounds, on_progress)
@@ -69,9 +75,36 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
         store.close()
 
 
+def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
+    """Writes the proxy set, where there is to be one, and returns the data set without it."""
+    per_class = wanted.proxy_per_class
+    if per_class is None:
+        smallest = int(data.train_labels.bincount().min())
+        per_class = min(PROXY_PER_CLASS, smallest // 2) if server_class(wanted.method).proxy_set else 0
+    if not per_class:
+        return data
+    taken, left = proxy_rows(data.train_labels.numpy(), per_class)
+    inputs, labels = data.train_images.numpy()[taken], data.train_labels.numpy()[taken]
+    np.savez(_proxy_file(work), inputs=inputs, labels=labels)
+    return replace(data, train_images=data.train_images[left], train_labels=data.train_labels[left])
+
+
+def _proxy_file(work: Path) -> Path:
+    return work / "proxy.npz"
+
+
+def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
+    if not server_class(wanted.method).proxy_set:
+        return {}
+    licence = "that of the data set it is taken from"
+    return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
+
+
 def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
     """The run.toml of a simulation, as settings."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
+    if server_class(wanted.method).server_reads_inputs:
+        server = _largest_model(wanted, data)
     return run_config(
         {
             "run": {
@@ -87,8 +120,10 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
                 "input_shape": list(data.train_images.shape[1:]),
                 "knowledge_type": wanted.knowledge_type,
             },
-            "model": {"extractor": extractor, "server": server},
+            "model": {"extractor": extractor, "server": server, "device": _common_model(wanted, data)},
             "method": dict(wanted.settings),
+            "proxy": _proxy_section(wanted, data, work),
+            "evaluation": {"data": str(work / "test.npz")},
             "server": {
                 "listen": "127.0.0.1:0",
                 "store": str(work / "store"),
@@ -100,7 +135,8 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
 
 def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
     """Gives each device its part of the data, as files, and its model."""
-    models = wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+    common = _common_model(wanted, data)
+    models = (common,) if common else _models(wanted, data)
     test_file = work / "test.npz"
     np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
     specs = []
@@ -123,11 +159,28 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     return specs
 
 
+def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
+    return wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+
+
+def _common_model(wanted: Simulation, data: Dataset) -> str:
+    """The largest of the models, where the method wants one for all devices; empty where it does not."""
+    if not server_class(wanted.method).same_architecture:
+        return ""
+    return _largest_model(wanted, data)
+
+
+def _largest_model(wanted: Simulation, data: Dataset) -> str:
+    shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
+    built = {name: build_model(name, input_shape=shape, classes=classes) for name in _models(wanted, data)}
+    return max(built, key=lambda name: parameter_count(built[name]))
+
+
 def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec]) -> dict[str, list[Counts]]:
     """Trains every device's model by itself, with as many local epochs as in the fleet."""
-    plan = LocalPlan.of(config.method_config(), rounds=config.run.rounds, seed=config.run.seed)
     torch.set_num_threads(config.run.threads)
-    return {spec.name: train_alone(spec, config, plan) for spec in specs}
+    initial = build_method(config).initial()
+    return {spec.name: train_alone(spec, config, initial) for spec in specs}
 
 
 def _check(wanted: Simulation) -> None:

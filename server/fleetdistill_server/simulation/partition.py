@@ -53,6 +53,30 @@ class Partition:
         return np.stack([np.bincount(y[rows], minlength=classes) for rows in self.indices]).astype(np.int64)
 
 
+def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
+    """Takes a class-balanced proxy set off a data set, before anything else is dealt out.
+
+    Args:
+        labels: `[N]` integers, at least 0.
+        per_class: Rows of each class, at least 0: its last ones.
+
+    Returns:
+        The proxy set's rows and all others, both int64 and ascending.
+
+    Raises:
+        DataError: The labels cannot be used, or a class would have no row left.
+    """
+    y = _checked_labels(labels)
+    if per_class < 0:
+        raise ConfigurationError(f"proxy_per_class is {per_class}, must be at least 0")
+    pools = [np.flatnonzero(y == label) for label in np.unique(y)]
+    smallest = min(map(len, pools), default=0)
+    if per_class >= smallest:
+        raise DataError(f"a proxy set of {per_class} rows a class leaves nothing of a class of {smallest}; take fewer")
+    taken = np.sort(np.concatenate([pool[len(pool) - per_class :] for pool in pools])).astype(np.int64)
+    return taken, np.setdiff1d(np.arange(len(y)), taken).astype(np.int64)
+
+
 def iid(labels: npt.ArrayLike, devices: int, seed: int) -> Partition:
     """Shuffles all rows and splits them evenly; sizes differ by one at most and every row is used."""
     y = _checked(labels, devices)

@@ -107,7 +107,7 @@ def make_report(
         mean_own_accuracy_alone=_mean([one.own_accuracy_alone for one in devices]),
         mean_own_accuracy_fleet=_mean([one.own_accuracy_fleet for one in devices]) or 0.0,
         **_upload_counts(store, config.run.name),
-        guards_fired=len(store.events(config.run.name, "teacher-guard")),
+        guards_fired=sum(one["kind"].endswith("-guard") for one in store.events(config.run.name)),
         devices=devices,
         accuracy_by_round=curves,
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},

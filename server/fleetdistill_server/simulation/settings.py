@@ -22,6 +22,9 @@ class Simulation:
         devices: Number of devices.
         models: Device models, dealt out in turn; by default five different ones that fit the data set.
         partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
+        proxy_per_class: Training images of each class, the last ones, that become the proxy set before the others are
+            dealt out. None means 8, or half of a class of fewer than 16, for a method that needs a proxy set and 0 for
+            the others; a number holds as many out for any method, so that methods compare on the same data.
         rounds: Rounds to complete.
         seed: Decides partition, models, batches and everything else.
         link: `memory` or `grpc`.
@@ -42,6 +45,7 @@ class Simulation:
     models: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
     alpha: float = 0.5
+    proxy_per_class: int | None = None
     rounds: int = 30
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"

@@ -35,7 +35,7 @@ class Requirements(_message.Message):
     same_extractor: _builtins.bool
     """All devices share the extractor: extractor fingerprints must equal the contract's."""
     proxy_set: _builtins.bool
-    """The device must hold the contract's proxy set."""
+    """The device must work with the contract's proxy set: fetch it by its digest before its first ask, and keep it."""
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The app must allow each of these to leave: "features", "logits", "labels", "counts", "parameters",
@@ -87,6 +87,34 @@ class NamedShape(_message.Message):
 Global___NamedShape: _TypeAlias = NamedShape  # noqa: Y015
 
 @_typing.final
+class PartShapes(_message.Message):
+    """What a part with parameters or gradients must consist of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """Name of the part in the answer."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
+        """Its tensors by their path within the part, such as "parameters/0.weight", with their whole shapes."""
+
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___NamedShape] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartShapes: _TypeAlias = PartShapes  # noqa: Y015
+
+@_typing.final
 class Contract(_message.Message):
     """The terms of a run. The same for all its devices, never changed while the run lives."""
 
@@ -108,6 +136,8 @@ class Contract(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     MAX_UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    UPLOADS_FIELD_NUMBER: _builtins.int
+    PROXY_SAMPLES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run, 1 to 64 characters."""
     method: _builtins.str
@@ -121,7 +151,7 @@ class Contract(_message.Message):
     initial_weights: _builtins.bytes
     """SHA-256 of the payload with the initial weights that every device starts from; empty for none."""
     proxy_digest: _builtins.bytes
-    """SHA-256 of the proxy set; empty for none."""
+    """SHA-256 of the payload with the proxy set, 32 bytes; empty for none. Any device of the run may download it."""
     rounds: _builtins.int
     """Rounds that the run wants to complete, at least 1."""
     seed: _builtins.int
@@ -130,6 +160,8 @@ class Contract(_message.Message):
     """Threads that every handler computes with, at least 1; results are bit-equal at equal counts."""
     max_upload_bytes: _builtins.int
     """Most tensor bytes in one upload."""
+    proxy_samples: _builtins.int
+    """P, samples of the proxy set; 0 for none."""
     @_builtins.property
     def config(self) -> _knowledge_pb2.Plan:
         """The method's configuration, every setting spelled out."""
@@ -150,6 +182,12 @@ class Contract(_message.Message):
     def requirements(self) -> Global___Requirements:
         """What a device must be and allow to take part."""
 
+    @_builtins.property
+    def uploads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartShapes]:
+        """For each part of an answer that carries parameters, gradients or weighted predictions: exactly the tensors it
+        must have.
+        """
+
     def __init__(
         self,
         *,
@@ -169,10 +207,12 @@ class Contract(_message.Message):
         seed: _builtins.int = ...,
         threads: _builtins.int = ...,
         max_upload_bytes: _builtins.int = ...,
+        uploads: _abc.Iterable[Global___PartShapes] | None = ...,
+        proxy_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "requirements", b"requirements"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "proxy_samples", b"proxy_samples", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads", "uploads", b"uploads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,7 +251,9 @@ class DeviceProfile(_message.Message):
     sdk_version: _builtins.str
     """Version of the SDK, for lists."""
     proxy_digest: _builtins.bytes
-    """SHA-256 of the proxy set that the device holds, 32 bytes; empty for none."""
+    """SHA-256 of the proxy set that the device works with, 32 bytes; empty where it knows none. A new device is let in
+    before it can download, so this says what it will hold; each upload about the proxy set says what it did hold.
+    """
     @_builtins.property
     def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of one input without the batch axis."""

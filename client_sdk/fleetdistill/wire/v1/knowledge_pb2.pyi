@@ -201,6 +201,46 @@ class ProxyKnowledge(_message.Message):
 Global___ProxyKnowledge: _TypeAlias = ProxyKnowledge  # noqa: Y015
 
 @_typing.final
+class ProxySet(_message.Message):
+    """A small labelled data set that the server and every device of a run hold, in one fixed order. Its version is the
+    SHA-256 of the payload that carries it as its only part, which is named "proxy".
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LICENCE_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that the operator gave it, 1 to 64 characters."""
+    licence: _builtins.str
+    """Terms under which devices may keep it, such as an SPDX identifier; 1 to 256 characters."""
+    @_builtins.property
+    def inputs(self) -> _tensor_pb2.Tensor:
+        """[P, ...] float32, finite, P at least 1, each row of the contract's input shape. Row i is proxy sample i."""
+
+    @_builtins.property
+    def labels(self) -> _tensor_pb2.Tensor:
+        """[P] int32 in [0, C)."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        licence: _builtins.str = ...,
+        inputs: _tensor_pb2.Tensor | None = ...,
+        labels: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "labels", b"labels"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "labels", b"labels", "licence", b"licence", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProxySet: _TypeAlias = ProxySet  # noqa: Y015
+
+@_typing.final
 class WeightedPredictions(_message.Message):
     """Soft predictions on generated samples, weighted by the device's own importance (DaFKD)."""
 
@@ -240,7 +280,7 @@ class DistillationGradient(_message.Message):
     batch_size: _builtins.int
     """Samples behind the gradient, at least 1."""
     loss: _builtins.float
-    """Mean loss over these samples, nats."""
+    """Mean loss over these samples, nats, at least 0; infinite where the model has diverged and the gradients are zeros."""
     @_builtins.property
     def gradients(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.NamedTensor]:
         """By the names of the trainable tensors, float32, finite."""
@@ -521,6 +561,7 @@ class Part(_message.Message):
     DISCRIMINATOR_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    PROXY_SET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What the method calls it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -563,6 +604,10 @@ class Part(_message.Message):
     def metrics(self) -> Global___Metrics:
         """Figures."""
 
+    @_builtins.property
+    def proxy_set(self) -> Global___ProxySet:
+        """A proxy set."""
+
     def __init__(
         self,
         *,
@@ -577,12 +622,13 @@ class Part(_message.Message):
         discriminator: Global___Discriminator | None = ...,
         plan: Global___Plan | None = ...,
         metrics: Global___Metrics | None = ...,
+        proxy_set: Global___ProxySet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -1,0 +1,123 @@
+"""DaFKD's training on a device: classifier and discriminator together, then the generator, mini-batch by mini-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fleetdistill.adversarial import adversarial_loss, generator_loss, gradient_penalty
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.local_training import TensorData
+from fleetdistill.methods.dafkd import DaFKDConfig
+from fleetdistill.model import frozen_batch_norm
+from fleetdistill.models.dafkd import NoiseGenerator
+from fleetdistill.models.discriminators import JudgedClassifier
+from fleetdistill.seeds import derive_seed
+
+
+def adam(config: DaFKDConfig, module: torch.nn.Module, learning_rate: float) -> torch.optim.Adam:
+    """The optimiser of a discriminator or a generator, fresh."""
+    return torch.optim.Adam(module.parameters(), lr=learning_rate, weight_decay=config.adversarial_weight_decay)
+
+
+class AdversarialTraining:
+    """One round's training of a device; `losses` goes into `train_steps`, which steps the classifier's optimiser.
+
+    Args:
+        config: The method's settings.
+        judged: Classifier and discriminator.
+        discriminator_optimizer: It goes on from round to round.
+        generator: The global generator; it gets a fresh optimiser.
+        data: The device's samples, on the device where training is.
+        seed: Of all noise that is drawn here.
+        adversarial: Whether discriminator and generator are trained at all.
+    """
+
+    def __init__(
+        self,
+        config: DaFKDConfig,
+        judged: JudgedClassifier,
+        discriminator_optimizer: torch.optim.Optimizer,
+        generator: NoiseGenerator,
+        data: TensorData,
+        *,
+        seed: int,
+        adversarial: bool,
+    ) -> None:
+        self._config = config
+        self._judged = judged
+        self._discriminator_optimizer = discriminator_optimizer
+        self._generator = generator
+        self._generator_optimizer = adam(config, generator, config.generator_lr)
+        self._data = data
+        self._random = torch.Generator().manual_seed(derive_seed(seed, "noise"))
+        stop = config.gan_stop_epoch
+        self._epochs = 0.0 if not adversarial else math.inf if stop is None else stop
+
+    def losses(self, epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
+        """What one mini-batch minimises; everything but the classifier's own step is taken here."""
+        x, labels_b = self._data.inputs[rows_b], self._data.labels[rows_b]
+        if epoch >= self._epochs:
+            yield functional.cross_entropy(self._judged.classifier(x), labels_b)
+            return
+        fake = self._generate(len(x)).detach()
+        if self._judged.sharing:
+            yield self._joint_loss(x, labels_b, fake)
+            self._step_discriminator()  # its gradient is of the same backward pass
+        else:
+            yield functional.cross_entropy(self._judged.classifier(x), labels_b)
+            loss = self._discriminator_loss(self._judged.discriminator(x), x, fake)
+            _finite(loss, "discriminator").backward()
+            self._step_discriminator()
+        self._step_generator(len(x))
+
+    def _joint_loss(self, x: Tensor, labels_b: Tensor, fake: Tensor) -> Tensor:
+        """Eq. (9): the classifier's loss and lambda_adv times the discriminator's, on one pass of the real samples."""
+        features = self._judged.features(x)
+        own = functional.cross_entropy(self._judged.classify(features), labels_b)
+        real = features if self._judged.feature_level else x
+        against = self._discriminator_loss(self._judged.discriminator(features), real, fake)
+        return own + self._config.lambda_adv * against
+
+    def _discriminator_loss(self, real_b: Tensor, real: Tensor, fake: Tensor) -> Tensor:
+        """Eq. (2), with the penalty where it is wanted; generated samples leave batch-norm statistics alone."""
+        with frozen_batch_norm(self._judged, self._config.freeze_batch_norm):
+            loss = adversarial_loss(real_b, self._judged.judge(fake))
+            if self._config.gradient_penalty > 0:
+                mix_b = torch.rand(len(real), generator=self._random).to(real.device)
+                slope = gradient_penalty(self._judged.judge, real, fake[: len(real)], mix_b)
+                loss = loss + self._config.gradient_penalty * slope
+        return loss
+
+    def _step_discriminator(self) -> None:
+        self._discriminator_optimizer.step()
+        self._discriminator_optimizer.zero_grad(set_to_none=True)
+
+    def _step_generator(self, count: int) -> None:
+        """Eq. (3) on fresh noise; discriminator and classifier are frozen, their statistics too."""
+        with frozen_batch_norm(self._judged):
+            loss = generator_loss(self._judged.judge(self._generate(count)), self._config.generator_loss)
+        self._generator_optimizer.zero_grad(set_to_none=True)
+        _finite(loss, "generator").backward(inputs=list(self._generator.parameters()))
+        self._generator_optimizer.step()
+
+    def _generate(self, count: int) -> Tensor:
+        """As many samples as the mini-batch has, but at least two, for the generator's batch-norm."""
+        device, generator = self._data.labels.device, self._generator
+        noise_bd = torch.randn(max(count, 2), generator.noise_dim, generator=self._random)
+        labels_b = None
+        if generator.classes:
+            labels_b = torch.randint(generator.classes, (len(noise_bd),), generator=self._random).to(device)
+        return generator(noise_bd.to(device), labels_b)  # type: ignore[no-any-return]  # a module's call
+
+
+def _finite(loss: Tensor, name: str) -> Tensor:
+    if not bool(loss.isfinite()):
+        raise KnowledgeError(
+            f"the {name}'s loss is {loss.item()}; its learning rate ({name}_lr) or lambda_adv is probably too large"
+        )
+    return loss

@@ -1,0 +1,62 @@
+"""FedAvg: what both halves agree on, and what the device does. The yardstick of every comparison.
+
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
+from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgConfig(LocalTraining):
+    """Settings of FedAvg: those of local training. The optimiser starts afresh in each round."""
+
+    learning_rate: float = 0.02
+    weight_decay: float = 0.0
+
+    def for_classes(self, classes: int) -> FedAvgConfig:
+        """The same settings; none depends on the number of classes."""
+        return self
+
+
+class FedAvgDevice(DeviceMethod):
+    """Device half: trains the global model on its own data and sends it back."""
+
+    config: FedAvgConfig
+    metrics_step = "train"
+
+    @answers("train")
+    def train(self, ask: Ask) -> Answer:
+        """Local cross-entropy training from the global model."""
+        import torch
+        from torch.nn import functional
+
+        from fleetdistill.local_training import train_epochs
+        from fleetdistill.tensors import load_parameters, model_parameters
+
+        local = self.local
+        load_parameters(local.model, ask.part("parameters", ModelParameters))
+        train_epochs(
+            local.model,
+            local.data,
+            epochs=self.config.local_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=make_local_optimizer(self.config, local.model.parameters()),
+            loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+            generator=torch.Generator().manual_seed(ask.seed),
+            device=local.torch_device,
+        )
+        return Answer(parts={"parameters": model_parameters(local.model)}, samples=len(local.data))
+
+    @answers("deliver")
+    def deliver(self, ask: Ask) -> Answer:
+        """The end result: the global model becomes the device's."""
+        from fleetdistill.tensors import load_parameters
+
+        load_parameters(self.local.model, ask.part("parameters", ModelParameters))
+        return Answer(parts={}, samples=len(self.local.data))

@@ -1,0 +1,319 @@
+"""FedD2S: what both halves agree on, and what the device does.
+
+Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, 2024. A device sends, for its own
+samples, what its model gives after the first layer and after its distillation layer l, and the labels. It learns from
+the global network's soft labels for the same samples: they train the layers up to l through the global network's
+layers above (the head), and the labels train the whole model. Labels leave the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetdistill.errors import ConfigurationError, ModelError
+from fleetdistill.knowledge import Array, ModelParameters, Plan, RefinedKnowledge, SampleKnowledge, rows_by_id
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+STEPS = ("joint", "alternating")
+S2C_MODES = ("head", "feature_grad")
+DISTANCES = ("head", "mse")
+AVERAGES = ("uniform", "samples")
+
+Term = Callable[["Tensor"], "Tensor"]
+"""Row positions of a mini-batch [b] -> one term of the loss, a scalar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedD2SConfig(LocalTraining):
+    """Settings of FedD2S beside those of local training; the server trains its copies with these too.
+
+    Attributes:
+        local_epochs: The paper's E, epochs of each of the two phases (server, device), half of them distillation and
+            half labels. `distill_epochs` and `label_epochs` set the halves apart.
+        distill_epochs: Epochs towards soft labels in each phase, at least 0; None means half of E, rounded up, or 1
+            for `s2c_mode = "feature_grad"`, which allows no other.
+        label_epochs: Epochs towards labels in each phase, at least 0; None means half of E, rounded up.
+        drop_every: The paper's Z_0, rounds that a layer serves as distillation layer before the one below it does.
+            Larger than the run: no dropping.
+        l_min: Shallowest distillation layer, from 1; None means that `dropping_set` says it.
+        dropping_set: Names of the stages that are dropped one after the other, the last ones of the model, with commas
+            between them; empty for those from the first fully connected one on.
+        temperature: Softmax temperature of the distillation; not used where labels are learned.
+        steps: `joint` takes one optimiser step on the sum of both losses of a mini-batch, `alternating` one on each.
+        s2c_mode: How the device learns of the head below the last layer: `head` sends its layers, `feature_grad`
+            only the gradient of the distillation loss for every sample's features, which serves for one epoch.
+        distance: `head` reads features with the global network's upper layers; `mse` brings the features of both
+            networks together instead, which is the paper's ablation (Table 3).
+        average: `uniform` averages the copies of the global network alike, `samples` weighs them by their rows.
+        participation_ratio: The paper's rho, the part of the present devices that a round takes, in (0, 1].
+        warmup_epochs: Epochs towards labels before a device's first upload, at least 0.
+        shared_initial: All devices start from one model; only then are their first layers' features comparable.
+        teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
+        paper: Switch every deviation of ours off: alternating steps, no warm-up, a model of its own for every device,
+            no teacher guard.
+    """
+
+    local_epochs: int = 4
+    batch_size: int = 128
+    optimizer: str = "adam"
+    learning_rate: float = 0.01
+    weight_decay: float = 0.0
+    distill_epochs: int | None = None
+    label_epochs: int | None = None
+    drop_every: int = 3
+    l_min: int | None = None
+    dropping_set: str = ""
+    temperature: float = 1.0
+    steps: str = "joint"
+    s2c_mode: str = "head"
+    distance: str = "head"
+    average: str = "uniform"
+    participation_ratio: float = 1.0
+    warmup_epochs: int = 1
+    shared_initial: bool = True
+    teacher_guard: bool = True
+    paper: bool = False
+
+    def __post_init__(self) -> None:
+        LocalTraining.__post_init__(self)
+        for name, known in (("steps", STEPS), ("s2c_mode", S2C_MODES), ("distance", DISTANCES), ("average", AVERAGES)):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected {' or '.join(known)}")
+        check_range("drop_every", self.drop_every, 1)
+        check_range("temperature", self.temperature, 0, open_low=True)
+        check_range("warmup_epochs", self.warmup_epochs, 0)
+        if not 0 < self.participation_ratio <= 1:
+            raise ConfigurationError(f"participation_ratio must be > 0 and <= 1, got {self.participation_ratio!r}")
+        if self.l_min is not None and self.dropping_set:
+            raise ConfigurationError("l_min and dropping_set say the same; set one of them")
+        self._check_epochs()
+
+    def _check_epochs(self) -> None:
+        for name in ("distill_epochs", "label_epochs"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0)
+        if self.distill_epochs == self.label_epochs == 0:
+            raise ConfigurationError("distill_epochs and label_epochs are both 0; nothing would be trained")
+        if self.s2c_mode == "feature_grad" and self.distill_epochs not in (None, 1):
+            raise ConfigurationError("feature_grad allows distill_epochs = 1 only: the gradient is of the first step")
+        if self.s2c_mode == "feature_grad" and self.distance == "mse":
+            raise ConfigurationError("feature_grad is the gradient through the head, which distance = 'mse' has not")
+
+    def for_classes(self, classes: int) -> FedD2SConfig:
+        """The same settings with the epochs of both kinds filled in, and those of `paper`."""
+        half = (self.local_epochs + 1) // 2
+        distill = 1 if self.s2c_mode == "feature_grad" else half
+        filled = replace(
+            self,
+            distill_epochs=distill if self.distill_epochs is None else self.distill_epochs,
+            label_epochs=half if self.label_epochs is None else self.label_epochs,
+        )
+        if not self.paper:
+            return filled
+        return replace(filled, steps="alternating", warmup_epochs=0, shared_initial=False, teacher_guard=False)
+
+    def cross_entropy_epochs(self, participation: int) -> int:
+        """`label_epochs`, and the warm-up in the first round."""
+        labels = (self.local_epochs + 1) // 2 if self.label_epochs is None else self.label_epochs
+        return labels + (self.warmup_epochs if participation == 1 else 0)
+
+
+def scheduled(config: FedD2SConfig, distil: Term | None, label: Term) -> Callable[[int, Tensor], Iterator[Tensor]]:
+    """The losses of both phases for `train_steps`: J then Q for each mini-batch, or their sum.
+
+    Args:
+        config: Complete (`for_classes`).
+        distil: J of eqs. (9) and (12); None where there is no knowledge to learn from.
+        label: Q of eqs. (10) and (13).
+
+    Returns:
+        A function that gives, for an epoch and the rows of a mini-batch, the losses of its optimiser steps. An epoch
+        from `distill_epochs` or `label_epochs` on has only the other loss.
+    """
+    terms = [(distil, config.distill_epochs or 0), (label, config.label_epochs or 0)]
+
+    def losses(epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
+        due = [term for term, epochs in terms if term is not None and epoch < epochs]
+        if config.steps == "joint" and len(due) == 2:
+            yield due[0](rows_b) + due[1](rows_b)
+            return
+        for term in due:
+            yield term(rows_b)
+
+    return losses
+
+
+def phase_epochs(config: FedD2SConfig) -> int:
+    """Epochs of one phase, the longer of its two kinds."""
+    return max(config.distill_epochs or 0, config.label_epochs or 0)
+
+
+class FedD2SDevice(DeviceMethod):
+    """Device half: uploads what its first and its distillation layer give, then learns through the global head.
+
+    Raises:
+        ModelError: The app's model is not a chain of stages.
+    """
+
+    config: FedD2SConfig
+    metrics_step = "learn"
+
+    def __init__(self, config: FedD2SConfig, local: Local) -> None:
+        from fleetdistill.model import SplitModel
+
+        super().__init__(config, local)
+        if not isinstance(local.model, SplitModel):
+            raise ModelError(
+                f"FedD2S cuts the model after every layer, and {type(local.model).__name__} has only one cut; "
+                "build it as a SplitModel of stages, or with split_sequential"
+            )
+        self._model = local.model
+        self._inputs, self._labels = (part.to(local.torch_device) for part in (local.data.inputs, local.data.labels))
+        self._optimizer = make_local_optimizer(config, self._model.parameters())
+        self._sample_ids: Array = np.arange(len(local.data))
+        self._warmed_up = False
+        self._participations = 0
+
+    @answers("extract")
+    def extract(self, ask: Ask) -> Answer:
+        """Message 2: H_1, H_l and the labels, in eval mode; before the first one a warm-up."""
+        plan = ask.part("plan", Plan).values
+        if not self._warmed_up and self.config.warmup_epochs:
+            self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), ask.seed)
+        self._warmed_up = True
+        knowledge = SampleKnowledge(
+            sample_ids=self._sample_ids,
+            features=self._columns(int(plan["layer"])),  # type: ignore[arg-type]  # the server's plan
+            labels=self.local.data.labels.cpu().numpy().astype(np.int32),
+        )
+        differ = plan.get("participation") != self._participations + 1
+        notes = {"participations_differ": int(differ)}
+        return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
+
+    def _columns(self, layer: int) -> dict[str, Array]:
+        """H_1 and H_l by the names of their layers; one column where l is 1."""
+        from fleetdistill.local_training import extract
+
+        model, names = self._model, self._model.stage_names
+        first = extract(lambda x: model.features(x, 1), self._inputs, model=model)
+        at_layer = extract(model.stages[1:layer], first, model=model)
+        return {names[0]: first.numpy(), names[layer - 1]: at_layer.numpy()}
+
+    @answers("learn")
+    def learn(self, ask: Ask) -> Answer:
+        """Eqs. (12) and (13): the layers up to l towards the global network's knowledge, all towards the labels."""
+        layer = int(ask.part("plan", Plan).values["layer"])  # type: ignore[arg-type]  # the server's plan
+        distil, unknown = self._distillation(ask, layer)
+        self._train(phase_epochs(self.config), scheduled(self.config, distil, self._label_loss), ask.seed)
+        self._participations += 1
+        return Answer(parts={}, samples=len(self.local.data), notes={"unknown_ids": unknown})
+
+    def _train(self, epochs: int, losses: Callable[[int, Tensor], Iterator[Tensor]], seed: int) -> None:
+        import torch
+
+        from fleetdistill.local_training import train_steps
+
+        train_steps(
+            self._model,
+            len(self.local.data),
+            epochs=epochs,
+            batch_size=self.config.batch_size,
+            optimizer=self._optimizer,
+            losses=losses,
+            generator=torch.Generator().manual_seed(seed),
+            device=self.local.torch_device,
+        )
+
+    def _label_loss(self, rows_b: Tensor) -> Tensor:
+        """Q of eq. (13), over the whole model."""
+        from torch.nn import functional
+
+        return functional.cross_entropy(self._model(self._inputs[rows_b]), self._labels[rows_b])
+
+    def _distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
+        """J of eq. (12) on layers 1 to l, by what the server sent, and how many of its ids are not known here."""
+        if "features" in ask.parts:
+            sent = ask.part("features", SampleKnowledge)
+            values, valid, unknown = self._own_rows(sent.sample_ids, sent.features[self._model.stage_names[layer - 1]])
+            if self.config.distance == "mse":
+                return self._towards_features(layer, values, valid), unknown
+            return self._along_gradient(layer, values), unknown
+        teacher = ask.part("teacher", RefinedKnowledge)
+        if not teacher.valid or teacher.sample_ids is None or teacher.values is None:
+            return None, 0
+        values, valid, unknown = self._own_rows(teacher.sample_ids, teacher.values)
+        sent_head = ask.part("head", ModelParameters) if layer < len(self._model.stages) else None
+        return self._through_head(layer, self._head(layer, sent_head), values, valid), unknown
+
+    def _own_rows(self, sample_ids: Array, sent: Array) -> tuple[Tensor, Tensor, int]:
+        """What was sent, by own row `[N, ...]`; which rows have something `[N]`; ids that are not known here."""
+        import torch
+
+        own, rows = rows_by_id(self._sample_ids, sample_ids)
+        values = torch.zeros(len(self._sample_ids), *sent.shape[1:])
+        valid = torch.zeros(len(values), dtype=torch.bool)
+        values[own] = torch.from_numpy(sent[rows].astype(np.float32))
+        valid[own] = True
+        where = self.local.torch_device
+        return values.to(where), valid.to(where), len(sample_ids) - len(rows)
+
+    def _head(self, layer: int, sent: ModelParameters | None) -> nn.Module:
+        """The global network's layers l+1 to L, frozen and in eval mode; nothing above the last layer."""
+        from fleetdistill.tensors import load_parameters
+
+        head = copy.deepcopy(self._model.stages[layer:])
+        if sent is not None:
+            load_parameters(head, sent)
+        return head.eval().requires_grad_(False)
+
+    def _through_head(self, layer: int, head: nn.Module, probs: Tensor, valid: Tensor) -> Term:
+        """tau^2 * KL(t || v): v is what the head makes of the own layers 1 to l."""
+        from fleetdistill.losses import distillation_loss
+
+        def term(rows_b: Tensor) -> Tensor:
+            logits_bc = head(self._model.features(self._inputs[rows_b], layer))
+            return distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
+
+        return term
+
+    def _along_gradient(self, layer: int, gradient: Tensor) -> Term:
+        """<H_l, G> over the batch size: its gradient is J's own, at the features that were uploaded; 0 for no row."""
+
+        def term(rows_b: Tensor) -> Tensor:
+            features = self._model.features(self._inputs[rows_b], layer)
+            return (features * gradient[rows_b]).sum() / len(rows_b)
+
+        return term
+
+    def _towards_features(self, layer: int, target: Tensor, valid: Tensor) -> Term:
+        """The ablation's mean squared distance to the global network's features at layer l."""
+        from fleetdistill.losses import feature_distance
+
+        def term(rows_b: Tensor) -> Tensor:
+            features = self._model.features(self._inputs[rows_b], layer)
+            return feature_distance(features, target[rows_b], valid_b=valid[rows_b])
+
+        return term
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimiser, whether the warm-up is done, and the rounds that were completed."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "warmed_up": self._warmed_up,
+            "participations": self._participations,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._warmed_up = bool(state["warmed_up"])
+        self._participations = int(state["participations"])

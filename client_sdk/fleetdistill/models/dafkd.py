@@ -1,0 +1,178 @@
+"""DaFKD's models: its classifier, and generators of images and of features.
+
+The paper calls its classifier "ResNet11" and says no more. One bottleneck block (expansion 4) a stage at widths 16, 32
+and 64 after a 3x3 convolution has 11 layers with weights; the authors' code has two blocks a stage
+(`dafkd_resnet20`). Both end in 256 features and one linear layer; DaFKD shares everything before that layer with the
+discriminator. The image generators are like DCGAN's: one linear layer, then transposed convolutions. The feature
+generator is the one that the paper describes: embeddings of noise and label, then layers with batch-norm.
+
+References:
+    Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, sections 3.3 and 4.1.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.model import SplitModel
+from fleetdistill.models.resnet import CIFAR_SHAPE, EXPANSION, Bottleneck, initialise_convolutions
+from fleetdistill.models.shapes import checked_classes, checked_image, checked_shape
+
+_WIDTHS = (16, 32, 64)
+_IMAGE_WIDTHS = (32, 16)
+_HIDDEN = {"digits": 64, "features": 256}
+_EMBEDDING = 128
+_SLOPE = 0.2
+
+
+def dafkd_resnet11(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
+    """The paper's classifier: one bottleneck block a stage.
+
+    Args:
+        input_shape: Channels, height and width of one image.
+        classes: Number of classes, at least 2.
+
+    Raises:
+        ConfigurationError: A shape or number that makes no model.
+    """
+    return _resnet(1, input_shape, classes)
+
+
+def dafkd_resnet20(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
+    """The classifier of the authors' code: two bottleneck blocks a stage. Arguments are those of `dafkd_resnet11`."""
+    return _resnet(2, input_shape, classes)
+
+
+def _resnet(blocks: int, input_shape: Sequence[int], classes: int) -> SplitModel:
+    channels, _, _ = checked_image(input_shape)
+    inputs = _WIDTHS[0]
+    convolution = nn.Conv2d(channels, inputs, kernel_size=3, padding=1, bias=False)
+    stages = OrderedDict[str, nn.Module](stem=nn.Sequential(convolution, nn.BatchNorm2d(inputs), nn.ReLU()))
+    for width in _WIDTHS:
+        for index in range(blocks):
+            stride = 2 if index == 0 and width != _WIDTHS[0] else 1
+            stages[f"block{width}_{index + 1}"] = Bottleneck(inputs, width, stride)
+            inputs = EXPANSION * width
+    stages["pool"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    stages["head"] = nn.Linear(inputs, checked_classes(classes))
+    model = SplitModel(stages, cut="pool")
+    initialise_convolutions(model)
+    return model
+
+
+class NoiseGenerator(nn.Module):
+    """Noise, and labels if it has any, to samples of one shape.
+
+    Attributes:
+        noise_dim: The paper's d.
+        classes: Number of classes of its labels; 0 for a generator without labels.
+    """
+
+    def __init__(self, noise_dim: int, classes: int, body: nn.Sequential, embedding: int = _EMBEDDING) -> None:
+        super().__init__()
+        self.noise_dim, self.classes, self.body = noise_dim, classes, body
+        if classes:
+            self.noise_embedding = nn.Linear(noise_dim, embedding)
+            self.label_embedding = nn.Linear(classes, embedding)
+
+    def forward(self, noise_md: Tensor, labels_m: Tensor | None = None) -> Tensor:
+        """Samples `[M, *shape]` of noise `[M, d]` and labels `[M]` int64, which only a generator with labels takes."""
+        if not self.classes:
+            return self.body(noise_md)  # type: ignore[no-any-return]  # a module's call
+        if labels_m is None:
+            raise ConfigurationError(f"this generator has labels of {self.classes} classes; give one for each sample")
+        one_hot_mc = functional.one_hot(labels_m, self.classes).to(noise_md.dtype)
+        both = torch.cat([self.noise_embedding(noise_md), self.label_embedding(one_hot_mc)], dim=1)
+        return self.body(both)  # type: ignore[no-any-return]
+
+
+def dafkd_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
+    """The generator of images in (0, 1): a linear layer, two transposed convolutions, sigmoid.
+
+    Args:
+        shape: Channels, height and width of one image; height and width must be multiples of 4.
+        noise_dim: Numbers in one noise vector, at least 1.
+        classes: Number of classes if labels go in too, else 0.
+
+    Returns:
+        Noise `[M, noise_dim]` (and labels) to images.
+
+    Raises:
+        ConfigurationError: A shape or number that makes no generator.
+    """
+    return _images(shape, noise_dim, classes, nn.Sigmoid())
+
+
+def dafkd_generator_tanh(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
+    """The same of images in (-1, 1), the authors'. Arguments and errors are those of `dafkd_generator`.
+
+    For data that are scaled to this range. The black background of images in [0, 1] is where tanh is steepest: it
+    comes out as noise, by which a discriminator knows every generated image.
+    """
+    return _images(shape, noise_dim, classes, nn.Tanh())
+
+
+def _images(shape: Sequence[int], noise_dim: int, classes: int, last: nn.Module) -> NoiseGenerator:
+    channels, height, width = checked_image(shape, smallest=4)
+    if height % 4 or width % 4:
+        raise ConfigurationError(f"shape {shape!r}: height and width must be multiples of 4 for this generator")
+    first, second = _IMAGE_WIDTHS
+    small = (first, height // 4, width // 4)
+    body = nn.Sequential(
+        nn.Linear(_inputs(noise_dim, classes), prod(small)),
+        nn.Unflatten(1, small),
+        nn.BatchNorm2d(first),
+        nn.ReLU(),
+        nn.ConvTranspose2d(first, second, kernel_size=4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(second),
+        nn.ReLU(),
+        nn.ConvTranspose2d(second, channels, kernel_size=4, stride=2, padding=1),
+        last,
+    )
+    return NoiseGenerator(noise_dim, classes, body)
+
+
+def digits_generator(shape: Sequence[int] = (1, 8, 8), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
+    """A small generator of images in (0, 1): one hidden layer of 64. Arguments as `dafkd_generator`, any shape."""
+    hidden = _HIDDEN["digits"]
+    body = nn.Sequential(
+        *_layer(_inputs(noise_dim, classes), hidden),
+        nn.Linear(hidden, prod(checked_shape(shape))),
+        nn.Sigmoid(),
+        nn.Unflatten(1, tuple(shape)),
+    )
+    return NoiseGenerator(noise_dim, classes, body)
+
+
+def feature_generator(shape: Sequence[int] = (256,), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
+    """A generator of features that are at least 0, as they are behind a ReLU: two layers of 256.
+
+    Arguments as `dafkd_generator`, any shape.
+    """
+    hidden = _HIDDEN["features"]
+    body = nn.Sequential(
+        *_layer(_inputs(noise_dim, classes), hidden),
+        *_layer(hidden, hidden),
+        nn.Linear(hidden, prod(checked_shape(shape))),
+        nn.ReLU(),
+        nn.Unflatten(1, tuple(shape)),
+    )
+    return NoiseGenerator(noise_dim, classes, body)
+
+
+def _layer(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
+    return nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.LeakyReLU(_SLOPE)
+
+
+def _inputs(noise_dim: int, classes: int) -> int:
+    """Numbers that the body reads: the noise itself, or both embeddings."""
+    if noise_dim < 1:
+        raise ConfigurationError(f"noise_dim must be >= 1, got {noise_dim!r}")
+    return 2 * _EMBEDDING if classes and checked_classes(classes) else noise_dim

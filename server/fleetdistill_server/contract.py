@@ -1,0 +1,61 @@
+"""The contract of a run: what its method declares, as data that a front without methods can check."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import config_to_plan
+from fleetdistill.model import fingerprint
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.payload import ELEMENT_TYPES
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.setting import Setting
+
+
+def build_method(config: RunConfig) -> ServerMethod:
+    """The server half of a run, with models drawn from the run's seed."""
+    return server_class(config.run.method)(config.method_config(), Setting.of(config))
+
+
+def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2.Contract, Payload | None]:
+    """The terms of a run, and the weights that its devices start from, if the method gives any.
+
+    Raises:
+        ConfigurationError: The method needs a proxy set and the run has none.
+    """
+    start = method.initial()
+    initial = None if start is None else encode({"initial": start})
+    needs = method.requirements()
+    setting = method.setting
+    if needs.proxy_set and setting.proxy is None:
+        text = "needs a labelled proxy set on the server and every device; register one as [proxy] in run.toml"
+        raise ConfigurationError(f"{config.run.method} {text}")
+    return contract_pb2.Contract(
+        run=config.run.name,
+        method=config.run.method,
+        config=encode({"config": config_to_plan(method.config)}).parts.parts[0].plan,
+        classes=config.contract.class_names(),
+        input_shape=config.contract.input_shape,
+        features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.features().items()],
+        knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
+        requirements=needs,
+        extractor_fingerprint=fingerprint(setting.extractor()) if needs.same_extractor else "",
+        model_fingerprint=fingerprint(setting.device_model()) if needs.same_architecture else "",
+        initial_weights=initial.sha256 if initial else b"",
+        proxy_digest=setting.proxy_digest,
+        proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
+        rounds=config.run.rounds,
+        seed=config.run.seed,
+        threads=config.run.threads,
+        max_upload_bytes=config.server.max_upload_bytes,
+        uploads=[
+            contract_pb2.PartShapes(
+                part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()]
+            )
+            for part, tensors in method.uploads().items()
+        ],
+    ), initial

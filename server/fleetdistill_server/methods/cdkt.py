@@ -1,0 +1,168 @@
+"""CDKT-FL, server half: averages what the devices say about the proxy set and trains the global model towards it.
+
+Le et al., CDKT-FL: Cross-Device Knowledge Transfer using Proxy Dataset in Federated Learning, 2022, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
+from fleetdistill.local_training import TensorData, extract, train_steps
+from fleetdistill.methods.cdkt import CDKTConfig
+from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.model import embedding_tap, logits_and_embedding
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.averaging import TensorMean
+from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.setting import Setting
+
+
+class CDKTServer(ServerMethod):
+    """Keeps the global model w_s, and which devices its knowledge is held back from."""
+
+    config: CDKTConfig
+    proxy_set = True
+    server_reads_inputs = True
+    steps = {"train": {"knowledge": "proxy_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
+
+    def __init__(self, config: CDKTConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        self.model = setting.global_model().to(setting.torch_device)
+        self._held_back: set[str] = set()
+
+    def requirements(self) -> contract_pb2.Requirements:
+        outcomes, embeddings = self.config.up
+        columns = ["features"] * embeddings + ["logits"] * outcomes
+        return contract_pb2.Requirements(proxy_set=True, columns=columns)
+
+    def features(self) -> dict[str, tuple[int, ...]]:
+        """F, where embeddings travel: all models must have the one size."""
+        if not (self.config.up[1] or self.config.down[1]):
+            return {}
+        if embedding_tap(self.model) is None:
+            raise ConfigurationError("[model] server has no embedding(x), the input of its last layer; name another")
+        probe = torch.zeros(1, *self.setting.input_shape)
+        return {EMBEDDING: tuple(extract(self._embeddings, probe, model=self.model).shape[1:])}
+
+    async def round(self, cohort: Cohort) -> None:
+        server = self.config.distance(self.config.server_metric)
+        outcomes, embeddings = TensorMean(), TensorMean()
+        own: dict[str, float | None] = {}
+        async for answer in cohort.ask("train", self._knowledge_for(cohort)):
+            logits_pc, embeddings_pf = _said(answer)
+            weight = answer.samples if self.config.aggregation == "samples" else 1.0
+            if logits_pc is not None:
+                outcomes.add(server.outcomes(logits_pc), weight)
+            if embeddings_pf is not None:
+                embeddings.add(embeddings_pf, weight)
+            own[answer.device] = None if logits_pc is None else self._accuracy(logits_pc)
+        self._transfer(self._collective(outcomes.result(), embeddings.result()), cohort.generator("transfer"))
+        self._guard(own, cohort)
+
+    def _knowledge_for(self, cohort: Cohort) -> Any:
+        """Message 1: what w_s says about the proxy set; nothing in round 1 or where the guard fired."""
+        nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.setting.proxy_digest)}
+        if not self.config.exchange or not cohort.completed:
+            return nothing
+        knowledge: Parts = {"knowledge": self._knowledge()}
+        return lambda device: nothing if device in self._held_back else knowledge
+
+    def _knowledge(self) -> ProxyKnowledge:
+        """K_s: L_s and H_s in eval mode."""
+        outcomes, embeddings = self.config.down
+        return ProxyKnowledge(
+            valid=True,
+            proxy_digest=self.setting.proxy_digest,
+            logits=extract(self.model, self._proxy.inputs).numpy() if outcomes else None,
+            embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
+        )
+
+    def _collective(self, outcomes_pc: Tensor | None, embeddings_pf: Tensor | None) -> Knowledge:
+        """z̄ and h̄ of section 3.3, from the means over the devices that answered."""
+        if outcomes_pc is not None and self.config.label_average:
+            outcomes_pc = with_labels(outcomes_pc, self._proxy.labels)
+        return Knowledge(outcomes_pc, embeddings_pf).to(self.setting.torch_device)
+
+    def _transfer(self, knowledge: Knowledge, generator: torch.Generator) -> None:
+        """Eq. (7): CE + beta * R_s over the proxy set."""
+        where, proxy, distance = self.setting.torch_device, self._proxy, self.config.distance(self.config.server_metric)
+        training = replace(self.config, learning_rate=self.config.server_learning_rate)
+        inputs, labels = proxy.inputs.to(where), proxy.labels.to(where)
+
+        def losses(epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
+            logits_bc, embeddings_bf = self._say(inputs[rows_b], knowledge.embeddings_pf is not None)
+            loss = functional.cross_entropy(logits_bc, labels[rows_b])
+            if self.config.beta:
+                loss = loss + self.config.beta * distance.regulariser(knowledge, rows_b, logits_bc, embeddings_bf)
+            yield loss
+
+        train_steps(
+            self.model,
+            len(proxy),
+            epochs=self.config.server_epochs(len(proxy)),
+            batch_size=self.config.batch_size,
+            optimizer=make_local_optimizer(training, self.model.parameters()),
+            losses=losses,
+            generator=generator,
+            device=where,
+        )
+
+    def _say(self, x: Tensor, with_embedding: bool) -> tuple[Tensor, Tensor | None]:
+        return logits_and_embedding(self.model, x) if with_embedding else (self.model(x), None)
+
+    def _embeddings(self, x: Tensor) -> Tensor:
+        return logits_and_embedding(self.model, x)[1]
+
+    def _guard(self, own: Mapping[str, float | None], cohort: Cohort) -> None:
+        """Holds knowledge back that is no better than chance, and worse than the device's own where that is known."""
+        teacher = self._accuracy(extract(self.model, self._proxy.inputs))
+        cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
+        self._held_back -= own.keys()
+        if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.setting.classes:
+            return
+        for device, accuracy in own.items():
+            if accuracy is None or teacher < accuracy:
+                self._held_back.add(device)
+                itself = "" if accuracy is None else f", on which {device} itself scores {accuracy:.3f}"
+                text = f"the server scores {teacher:.3f} on the proxy set{itself}; its knowledge is held back"
+                cohort.event("teacher-guard", text, device)
+
+    def _accuracy(self, logits_pc: Tensor) -> float:
+        return float((logits_pc.argmax(1) == self._proxy.labels).double().mean())
+
+    @property
+    def _proxy(self) -> TensorData:
+        assert self.setting.proxy is not None  # make_contract refuses a run without it
+        return self.setting.proxy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "held_back": sorted(self._held_back)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._held_back = set(state["held_back"])
+
+    def global_model(self) -> torch.nn.Module:
+        return self.model
+
+    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
+        return self.model, self.setting.input_shape
+
+
+def _said(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
+    """L_n and H_n of message 2 in float64; ingest has held digest, shapes and values against the contract."""
+    sent = answer.part("knowledge", ProxyKnowledge)
+    columns = (sent.logits, sent.embeddings)
+    logits, embeddings = (None if one is None else torch.from_numpy(one.astype(np.float64)) for one in columns)
+    return logits, embeddings

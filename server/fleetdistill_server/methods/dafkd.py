@@ -1,0 +1,268 @@
+"""DaFKD, server half: the mean of the devices' classifiers learns from their ensemble, on generated samples.
+
+Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, Algorithm 1. In the ensemble each device
+counts, sample by sample, as much as its discriminator recognises the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
+from fleetdistill.local_training import extract, train_steps
+from fleetdistill.losses import distillation_loss
+from fleetdistill.methods.dafkd import DaFKDConfig, distillation_samples, make_generator
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.model import fingerprint, frozen_batch_norm
+from fleetdistill.models.discriminators import JudgedClassifier, shared_features
+from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.averaging import WeightedMean
+from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.importance import (
+    covers_half,
+    effective_devices,
+    ensemble,
+    ensemble_of_weighted,
+    equal_weights,
+    importance_weights,
+)
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.setting import Setting
+
+Teacher = tuple[Tensor, Tensor]
+"""The samples that can be distilled on `[M, ...]`, and the ensemble's probabilities for them `[M, classes]`."""
+
+
+class DaFKDServer(ServerMethod):
+    """Keeps the global classifier w and the global generator theta^g; discriminators are the devices' own."""
+
+    config: DaFKDConfig
+    same_architecture = True
+    steps = {  # noqa: RUF012  (a ClassVar of the base)
+        "train": {"parameters": "model_parameters", "generator": "generator", "discriminator": "discriminator"},
+        "predict": {"predictions": "weighted_predictions"},
+    }
+
+    def __init__(self, config: DaFKDConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        self.steps = _steps(config)  # type: ignore[misc]  # what an answer holds is a setting
+        self.same_architecture = config.upload_model or config.feature_level  # type: ignore[misc]
+        self.model = setting.device_model().to(setting.torch_device)
+        features = self._feature_shape()
+        sample_shape = features if config.feature_level else setting.input_shape
+        self.generator = setting.generator(lambda: make_generator(config, sample_shape, setting.classes))
+        self.generator.to(setting.torch_device)
+        sharing, feature_level = config.sharing, config.feature_level
+        self._student = JudgedClassifier(self.model, features, sharing=sharing, feature_level=feature_level)
+        self._member = JudgedClassifier(setting.device_model(), features, sharing=sharing, feature_level=feature_level)
+        self._member.to(setting.torch_device)
+
+    def _feature_shape(self) -> tuple[int, ...]:
+        zeros = torch.zeros(1, *self.setting.input_shape)
+        return tuple(extract(lambda x: shared_features(self.model, x), zeros, model=self.model).shape[1:])
+
+    def requirements(self) -> contract_pb2.Requirements:
+        columns = ["parameters"] if self.config.discriminator_location == "server" else ["parameters", "logits"]
+        return contract_pb2.Requirements(same_architecture=self.same_architecture, columns=columns)
+
+    def initial(self) -> ModelParameters | None:
+        """One classifier for all devices; none where devices may run their own."""
+        return model_parameters(self.model) if self.same_architecture else None
+
+    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        sharing = self.config.sharing
+        discriminator = Discriminator(parameters=model_parameters(self._member.discriminator), shares_extractor=sharing)
+        return {
+            "parameters": part_shapes(model_parameters(self.model)),
+            "generator": part_shapes(self._generator_part()),
+            "discriminator": part_shapes(discriminator),
+            "predictions": {"values": (self.config.kd_samples, self.setting.classes)},
+        }
+
+    async def round(self, cohort: Cohort) -> None:
+        config, noise_seed = self.config, cohort.generator("noise").initial_seed()
+        lagged = self._samples(noise_seed) if config.lagged else None  # of theta^g_t, which devices have too
+        models, generators, answers = WeightedMean(), WeightedMean(), list[DeviceAnswer]()
+        asked = cohort.sample(config.participation_ratio)
+        async for answer in cohort.ask("train", lambda device: self._message(device, cohort, noise_seed), to=asked):
+            weight = answer.samples if config.aggregation == "samples" else 1
+            generators.add(answer.part("generator", Generator).parameters, weight)  # eq. (4)
+            if config.upload_model:
+                models.add(answer.part("parameters", ModelParameters), weight)  # eq. (6)
+            answers.append(answer)
+        load_parameters(self.generator, generators.result())
+        if config.upload_model:
+            load_parameters(self.model, models.result())
+        if config.exact:
+            answers = [a async for a in cohort.ask("predict", self._second_message(noise_seed), to=_names(answers))]
+        if cohort.completed + 1 < config.kd_start_round:
+            return
+        samples = self._samples(noise_seed) if lagged is None else lagged  # of theta^g_{t+1}, as in Algorithm 1
+        if config.discriminator_location == "server":
+            teacher = self._judged_ensemble(answers, samples, cohort)  # eq. (7)
+        else:
+            teacher = self._weighted_ensemble(answers, samples, noise_seed, cohort)
+        if teacher is not None and self._mature(teacher, cohort):
+            self._distil(*teacher, cohort)  # eq. (8)
+
+    async def finish(self, cohort: Cohort) -> None:
+        fitting = [device for device in cohort.remaining if self._runs_our_model(device, cohort)]
+        async for _ in cohort.ask("deliver", {"parameters": model_parameters(self.model)}, to=fitting, quorum=0.0):
+            pass
+
+    # --- messages
+
+    def _message(self, device: str, cohort: Cohort, noise_seed: int) -> Parts:
+        """Message 1: w_t where it fits the device's classifier, theta^g_t, and the round's plan."""
+        stop = self.config.gan_stop_round
+        adversarial = stop is None or cohort.completed < stop
+        plan: dict[str, Any] = {"adversarial": adversarial}
+        if self.config.lagged:
+            plan["noise_seed"] = noise_seed
+        parts: dict[str, Kind] = {"plan": Plan(values=plan), "generator": self._generator_part()}
+        if self._runs_our_model(device, cohort):
+            parts["parameters"] = model_parameters(self.model)
+        return parts
+
+    def _second_message(self, noise_seed: int) -> Parts:
+        """Message 2b of `exact`: theta^g_{t+1} and the seed."""
+        return {"plan": Plan(values={"noise_seed": noise_seed}), "generator": self._generator_part()}
+
+    def _generator_part(self) -> Generator:
+        return Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
+
+    def _runs_our_model(self, device: str, cohort: Cohort) -> bool:
+        return self.same_architecture or cohort.model_fingerprint(device) == fingerprint(self.model)
+
+    # --- the ensemble
+
+    def _samples(self, noise_seed: int) -> Tensor:
+        return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.setting.torch_device)
+
+    def _judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, cohort: Cohort) -> Teacher | None:
+        """Eqs. (7) and (8) with the devices' models and discriminators, which are heard one after the other."""
+        verdicts, logits = list[Tensor](), list[Tensor]()
+        for answer in answers:
+            load_parameters(self._member.classifier, answer.part("parameters", ModelParameters))
+            load_parameters(self._member.discriminator, answer.part("discriminator", Discriminator).parameters)
+            verdict_m, logits_mc = extract(self._member.judge, samples), extract(self._member.answer, samples)
+            if bool(verdict_m.isfinite().all() and logits_mc.isfinite().all()):
+                verdicts.append(verdict_m)
+                logits.append(logits_mc)
+                cohort.report("likelihood", {answer.device: float(verdict_m.sigmoid().mean())})
+            else:
+                text = f"the model of {answer.device} is not finite on generated samples and does not teach"
+                cohort.event("member-left-out", text, answer.device)
+        if not logits:
+            return None
+        weights_km = importance_weights(torch.stack(verdicts))
+        if not self.config.correlation:
+            weights_km = equal_weights(*weights_km.shape)
+        cohort.report("effective_devices", effective_devices(weights_km))
+        return samples, ensemble(weights_km, torch.stack(logits), self.config.temperature, self.config.ensemble_space)
+
+    def _weighted_ensemble(
+        self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, cohort: Cohort
+    ) -> Teacher | None:
+        """Eqs. (7) and (8) with predictions that the devices have weighted themselves."""
+        total_mc = torch.zeros(len(samples), self.setting.classes, dtype=torch.float64)
+        importance = list[Tensor]()
+        for answer in answers:
+            sent = answer.part("predictions", WeightedPredictions)
+            if sent.noise_seed != noise_seed:
+                text = f"{answer.device} predicts on samples of seed {sent.noise_seed}, the round's is {noise_seed}"
+                cohort.event("member-left-out", f"{text}; it does not teach", answer.device)
+                continue
+            weighted_mc = torch.tensor(sent.values, dtype=torch.float64)
+            total_mc += weighted_mc
+            importance.append(weighted_mc.sum(dim=1))  # f_k: the rows of s_k sum to 1
+            cohort.report("likelihood", {answer.device: float(importance[-1].mean())})
+        if not importance:
+            return None
+        teacher_mc, usable_m = ensemble_of_weighted(total_mc)
+        importance_km = torch.stack(importance)[:, usable_m]
+        cohort.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
+        cohort.report("dropped_samples", int((~usable_m).sum()))
+        return samples[usable_m.to(samples.device)], teacher_mc[usable_m]
+
+    def _mature(self, teacher: Teacher, cohort: Cohort) -> bool:
+        """The guard: a young generator makes samples of one or two classes, and distilling from them does harm."""
+        _, teacher_mc = teacher
+        classes = teacher_mc.argmax(dim=1).unique().numel()
+        cohort.report("generated_classes", classes)
+        if covers_half(teacher_mc) or not self.config.maturity_guard:
+            return True
+        text = f"the ensemble sees {classes} of {self.setting.classes} classes in the generated samples"
+        cohort.event("immature-generator", f"{text}, fewer than half; nothing is distilled from them")
+        return False
+
+    # --- distillation
+
+    def _distil(self, samples: Tensor, teacher_mc: Tensor, cohort: Cohort) -> None:
+        """Eq. (8): the student starts from the mean; at feature level only what lies behind the features learns."""
+        if not self.config.kd_epochs or len(samples) < 2:
+            return
+        before = model_parameters(self.model)
+        optimizer = make_local_optimizer(replace(self.config, learning_rate=self.config.kd_lr), self.model.parameters())
+        student, teacher_bc = self._student, teacher_mc.float().to(self.setting.torch_device)
+
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            with frozen_batch_norm(student, self.config.freeze_batch_norm):
+                logits_bc = student.answer(samples[rows_b])
+            return [distillation_loss(logits_bc, teacher_bc[rows_b], self.config.temperature)]
+
+        try:
+            train_steps(
+                self.model,
+                len(samples),
+                epochs=self.config.kd_epochs,
+                batch_size=self.config.batch_size,
+                optimizer=optimizer,
+                losses=losses,
+                generator=cohort.generator("distil"),
+                device=self.setting.torch_device,
+            )
+        except KnowledgeError as error:
+            load_parameters(self.model, before)
+            cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {error}")
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "generator": self.generator.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.generator.load_state_dict(state["generator"])
+
+    def global_model(self) -> torch.nn.Module:
+        return self.model
+
+    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
+        return self.model, self.setting.input_shape
+
+
+def _steps(config: DaFKDConfig) -> dict[str, Mapping[str, str]]:
+    """What answers consist of: message 2 of the specification's tables, and 2b."""
+    train = {"generator": "generator"}
+    if config.upload_model:
+        train["parameters"] = "model_parameters"
+    if config.discriminator_location == "server":
+        train["discriminator"] = "discriminator"
+    if config.lagged:
+        train["predictions"] = "weighted_predictions"
+    steps: dict[str, Mapping[str, str]] = {"train": train}
+    if config.exact:
+        steps["predict"] = {"predictions": "weighted_predictions"}
+    return steps
+
+
+def _names(answers: list[DeviceAnswer]) -> list[str]:
+    return [answer.device for answer in answers]

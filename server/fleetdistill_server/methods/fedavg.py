@@ -1,0 +1,60 @@
+"""FedAvg, server half: the weighted mean of the devices' models.
+
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.averaging import WeightedMean
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.setting import Setting
+
+
+class FedAvgServer(ServerMethod):
+    """Keeps the global model."""
+
+    same_architecture = True
+    steps = {"train": {"parameters": "model_parameters"}}  # noqa: RUF012  (a ClassVar of the base)
+
+    def __init__(self, config: Any, setting: Setting) -> None:
+        super().__init__(config, setting)
+        self.model = setting.device_model().to(setting.torch_device)
+
+    def requirements(self) -> contract_pb2.Requirements:
+        return contract_pb2.Requirements(same_architecture=True, columns=["parameters"])
+
+    def initial(self) -> ModelParameters:
+        return model_parameters(self.model)
+
+    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return {"parameters": part_shapes(model_parameters(self.model))}
+
+    async def round(self, cohort: Cohort) -> None:
+        mean = WeightedMean()
+        async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}):
+            mean.add(answer.part("parameters", ModelParameters), weight=answer.samples)
+        load_parameters(self.model, mean.result())
+
+    async def finish(self, cohort: Cohort) -> None:
+        await cohort.tell({"parameters": model_parameters(self.model)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+    def global_model(self) -> torch.nn.Module:
+        return self.model
+
+    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
+        return self.model, self.setting.input_shape

@@ -1,0 +1,265 @@
+"""FedD2S, server half: a copy of the global network learns from each device, and their mean teaches the devices.
+
+Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, 2024, Algorithm 1. The global network
+has the layers 2 to L of the devices' model: it reads what their first layers give. Its layers l+1 to L are the head
+that turns the features of a device's distillation layer l into soft labels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
+from fleetdistill.knowledge import (
+    PROBABILITIES,
+    Array,
+    Kind,
+    ModelParameters,
+    Parts,
+    Plan,
+    RefinedKnowledge,
+    SampleKnowledge,
+)
+from fleetdistill.local_training import extract, train_steps
+from fleetdistill.losses import distillation_loss, feature_distance, soft_targets
+from fleetdistill.methods.fedd2s import FedD2SConfig, Term, phase_epochs, scheduled
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.model import SplitModel, evaluating
+from fleetdistill.tensors import load_parameters, model_parameters
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.averaging import WeightedMean
+from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.setting import Setting
+
+_GRADIENT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Triplets:
+    """One device's upload, on the server's torch device: l, ids `[K]`, H_1 and H_l `[K, ...]`, labels `[K]`."""
+
+    device: str
+    layer: int
+    sample_ids: Array
+    first: Tensor
+    at_layer: Tensor
+    labels: Tensor
+
+
+class FedD2SServer(ServerMethod):
+    """Keeps the global network without its first layer, and how often each device has taken part."""
+
+    config: FedD2SConfig
+    same_architecture = True
+    steps = {"extract": {"knowledge": "sample_knowledge"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
+
+    def __init__(self, config: FedD2SConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        model = _layered(setting.device_model())
+        self.names = model.stage_names
+        self.l_min = shallowest_layer(model, l_min=config.l_min, dropping_set=config.dropping_set)
+        self.network = model.stages[1:].to(setting.torch_device)
+        self.participations: dict[str, int] = {}
+        self._shapes = model.stage_shapes(setting.input_shape)
+
+    def requirements(self) -> contract_pb2.Requirements:
+        return contract_pb2.Requirements(same_architecture=True, columns=["features", "labels"])
+
+    def features(self) -> Mapping[str, tuple[int, ...]]:
+        """The first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
+        return {name: self._shapes[name] for name in (self.names[0], *self.names[self.l_min - 1 :])}
+
+    def initial(self) -> ModelParameters | None:
+        """One model for all devices, the one whose layers 2 to L the global network starts as."""
+        return model_parameters(self.setting.device_model()) if self.config.shared_initial else None
+
+    async def round(self, cohort: Cohort) -> None:
+        layers = {device: self._layer(device) for device in self._participants(cohort)}
+        cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})
+        answers: dict[str, DeviceAnswer] = {}  # their arrays are mapped, and read again for the replies
+        own: dict[str, float] = {}
+        mean = WeightedMean()
+        async for answer in cohort.ask(
+            "extract",
+            lambda device: {"plan": self._plan(device, layers[device])},
+            to=list(layers),
+            columns=lambda device: self._columns(layers[device]),
+        ):
+            answers[answer.device] = answer
+            triplets = self._triplets(answer, layers[answer.device])
+            p_bc = self.soft_labels(self.head(triplets.layer), triplets.at_layer)  # eq. (8)
+            trained = self._clients_to_server(triplets, p_bc, cohort)  # eqs. (9), (10)
+            if trained is not None:
+                mean.add(model_parameters(trained), len(triplets.labels) if self.config.average == "samples" else 1)
+                own[answer.device] = _accuracy(p_bc, triplets.labels)
+        if own:
+            load_parameters(self.network, mean.result())  # eq. (11)
+
+        def reply(device: str) -> Parts:
+            return self._reply(self._triplets(answers[device], layers[device]), own.get(device), cohort)
+
+        async for answer in cohort.ask("learn", reply, to=list(answers), quorum=0.0):  # eqs. (12), (13)
+            self.participations[answer.device] = self.participations.get(answer.device, 0) + 1
+
+    def _participants(self, cohort: Cohort) -> list[str]:
+        """U^rho: a random part of the present devices, at least one."""
+        count = max(1, math.floor(self.config.participation_ratio * len(cohort.devices) + 1e-9))
+        order = torch.randperm(len(cohort.devices), generator=cohort.generator("participants"))
+        return sorted(cohort.devices[number] for number in order[:count].tolist())
+
+    def _layer(self, device: str) -> int:
+        """Eq. (6). Z counts completed rounds and this one, so that a device that fails goes on where it was."""
+        participation = self.participations.get(device, 0) + 1
+        return distillation_layer(participation, len(self.names), self.config.drop_every, self.l_min)
+
+    def _plan(self, device: str, layer: int) -> Plan:
+        return Plan(values={"layer": layer, "participation": self.participations.get(device, 0) + 1})
+
+    def _columns(self, layer: int) -> list[str]:
+        """What a device sends: H_1 and H_l, once where l is 1."""
+        return list(dict.fromkeys((self.names[0], self.names[layer - 1])))
+
+    def _triplets(self, answer: DeviceAnswer, layer: int) -> Triplets:
+        sent = answer.part("knowledge", SampleKnowledge)
+        assert sent.labels is not None  # the contract's columns were checked at ingest
+        names = (self.names[0], self.names[layer - 1])
+        first, at_layer = (self._tensor(sent.features[name]).float() for name in names)
+        return Triplets(
+            answer.device, layer, sent.sample_ids, first, at_layer, self._tensor(sent.labels.astype(np.int64))
+        )
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self.setting.torch_device)
+
+    def head(self, layer: int) -> nn.Sequential:
+        """theta^g_{+l}: layers l+1 to L, nothing for l = L. The paper prints l to L, which runs layer l twice."""
+        return self.network[layer - 1 :]
+
+    def soft_labels(self, part: nn.Module, features: Tensor) -> Tensor:
+        """S_tau of what a part of the global network makes of features, `[K, C]` in eval mode."""
+        return soft_targets(extract(part, features, model=part), self.config.temperature)
+
+    def _clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
+        """A copy of the global network trained on one device's triplets; None where that came to nothing finite."""
+        trained = copy.deepcopy(self.network)
+        try:
+            train_steps(
+                trained,
+                len(sent.labels),
+                epochs=phase_epochs(self.config),
+                batch_size=self.config.batch_size,
+                optimizer=make_local_optimizer(self.config, trained.parameters()),
+                losses=scheduled(self.config, self._distillation(trained, sent, p_bc), _labels_term(trained, sent)),
+                generator=cohort.generator(f"clients to server {sent.device}"),
+                device=self.setting.torch_device,
+            )
+            _check_finite(trained)
+        except (KnowledgeError, DataError) as error:
+            text = f"training on what {sent.device} sent failed and is left out of the mean: {error}"
+            cohort.event("copy-left-out", text, sent.device)
+            return None
+        return trained
+
+    def _distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
+        """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1."""
+        p_bc = p_bc.to(self.setting.torch_device)
+        if self.config.distance == "head":
+            return lambda rows: distillation_loss(trained(sent.first[rows]), p_bc[rows], self.config.temperature)
+        below = trained[: sent.layer - 1]  # layers 2 to l; none for l = 1, where both sides have the same features
+        return (lambda rows: feature_distance(below(sent.first[rows]), sent.at_layer[rows])) if len(below) else None
+
+    def _reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
+        """Message 4: t and the head, or what replaces them; nothing where the guard fires or the copy was left out."""
+        plan = self._plan(sent.device, sent.layer)
+        t_bc = self.soft_labels(self.network, sent.first)
+        teaches = own_accuracy is not None and self._teaches(sent, _accuracy(t_bc, sent.labels), own_accuracy, cohort)
+        if not teaches:
+            return {"plan": plan, "teacher": RefinedKnowledge(valid=False)}
+        return {"plan": plan, **self._knowledge(sent, t_bc)}
+
+    def _knowledge(self, sent: Triplets, t_bc: Tensor) -> dict[str, Kind]:
+        if self.config.distance == "mse":
+            return self._features_reply(sent)
+        if self.config.s2c_mode == "feature_grad" and sent.layer < len(self.names):
+            return {"features": self._column(sent, self._feature_gradient(sent, t_bc))}
+        teacher = RefinedKnowledge(valid=True, sample_ids=sent.sample_ids, values=t_bc.numpy(), scale=PROBABILITIES)
+        if sent.layer == len(self.names):
+            return {"teacher": teacher}
+        return {"teacher": teacher, "head": model_parameters(self.head(sent.layer), scope="head")}
+
+    def _features_reply(self, sent: Triplets) -> dict[str, Kind]:
+        """The ablation's target: the global network's own features at layer l."""
+        below = self.network[: sent.layer - 1]
+        if not len(below):
+            return {"teacher": RefinedKnowledge(valid=False)}
+        return {"features": self._column(sent, extract(below, sent.first, model=below))}
+
+    def _column(self, sent: Triplets, values: Tensor) -> SampleKnowledge:
+        return SampleKnowledge(sample_ids=sent.sample_ids, features={self.names[sent.layer - 1]: values.numpy()})
+
+    def _feature_gradient(self, sent: Triplets, t_bc: Tensor) -> Tensor:
+        """dJ/dH_l at the uploaded H_l, of each row by itself, with tau^2 in it: `[K, ...]`."""
+        head, parts = self.head(sent.layer), []
+        t_bc = t_bc.to(self.setting.torch_device)
+        with evaluating(head):
+            for rows in torch.arange(len(sent.labels)).split(_GRADIENT_ROWS):
+                features = sent.at_layer[rows].requires_grad_()
+                loss = distillation_loss(head(features), t_bc[rows], self.config.temperature) * len(rows)
+                parts.append(torch.autograd.grad(loss, features)[0].cpu())
+        return torch.cat(parts)
+
+    def _teaches(self, sent: Triplets, teacher: float, own: float, cohort: Cohort) -> bool:
+        """The guard: a network that is no better than chance and worse than the device's own layers has no say."""
+        cohort.report("teacher_accuracy", {sent.device: teacher})
+        useless = teacher <= 1 / self.setting.classes and teacher < own
+        if useless and self.config.teacher_guard:
+            text = f"the global network scores {teacher:.3f} on the rows of {sent.device}, its own layers {own:.3f}"
+            cohort.event("teacher-guard", f"{text}; its knowledge is held back", sent.device)
+            return False
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"network": self.network.state_dict(), "participations": dict(self.participations)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.network.load_state_dict(state["network"])
+        self.participations = dict(state["participations"])
+
+    def export(self) -> tuple[nn.Module, tuple[int, ...]]:
+        """The global network, which reads what a device's first layer gives."""
+        return self.network, self._shapes[self.names[0]]
+
+
+def _layered(model: nn.Module) -> SplitModel:
+    if not isinstance(model, SplitModel):
+        raise ConfigurationError(
+            f"FedD2S cuts the model after every layer, and [model] device is a {type(model).__name__}; "
+            "name a SplitModel of stages, such as fedd2s_m1"
+        )
+    return model
+
+
+def _labels_term(trained: nn.Module, sent: Triplets) -> Term:
+    """Q of eq. (10)."""
+    return lambda rows: functional.cross_entropy(trained(sent.first[rows]), sent.labels[rows])
+
+
+def _check_finite(module: nn.Module) -> None:
+    for name, tensor in module.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise KnowledgeError(f"{name} is not finite after training; the learning rate is probably too large")
+
+
+def _accuracy(scores_bc: Tensor, labels_b: Tensor) -> float:
+    return float((scores_bc.argmax(1) == labels_b.cpu()).double().mean())

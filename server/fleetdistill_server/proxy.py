@@ -1,0 +1,55 @@
+"""The proxy set as the operator registers it: [proxy] in run.toml, read, checked and made a payload."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.knowledge import ProxySet
+from fleetdistill.proxy import PART, proxy_data
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill_server.run_config import ProxySection, RunConfig
+
+if TYPE_CHECKING:
+    from fleetdistill.local_training import TensorData
+
+logger = logging.getLogger(__name__)
+
+
+def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None]:
+    """The proxy set of a run for the server half, and as the payload that devices fetch; None twice without one.
+
+    Raises:
+        ConfigurationError: The file is missing or damaged, or its samples do not fit the run.
+    """
+    if not config.proxy.data:
+        return None, None
+    proxy = _read(config.proxy)
+    classes = len(config.contract.class_names())
+    try:
+        data = proxy_data(proxy, config.contract.input_shape, classes)
+    except DataError as error:
+        raise ConfigurationError(f"[proxy] data: {error}") from error
+    missing = sorted(set(range(classes)) - set(data.labels.tolist()))
+    if missing:
+        logger.warning("proxy set %r has no sample of classes %s", proxy.name, ", ".join(map(str, missing)))
+    return data, encode({PART: proxy})
+
+
+def _read(section: ProxySection) -> ProxySet:
+    try:
+        with np.load(section.data) as arrays:
+            inputs, labels = arrays["inputs"], arrays["labels"]
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigurationError(f"[proxy] data: {section.data!r} needs arrays inputs and labels: {error}") from error
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or inputs.dtype.kind != "f":
+        raise ConfigurationError(
+            f"[proxy] data: inputs are {inputs.dtype} and labels {labels.dtype} of shape {list(labels.shape)}, "
+            "expected floats [P, ...] and whole numbers [P]"
+        )
+    inputs, labels = np.ascontiguousarray(inputs, np.float32), labels.astype(np.int32)
+    return ProxySet(name=section.name, licence=section.licence, inputs=inputs, labels=labels)

@@ -1,0 +1,128 @@
+"""What a server half works with: shapes, seeds, and models that are built from the run's seed when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.models import build_model
+from fleetdistill.seeds import derive_seed
+from fleetdistill_server.models import SERVER_MODELS, build_server_model
+from fleetdistill_server.proxy import register_proxy
+from fleetdistill_server.run_config import ModelSection, RunConfig
+
+if TYPE_CHECKING:
+    from fleetdistill.local_training import TensorData
+    from fleetdistill.wire.codec import Payload
+
+G = TypeVar("G", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The run as a method sees it.
+
+    Attributes:
+        classes: C of the contract.
+        input_shape: Shape of one input.
+        models: Names of the models, from [model].
+        torch_device: Where the server half computes.
+        seed: Root of the run's seed tree.
+        proxy: The labelled proxy set, where the run has one.
+        proxy_payload: The same as devices fetch it.
+    """
+
+    classes: int
+    input_shape: tuple[int, ...]
+    models: ModelSection
+    torch_device: torch.device
+    seed: int
+    proxy: TensorData | None = None
+    proxy_payload: Payload | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Setting:
+        """The setting of a run.toml."""
+        proxy, proxy_payload = register_proxy(config)
+        return cls(
+            classes=len(config.contract.class_names()),
+            input_shape=tuple(config.contract.input_shape),
+            models=config.model,
+            torch_device=pick_torch_device(config.server.torch_device),
+            seed=config.run.seed,
+            proxy=proxy,
+            proxy_payload=proxy_payload,
+        )
+
+    @property
+    def proxy_digest(self) -> bytes:
+        """SHA-256 that names the proxy set; empty for none."""
+        return self.proxy_payload.sha256 if self.proxy_payload is not None else b""
+
+    def extractor(self) -> nn.Module:
+        """The extractor that every device starts from, [model] extractor."""
+        return self._seeded(
+            "initial extractor", lambda: build_model(self.models.extractor, input_shape=self.input_shape)
+        )
+
+    def device_model(self) -> nn.Module:
+        """The model that all devices run, [model] device.
+
+        Raises:
+            ConfigurationError: The run names none.
+        """
+        name = self.models.device
+        if not name:
+            raise ConfigurationError("this method needs one model for all devices; name it with [model] device")
+        build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
+        return self._seeded("initial model", build)
+
+    def server_model(self, feature_shape: tuple[int, ...]) -> nn.Module:
+        """The server's predictor over features, [model] server."""
+        name = self.models.server
+        build = lambda: build_server_model(name, feature_shape=feature_shape, classes=self.classes)  # noqa: E731
+        return self._seeded("server model", build)
+
+    def global_model(self) -> nn.Module:
+        """The server's own model over inputs: [model] server, or [model] device where that names a mere predictor.
+
+        Raises:
+            ConfigurationError: The run names neither.
+        """
+        name = self.models.device if self.models.server in SERVER_MODELS else self.models.server
+        if not name:
+            raise ConfigurationError(
+                f"[model] server: {self.models.server!r} reads features, this method needs a model that reads inputs; "
+                "name one of the device models"
+            )
+        build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
+        return self._seeded("global model", build)
+
+    def generator(self, build: Callable[[], G]) -> G:
+        """A method's generator, with weights drawn from the run's seed."""
+        return self._seeded("initial generator", build)
+
+    def _seeded(self, name: str, build: Callable[[], G]) -> G:
+        torch.manual_seed(derive_seed(self.seed, 0, name, "server"))
+        return build()
+
+
+def pick_torch_device(name: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ConfigurationError: torch does not know the name, or has no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise ConfigurationError(f"[server] torch_device: {name!r} cannot be used here: {error}") from error
+    return device

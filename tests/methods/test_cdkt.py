@@ -1,0 +1,738 @@
+"""CDKT-FL's two halves: what they compute, by the specification's oracles (CDK-n) and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import math
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fleets import prepare, run_in_memory
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+from fleetdistill.errors import ConfigurationError, RefusedError, WireError
+from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
+from fleetdistill.local_training import TensorData, train_epochs
+from fleetdistill.losses import distillation_loss, euclidean_distance, js_divergence
+from fleetdistill.methods.base import Ask, Local
+from fleetdistill.methods.cdkt import CDKTConfig, CDKTDevice
+from fleetdistill.methods.cdkt_transfer import Distance, Knowledge, proxy_batches, with_labels
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.model import SplitModel, parameter_count
+from fleetdistill.models import build_model
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.tensors import model_parameters
+from fleetdistill.wire.codec import encode
+from fleetdistill_server.averaging import TensorMean
+from fleetdistill_server.export import export_server_model
+from fleetdistill_server.methods.cdkt import CDKTServer
+from fleetdistill_server.run_config import ModelSection
+from fleetdistill_server.setting import Setting
+from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.metrics import c_per
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
+VARIANTS = ("full", "rep", "repfull")
+every_variant = pytest.mark.parametrize("knowledge", VARIANTS)
+
+
+def tiny_model(input_shape: tuple[int, ...] = (INPUTS,), classes: int = CLASSES) -> SplitModel:
+    stages = {"stem": nn.Linear(INPUTS, WIDTH), "relu": nn.ReLU(), "head": nn.Linear(WIDTH, classes)}
+    return SplitModel(stages, cut="stem")
+
+
+def make_proxy(rows: int = PROXY) -> TensorData:
+    generator = torch.Generator().manual_seed(11)
+    return TensorData(torch.randn(rows, INPUTS, generator=generator), torch.arange(rows) % CLASSES)
+
+
+def make_server(**settings: Any) -> CDKTServer:
+    sys.modules["test_cdkt"] = sys.modules[__name__]
+    setting = Setting(
+        classes=CLASSES,
+        input_shape=(INPUTS,),
+        models=ModelSection(server="test_cdkt:tiny_model"),
+        torch_device=torch.device("cpu"),
+        seed=3,
+        proxy=make_proxy(),
+    )
+    return CDKTServer(CDKTConfig(**settings).for_classes(CLASSES), setting)
+
+
+def make_device(rows: int = 20, **settings: Any) -> CDKTDevice:
+    torch.manual_seed(5)
+    data = TensorData(torch.randn(rows, INPUTS), torch.arange(rows) % CLASSES)
+    model, where = tiny_model(), torch.device("cpu")
+    local = Local(model=model, taps=model, data=data, classes=CLASSES, torch_device=where, proxy=make_proxy())
+    return CDKTDevice(CDKTConfig(**settings).for_classes(CLASSES), local)
+
+
+def made_up(seed: int = 0, rows: int = PROXY, columns: str = "logits embeddings") -> ProxyKnowledge:
+    random = np.random.default_rng(seed)
+    both = {
+        "logits": random.normal(size=(rows, CLASSES)).astype(np.float32),
+        "embeddings": random.random((rows, WIDTH), np.float32),
+    }
+    return ProxyKnowledge(valid=True, **{name: both[name] for name in columns.split()})
+
+
+NOTHING = ProxyKnowledge(valid=False)
+COLUMNS = {"full": "logits", "rep": "embeddings", "repfull": "logits embeddings"}
+
+
+def ask(knowledge: ProxyKnowledge, seed: int = 1) -> Ask:
+    return Ask(round=1, step="train", seed=seed, parts={"knowledge": knowledge})
+
+
+class FakeCohort:
+    """Answers a round's one ask with knowledge that a test made; keeps what the method reported."""
+
+    def __init__(
+        self,
+        knowledge: Mapping[str, ProxyKnowledge],
+        completed: int = 0,
+        samples: Mapping[str, int] | None = None,
+        devices: Sequence[str] = (),
+    ) -> None:
+        self.knowledge, self.completed, self.samples = knowledge, completed, samples or {}
+        self.devices = devices or sorted(knowledge)
+        self.sent: dict[str, Parts] = {}
+        self.events: list[tuple[str, str, str]] = []
+        self.figures: dict[str, Any] = {}
+
+    async def ask(self, step: str, payload: Any) -> AsyncIterator[Any]:
+        assert step == "train"
+        for device in sorted(self.knowledge):
+            self.sent[device] = payload(device) if callable(payload) else payload
+            part = lambda name, kind, d=device: self.knowledge[d]  # noqa: E731
+            yield SimpleNamespace(device=device, samples=self.samples.get(device, 1), part=part)
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        self.events.append((kind, device, text))
+
+    def report(self, name: str, value: dict[str, Any]) -> None:
+        self.figures.setdefault(name, {}).update(value)
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(7)
+
+
+def run_round(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> FakeCohort:
+    made = FakeCohort(knowledge, **cohort)
+    asyncio.run(server.round(made))  # type: ignore[arg-type]
+    return made
+
+
+def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
+    """What the server would learn towards."""
+    found: list[Knowledge] = []
+    server._transfer = lambda knowledge, generator: found.append(knowledge)  # type: ignore[method-assign]
+    run_round(server, knowledge, **cohort)
+    return found[0]
+
+
+def weights(module: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+# --- distances
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def test_cdk_1_js_is_symmetric_and_bounded_by_ln_2() -> None:
+    p, q = row(0.7, 0.2, 0.1), row(0.1, 0.2, 0.7)
+    assert float(js_divergence(q.log(), p)) == pytest.approx(0.253102, abs=1e-6)
+    assert float(js_divergence(p.log(), q)) == pytest.approx(0.253102, abs=1e-6)
+    assert float(js_divergence(row(800.0, 0.0), row(0.0, 1.0))) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(js_divergence(p.log(), p)) == pytest.approx(0, abs=1e-12)
+
+
+def test_cdk_2_js_is_the_true_one_and_not_the_reversed() -> None:
+    p, q = row(1 - 1e-6, 1e-6), row(1e-6, 1 - 1e-6)
+    assert float(js_divergence(q.log(), p)) == pytest.approx(0.693132, abs=1e-6)
+
+
+def test_cdk_3_kl_with_its_temperature() -> None:
+    p, q = row(0.7, 0.2, 0.1), row(0.1, 0.2, 0.7)
+    assert float(distillation_loss(q.log(), p, 1.0)) == pytest.approx(1.167546, abs=1e-6)
+    teacher, student = row(2, 1, 0), row(0, 0, 0)
+    for temperature, expected in ((3.0, 0.324315), (1.0, 0.266217)):
+        distance = Distance("kl", temperature, "logits")
+        assert float(distance.between_outcomes(teacher, student)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_cdk_4_the_teacher_is_the_first_argument() -> None:
+    t, s = row(0.5, 0.4, 0.1), row(0.2, 0.3, 0.5)
+    distance = Distance("kl", 1.0, "probs")
+    assert float(distance.between_outcomes(t, s.log())) == pytest.approx(0.412274, abs=1e-6)
+    assert float(distance.between_outcomes(s, t.log())) == pytest.approx(0.535156, abs=1e-6)
+
+
+def test_cdk_5_both_reductions_of_norm2() -> None:
+    teacher = torch.zeros(20, 4, dtype=torch.float64)
+    student = torch.full_like(teacher, 0.3)  # rows of norm 0.6
+    rows, batch = (Distance("norm2", outcome_space="logits", norm2_reduction=one) for one in ("mean_l2", "frobenius"))
+    assert float(rows.between_outcomes(teacher, student)) == pytest.approx(0.6)
+    assert float(batch.between_outcomes(teacher, student)) == pytest.approx(2.683282, abs=1e-6)
+    ratio = batch.between_embeddings(teacher, student) / rows.between_embeddings(teacher, student)
+    assert float(ratio) == pytest.approx(4.472136, abs=1e-6)
+
+
+def test_cdk_6_labels_correct_collective_outcomes() -> None:
+    assert_close(with_labels(row(0.6, 0.3, 0.1), torch.tensor([2])), row(0.3, 0.15, 0.55))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.floats(0.01, 1), st.integers(0, 7))
+def test_cdk_6_the_true_class_wins_whatever_the_outcomes(seed: int, classes: int, scale: float, label: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(1, classes, generator=generator, dtype=torch.float64) / scale
+    corrected = with_labels(scores.softmax(1).clamp_min(1e-12), torch.tensor([label % classes]))
+    assert int(corrected.argmax()) == label % classes
+
+
+def test_cdk_7_logits_hide_the_label_and_probabilities_do_not() -> None:
+    logits, label = row(6, 1, 0), torch.tensor([2])
+    hidden = with_labels(Distance("kl", 3.0, "logits").outcomes(logits), label)
+    assert_close((hidden / 3).softmax(1), row(0.534989, 0.232505, 0.232505), atol=1e-6, rtol=0)
+    seen = with_labels(Distance("norm2", 3.0, "probs").outcomes(logits), label)
+    assert_close(seen, row(0.495434, 0.003338, 0.501228), atol=1e-6, rtol=0)
+
+
+def test_cdk_8_the_mean_is_over_the_devices_that_answered() -> None:
+    mean = TensorMean()
+    for said in ([0.8, 0.2], [0.6, 0.4], [0.1, 0.9]):
+        mean.add(torch.tensor([said]))
+    assert_close(mean.result(), row(0.5, 0.5), atol=1e-6, rtol=0)
+
+
+def test_cdk_8_absent_devices_do_not_count_in_a_round() -> None:
+    cohort = {device: made_up(seed, columns="logits") for seed, device in enumerate("abc")}
+    server = make_server(outcome_space="logits", label_average=False)
+    expected = np.mean([one.logits for one in cohort.values()], axis=0)
+    registered = [f"device-{number:02d}" for number in range(15)]  # of which three answered
+    assert_close(collective(server, cohort, devices=registered).outcomes_pc, torch.from_numpy(expected))
+
+
+def test_cdk_9_c_per() -> None:
+    for generic, specific, expected in ((75.37, 96.74, 86.055), (40.59, 77.91, 59.25), (11.69, 32.76, 22.225)):
+        assert c_per(generic, specific) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "parameters"),
+    [("cdkt_fmnist", 10, 834_922), ("cdkt_cifar", 10, 581_866), ("cdkt_cifar", 100, 587_716)],
+)
+def test_cdk_10_the_papers_networks(name: str, classes: int, parameters: int) -> None:
+    assert parameter_count(build_model(name, classes=classes)) == parameters
+
+
+@pytest.mark.parametrize(("name", "shape"), [("fmnist", (1, 28, 28)), ("cifar", (3, 32, 32)), ("digits", (1, 8, 8))])
+def test_large_and_small_networks_keep_one_embedding_size(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(2, *shape)
+    large, small = build_model(f"cdkt_{name}").eval(), build_model(f"cdkt_{name}_small").eval()
+    assert large.embedding(x).shape == small.embedding(x).shape == (2, 512 if name == "fmnist" else 64)
+    for model in (large, small):
+        logits, embedding = model.with_embedding(x)
+        assert_close(logits, model(x))
+        assert_close(embedding, model.embedding(x))
+        assert float(embedding.detach().min()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "classes", "width", "up"),
+    [
+        (330, 10, 512, {"full": 13_200, "rep": 675_840, "repfull": 689_040}),
+        (4200, 10, 64, {"full": 168_000, "rep": 1_075_200, "repfull": 1_243_200}),
+        (4200, 100, 64, {"full": 1_680_000, "rep": 1_075_200, "repfull": 2_755_200}),
+    ],
+)
+def test_cdk_11_bytes_do_not_depend_on_the_model(samples: int, classes: int, width: int, up: dict[str, int]) -> None:
+    both = {"logits": np.zeros((samples, classes)), "embeddings": np.zeros((samples, width))}
+    for variant, expected in up.items():
+        columns = {name: both[name] for name in COLUMNS[variant].split()}
+        sent = ProxyKnowledge(valid=True, proxy_digest=b"d" * 32, **columns)
+        assert encode({"knowledge": sent}).data_bytes == expected
+        assert encode({"knowledge": sent}, np.float16).data_bytes == expected // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "expected"),
+    [("cdkt_fmnist", 10, 3_339_688), ("cdkt_cifar", 10, 2_327_464), ("cdkt_cifar", 100, 2_350_864)],
+)
+def test_cdk_11_bytes_of_fedavg_beside_it(name: str, classes: int, expected: int) -> None:
+    assert encode({"parameters": model_parameters(build_model(name, classes=classes))}).data_bytes == expected
+
+
+def test_cdk_12_gradient_of_kl() -> None:
+    student = row(1, 2, 0.5).requires_grad_()
+    Distance("kl", 3.0, "logits").between_outcomes(row(2, 1, 0), student).backward()
+    assert_close(student.grad, row(-0.419995, 0.327433, 0.092561), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("metric", ["kl", "js", "norm2"])
+@pytest.mark.parametrize("space", ["probs", "logits"])
+def test_cdk_13_every_distance_is_0_with_gradient_0_at_equality(metric: str, space: str) -> None:
+    distance = Distance(metric, 3.0, space)
+    logits = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+    for value in (
+        distance.between_outcomes(distance.outcomes(logits).detach(), logits),
+        distance.between_embeddings(logits.detach(), logits),
+    ):
+        assert float(value.detach()) == pytest.approx(0, abs=1e-9)
+        (gradient,) = torch.autograd.grad(value, logits)
+        assert_close(gradient, torch.zeros_like(gradient), atol=1e-9, rtol=0)
+
+
+def test_cdk_13_alpha_0_is_local_training_bit_for_bit() -> None:
+    device = make_device(alpha=0.0)
+    device.local.model.stages.relu = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU())  # sees each pass that is made
+    alone = copy.deepcopy(device.local.model)
+    device.handle(ask(made_up(columns="logits")))
+    train_epochs(
+        alone,
+        device.local.data,
+        epochs=device.config.local_epochs,
+        batch_size=device.config.batch_size,
+        optimizer=make_local_optimizer(device.config, alone.parameters()),
+        loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+        generator=torch.Generator().manual_seed(1),
+        device="cpu",
+    )
+    assert torch.equal(weights(device.local.model), weights(alone))
+    assert torch.equal(device.local.model.stages.relu[0].running_mean, alone.stages.relu[0].running_mean)
+    moved = make_device(alpha=0.3)
+    moved.handle(ask(made_up(columns="logits")))
+    assert not torch.equal(weights(moved.local.model), weights(alone))
+
+
+def test_cdk_13_beta_0_trains_the_server_on_the_proxy_labels_alone() -> None:
+    one, other, listening = make_server(beta=0.0), make_server(beta=0.0), make_server()
+    alone = copy.deepcopy(one.model)
+    for server, seed in ((one, 1), (other, 2), (listening, 1)):
+        run_round(server, {"a": made_up(seed, columns="logits")})
+    proxy, config = make_proxy(), one.config
+    train_epochs(
+        alone,
+        proxy,
+        epochs=config.server_epochs(len(proxy)),
+        batch_size=config.batch_size,
+        optimizer=torch.optim.SGD(alone.parameters(), lr=config.server_learning_rate),
+        loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+        generator=torch.Generator().manual_seed(7),
+        device="cpu",
+    )
+    assert torch.equal(weights(one.model), weights(other.model))
+    assert torch.equal(weights(one.model), weights(alone))
+    assert not torch.equal(weights(listening.model), weights(alone))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["kl", "js", "norm2"]), st.sampled_from(["probs", "logits"]))
+def test_permuting_the_proxy_set_with_its_knowledge_changes_no_loss(seed: int, metric: str, space: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda width: torch.randn(9, width, generator=generator, dtype=torch.float64)  # noqa: E731
+    distance, logits, embeddings = Distance(metric, 3.0, space), draw(4), draw(6)
+    knowledge = Knowledge(distance.outcomes(draw(4)), draw(6))
+    order = torch.randperm(9, generator=generator)
+    moved = Knowledge(knowledge.outcomes_pc[order], knowledge.embeddings_pf[order])  # type: ignore[index]
+    rows = torch.arange(9)
+    before = distance.regulariser(knowledge, rows, logits, embeddings)
+    assert_close(distance.regulariser(moved, rows, logits[order], embeddings[order]), before)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.1, 50))
+def test_js_stays_within_0_and_ln_2_and_its_gradient_is_finite(seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student = (scale * torch.randn(5, 4, generator=generator)).requires_grad_()
+    teacher = (scale * torch.randn(5, 4, generator=generator)).softmax(1)
+    value = js_divergence(student, teacher)
+    value.backward()
+    assert -1e-6 <= float(value.detach()) <= math.log(2) + 1e-6
+    assert bool(student.grad.isfinite().all())
+
+
+def test_the_norm_is_of_each_row() -> None:
+    student, teacher = torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.zeros(2, 2)
+    assert float(euclidean_distance(student, teacher)) == pytest.approx(2.5)  # (5 + 0) / 2
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"knowledge": "all"}, "unknown knowledge 'all', expected one of full, rep, repfull"),
+        ({"server_metric": "l2"}, "unknown server_metric 'l2'"),
+        ({"device_metric": "mse"}, "unknown device_metric 'mse'"),
+        ({"outcome_space": "odds"}, "unknown outcome_space"),
+        ({"norm2_reduction": "sum"}, "unknown norm2_reduction"),
+        ({"device_knowledge": "none"}, "unknown device_knowledge"),
+        ({"aggregation": "median"}, "unknown aggregation"),
+        ({"alpha": -0.1}, "alpha must be >= 0"),
+        ({"beta": float("inf")}, "beta must be >= 0"),
+        ({"beta": float("nan")}, "beta must be >= 0"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"server_learning_rate": 0.0}, "server_learning_rate must be > 0"),
+        ({"global_epochs": 0}, "global_epochs must be >= 1"),
+        ({"min_server_steps": 0}, "min_server_steps must be >= 1"),
+        ({"control_weight": -1.0}, "control_weight must be >= 0"),
+        ({"local_epochs": 0}, "local_epochs must be >= 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        CDKTConfig(**settings)
+
+
+def test_paper_switches_every_deviation_off_and_leaves_the_variant() -> None:
+    paper = CDKTConfig(paper=True, knowledge="rep", device_metric="norm2", alpha=0.02, momentum=0.9).for_classes(10)
+    assert (paper.outcome_space, paper.norm2_reduction, paper.teacher_guard) == ("logits", "frobenius", False)
+    assert (paper.momentum, paper.server_epochs(80)) == (0.0, 2)
+    assert (paper.knowledge, paper.device_metric, paper.alpha) == ("rep", "norm2", 0.02)
+    ours = CDKTConfig().for_classes(10)
+    assert (ours.outcome_space, ours.norm2_reduction, ours.teacher_guard) == ("probs", "mean_l2", True)
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(80, 10), (4200, 2), (7, 115), (400, 2), (399, 3)])
+def test_the_server_takes_at_least_40_steps(samples: int, epochs: int) -> None:
+    config = CDKTConfig()
+    assert config.server_epochs(samples) == epochs  # max(2, ceil(40 * 20 / P))
+    assert epochs * math.ceil(samples / config.batch_size) >= 40
+
+
+@pytest.mark.parametrize(
+    ("knowledge", "device_knowledge", "up", "down"),
+    [
+        ("full", "auto", (True, False), (True, False)),
+        ("rep", "auto", (False, True), (True, True)),
+        ("repfull", "auto", (True, True), (True, True)),
+        ("full", "both", (True, False), (True, True)),
+        ("rep", "outcome", (False, True), (True, False)),
+        ("repfull", "embedding", (True, True), (False, True)),
+    ],
+)
+def test_what_travels_follows_the_variant(
+    knowledge: str, device_knowledge: str, up: tuple[bool, bool], down: tuple[bool, bool]
+) -> None:
+    config = CDKTConfig(knowledge=knowledge, device_knowledge=device_knowledge)
+    assert (config.up, config.down) == (up, down)
+    silent = dataclasses.replace(config, exchange=False)
+    assert silent.up == silent.down == (False, False)
+
+
+# --- device half
+
+
+@every_variant
+def test_an_upload_has_the_columns_of_its_variant_and_no_others(knowledge: str) -> None:
+    device = make_device(knowledge=knowledge)
+    sent = device.handle(ask(NOTHING)).parts["knowledge"]
+    assert isinstance(sent, ProxyKnowledge)
+    there = {name for name in ("logits", "embeddings") if getattr(sent, name) is not None}
+    assert there == set(COLUMNS[knowledge].split())  # Rep uploads contain no logits
+    with torch.no_grad():
+        logits, embedding = device.local.model.eval().with_embedding(make_proxy().inputs)
+    if sent.logits is not None:
+        assert_close(torch.from_numpy(sent.logits), logits)
+    if sent.embeddings is not None:
+        assert_close(torch.from_numpy(sent.embeddings), embedding)
+
+
+def test_round_1_is_local_training_whatever_alpha() -> None:
+    one, other = make_device(alpha=0.0), make_device(alpha=3.0)
+    one.handle(ask(NOTHING))
+    other.handle(ask(NOTHING))
+    assert torch.equal(weights(one.local.model), weights(other.local.model))
+
+
+@pytest.mark.parametrize("metric", ["kl", "js", "norm2"])
+@every_variant
+def test_the_device_descends_equation_8(knowledge: str, metric: str) -> None:
+    """One full-batch step equals the gradient of CE + alpha * R_n, computed apart."""
+    settings = {"knowledge": knowledge, "device_metric": metric, "batch_size": 50, "local_epochs": 1}
+    device = make_device(rows=6, learning_rate=0.1, **settings)
+    reference = copy.deepcopy(device.local.model)
+    sent = made_up(columns="logits" if knowledge == "full" else "logits embeddings")
+    device.handle(ask(sent))
+
+    data, proxy = device.local.data, make_proxy()
+    logits, embeddings = reference.with_embedding(proxy.inputs)
+    theirs, theirs_h = (None if one is None else torch.from_numpy(one) for one in (sent.logits, sent.embeddings))
+    assert theirs is not None
+    scale = 3.0 if metric == "kl" else 1.0
+    target = (functional.one_hot(proxy.labels, CLASSES) + (theirs / scale).softmax(1)) / 2
+    total = by_hand(metric, target, (logits / scale).softmax(1))
+    if theirs_h is not None:
+        heads = (
+            (theirs_h, embeddings) if metric == "norm2" else [(h / scale).softmax(1) for h in (theirs_h, embeddings)]
+        )
+        total = total + by_hand(metric, *heads)
+    (functional.cross_entropy(reference(data.inputs), data.labels) + 0.3 * total).backward()
+    for mine, theirs_w in zip(device.local.model.parameters(), reference.parameters(), strict=True):
+        assert_close(mine, theirs_w - 0.1 * theirs_w.grad, atol=2e-6, rtol=1e-5)
+
+
+def by_hand(metric: str, t: Tensor, s: Tensor) -> Tensor:
+    if metric == "norm2":
+        return ((t - s) ** 2).sum(1).sqrt().mean()
+    if metric == "kl":
+        return 9.0 * (t * (t / s).log()).sum(1).mean()
+    m = (t + s) / 2
+    return 0.5 * ((t * (t / m).log()).sum(1) + (s * (s / m).log()).sum(1)).mean()
+
+
+def test_label_average_can_be_switched_off() -> None:
+    corrected, plain = make_device(), make_device(label_average=False)
+    for device in (corrected, plain):
+        device.handle(ask(made_up(columns="logits")))
+    assert not torch.equal(weights(corrected.local.model), weights(plain.local.model))
+
+
+def test_the_control_trains_on_the_proxy_labels_and_sends_nothing() -> None:
+    device = make_device(exchange=False, local_epochs=40)
+    answer = device.handle(ask(NOTHING))
+    sent = answer.parts["knowledge"]
+    assert sent == ProxyKnowledge(valid=False, proxy_digest=b"")
+    assert encode(answer.parts).data_bytes == 0
+    proxy, silent = make_proxy(), make_device(exchange=False, local_epochs=40, control_weight=0.0)
+    silent.handle(ask(NOTHING))
+
+    def loss(one: CDKTDevice) -> float:
+        with torch.no_grad():
+            return float(functional.cross_entropy(one.local.model.eval()(proxy.inputs), proxy.labels))
+
+    assert loss(device) < loss(silent) - 0.1
+
+
+def test_knowledge_about_other_rows_stops_the_device() -> None:
+    with pytest.raises(WireError, match="the server's logits are about another proxy set"):
+        make_device().handle(ask(made_up(rows=PROXY - 1, columns="logits")))
+    foreign = dataclasses.replace(made_up(columns="logits"), proxy_digest=b"x" * 32)
+    with pytest.raises(WireError, match="about another proxy set"):
+        make_device().handle(ask(foreign))
+
+
+def test_a_device_without_its_proxy_set_says_so() -> None:
+    device = make_device()
+    device.local = dataclasses.replace(device.local, proxy=None)
+    with pytest.raises(WireError, match="the run gave this device no proxy set"):
+        device.handle(ask(NOTHING))
+
+
+def test_proxy_batches_show_every_row_before_any_again_and_never_end() -> None:
+    batches = proxy_batches(7, 3, torch.Generator().manual_seed(0))
+    passes = [torch.cat([next(batches) for _ in range(3)]).tolist() for _ in range(4)]
+    assert all(sorted(one) == list(range(7)) for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+
+
+# --- server half
+
+
+def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> None:
+    server = make_server(knowledge="repfull")
+    uploads = {device: made_up(seed) for seed, device in enumerate("ab")}
+    first = run_round(server, uploads)
+    assert all(not parts["knowledge"].valid for parts in first.sent.values())  # type: ignore[union-attr]
+    with torch.no_grad():
+        logits, embeddings = copy.deepcopy(server.model).eval().with_embedding(make_proxy().inputs)
+    second = run_round(server, uploads, completed=1)
+    sent = second.sent["b"]["knowledge"]
+    assert isinstance(sent, ProxyKnowledge)
+    assert sent.valid
+    np.testing.assert_allclose(sent.logits, logits.numpy(), atol=1e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(sent.embeddings, embeddings.numpy(), atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_collective_knowledge_is_averaged_as_probabilities_and_corrected_by_labels() -> None:
+    uploads = {device: made_up(seed) for seed, device in enumerate("abc")}
+    found = collective(make_server(knowledge="repfull"), uploads)
+    softened = [torch.from_numpy(one.logits / 3.0).softmax(1) for one in uploads.values()]  # type: ignore[operator]
+    truth = functional.one_hot(make_proxy().labels, CLASSES)
+    assert_close(found.outcomes_pc, (torch.stack(softened).mean(0) + truth) / 2)
+    heads = torch.stack([torch.from_numpy(one.embeddings) for one in uploads.values()])
+    assert_close(found.embeddings_pf, heads.mean(0))
+
+
+def test_samples_weigh_the_average_where_that_is_asked_for() -> None:
+    uploads = {device: made_up(seed, columns="logits") for seed, device in enumerate("ab")}
+    settings = {"outcome_space": "logits", "label_average": False}
+    first, second = (torch.from_numpy(one.logits) for one in uploads.values())  # type: ignore[arg-type]
+    weighted = collective(make_server(aggregation="samples", **settings), uploads, samples={"a": 3, "b": 1})
+    assert_close(weighted.outcomes_pc, (3 * first + second) / 4)
+    uniform = collective(make_server(**settings), uploads, samples={"a": 3, "b": 1})
+    assert_close(uniform.outcomes_pc, (first + second) / 2)
+
+
+@every_variant
+def test_the_server_moves_towards_what_the_devices_say(knowledge: str) -> None:
+    uploads = {"a": made_up(1, columns=COLUMNS[knowledge])}
+    near, far = make_server(knowledge=knowledge, beta=2.0), make_server(knowledge=knowledge, beta=0.0)
+    target = collective(make_server(knowledge=knowledge), uploads)
+    for server in (near, far):
+        run_round(server, uploads)
+
+    def distance(server: CDKTServer) -> float:
+        with torch.no_grad():
+            said = server.model.eval().with_embedding(make_proxy().inputs)
+        return float(server.config.distance("kl").regulariser(target, torch.arange(PROXY), *said))
+
+    assert distance(near) < distance(far)
+
+
+@every_variant
+def test_requirements_are_declared_as_data(knowledge: str) -> None:
+    server = make_server(knowledge=knowledge)
+    needs = server.requirements()
+    assert needs.proxy_set
+    assert set(needs.columns) == {"full": {"logits"}, "rep": {"features"}, "repfull": {"features", "logits"}}[knowledge]
+    assert server.features() == ({} if knowledge == "full" else {EMBEDDING: (WIDTH,)})
+    assert list(make_server(knowledge=knowledge, exchange=False).requirements().columns) == []
+
+
+def wrong_server(server: CDKTServer) -> CDKTServer:
+    """One whose model answers the next class on every proxy row."""
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 9.0 * functional.one_hot((make_proxy().labels[: len(x)] + 1) % CLASSES, CLASSES).float()
+
+    server.model = Wrong()
+    return server
+
+
+def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_device() -> None:
+    server, cohort = wrong_server(make_server()), FakeCohort({}, completed=1)
+    server._guard({"a": 0.9, "b": 0.0, "c": None}, cohort)  # type: ignore[arg-type]
+    assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
+    assert "the server scores 0.000 on the proxy set, on which a itself scores 0.900" in cohort.events[0][2]
+    payload = server._knowledge_for(cohort)  # type: ignore[arg-type]
+    assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]
+    assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
+
+
+def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
+    good, off = make_server(), wrong_server(make_server(teacher_guard=False))
+    cohort = run_round(good, {"a": made_up(columns="logits")})
+    off._guard({"a": 1.0}, cohort)  # type: ignore[arg-type]
+    assert cohort.events == []
+    assert good._held_back == off._held_back == set()
+
+
+def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_better() -> None:
+    server = make_server()
+    good, cohort = server.model, FakeCohort({}, completed=1)
+    wrong_server(server)._guard({"a": 0.9, "b": 0.9}, cohort)  # type: ignore[arg-type]
+    server.model = good
+    run_round(server, {"a": made_up(columns="logits")}, completed=2)
+    assert server._held_back == {"b"}  # b has not answered since
+
+
+@every_variant
+def test_a_server_goes_on_from_its_state_bit_for_bit(knowledge: str) -> None:
+    one, other = make_server(knowledge=knowledge), make_server(knowledge=knowledge)
+    uploads = {device: made_up(seed, columns=COLUMNS[knowledge]) for seed, device in enumerate("ab")}
+    run_round(one, uploads)
+    one._held_back = {"b"}
+    other.load_state_dict(unpack_state(pack_state(one.state_dict())))
+    assert other._held_back == {"b"}
+    for server in (one, other):
+        run_round(server, uploads, completed=1)
+    assert torch.equal(weights(one.model), weights(other.model))
+
+
+# --- whole runs
+
+
+def small_fleet(tmp_path: Path, models: tuple[str, ...], **settings: Any) -> Store:
+    wanted = Simulation(
+        method="cdkt",
+        settings=settings,
+        models=models,
+        devices=2,
+        rounds=2,
+        train_limit=300,
+        test_limit=50,
+        torch_device="cpu",
+    )
+    return run_in_memory(prepare(wanted, tmp_path / "work"))
+
+
+@pytest.mark.parametrize(("knowledge", "numbers"), [("full", 10), ("rep", 64), ("repfull", 74)])
+def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, numbers: int) -> None:
+    """P = 80 and F = 64 at float16: 2 P (C + F) up; the same down, L beside H for rep; the proxy set once."""
+    store = small_fleet(tmp_path, ("cdkt_digits", "cdkt_digits_small"), knowledge=knowledge)
+    traffic = {(one["round"], one["direction"], one["device"]): one["tensor_bytes"] for one in store.traffic(RUN)}
+    proxy_set = 80 * (4 * 64 + 4)
+    down = 2 * 80 * (10 if knowledge == "full" else 74)
+    for device in ("device-0", "device-1"):
+        assert [traffic[number, "up", device] for number in (1, 2)] == [2 * 80 * numbers] * 2
+        assert [traffic[number, "down", device] for number in (1, 2)] == [proxy_set, down]
+
+
+def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None:
+    store = small_fleet(tmp_path, ("cdkt_digits",), exchange=False)
+    up = [one["tensor_bytes"] for one in store.traffic(RUN) if one["direction"] == "up"]
+    assert up == [0, 0, 0, 0]
+    assert len(store.uploads(RUN)) == 4
+
+
+def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"'embedding': the device has \[32\], run 'simulation' has \[64\]"):
+        small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="rep")
+
+
+def test_models_of_any_embedding_size_take_part_in_full(tmp_path: Path) -> None:
+    store = small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="full")
+    assert len(store.uploads(RUN)) == 4
+
+
+def test_the_global_model_is_exported_and_agrees_on_the_proxy_set(tmp_path: Path) -> None:
+    store = small_fleet(tmp_path, ("cdkt_digits",))
+    report = export_server_model(store, RUN, tmp_path / "global.onnx")
+    assert report.path.exists()
+    assert report.max_difference < 1e-4
+
+
+@pytest.mark.slow
+def test_both_links_give_the_same_figures(tmp_path: Path) -> None:
+    memory, grpc = (
+        simulate(
+            Simulation(
+                method="cdkt",
+                settings={"knowledge": "repfull"},
+                models=("cdkt_digits", "cdkt_digits_small"),
+                devices=2,
+                rounds=2,
+                train_limit=300,
+                test_limit=50,
+                link=link,  # type: ignore[arg-type]
+                with_alone=False,
+                out=tmp_path / link,
+            )
+        )
+        for link in ("memory", "grpc")
+    )
+    assert memory.accuracy_by_round == grpc.accuracy_by_round
+    assert [one.bytes_up for one in memory.devices] == [one.bytes_up for one in grpc.devices]

@@ -1,0 +1,76 @@
+"""Durable replay, over the table of methods: an engine that dies between any two waits changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
+
+from fleetdistill import Device, Step
+from fleetdistill.methods import METHODS
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.links import DriveDevices
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+MOST_RESTARTS = 1000
+
+
+class DiesAfterEveryWait(DriveDevices):
+    """Lets one device take one step, and ends the engine then."""
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        await super().wait(seconds)
+        raise asyncio.CancelledError
+
+
+def run_with_a_new_engine_after_every_wait(prepared: Prepared) -> tuple[Store, int]:
+    """The run's store, and how many engines it took."""
+    config, specs, _ = prepared
+    store = Store.in_memory()
+    desk = Desk(store)
+    with contextlib.ExitStack() as stack:
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        engines = _drive(store, config, devices)
+        for device in devices:
+            while device.step(0.0) is not Step.FINISHED:
+                pass
+    return store, engines
+
+
+def _drive(store: Store, config: object, devices: list[Device]) -> int:
+    waker = DiesAfterEveryWait(devices, lambda: None)
+    for number in range(1, MOST_RESTARTS):
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(Engine(store, config, waker).run())  # type: ignore[arg-type]
+            return number
+    raise AssertionError(f"the run was not over after {MOST_RESTARTS} engines")
+
+
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("dafkd", {"discriminator_location": "device", "sync": "exact", "kd_start_round": 1, "kd_samples": 64}),
+]
+"""Settings beside the defaults under which a method asks other steps."""
+RUNS = [*((method, dict[str, Any]()) for method in sorted(METHODS)), *MORE]
+
+
+@pytest.mark.parametrize(("method", "settings"), RUNS)
+def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
+    method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet = Simulation(
+        method=method, settings=settings, devices=2, rounds=2, train_limit=60, test_limit=20, torch_device="cpu"
+    )
+    undisturbed = run_in_memory(prepare(fleet, tmp_path / "undisturbed"))
+    disturbed, engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"))
+    assert engines > fleet.rounds * fleet.devices
+    assert outcome(disturbed) == outcome(undisturbed)
+    assert_no_upload_lost(disturbed)
+    assert not disturbed.events("simulation", "replay-differs")
