@@ -14,6 +14,9 @@ from fleetdistill_server.simulation.partition import (
     PARTITIONS,
     Ints,
     Partition,
+    class_shards,
+    classes_random,
+    classes_window,
     counts_from_pools,
     cut_sizes,
     dirichlet_by_class,
@@ -22,6 +25,7 @@ from fleetdistill_server.simulation.partition import (
     largest_remainder,
     mask_full_devices,
     partition,
+    partition_parameters,
 )
 
 TEN_BY_100 = np.repeat(np.arange(10), 100)
@@ -29,7 +33,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "iid": {},
     "dirichlet_by_class": {"alpha": 0.5, "min_size": 1},
     "dirichlet_per_device": {"alpha": 0.5},
+    "classes_window": {"classes_per_device": 2},
+    "classes_random": {"classes_per_device": 2},
+    "class_shards": {"classes_per_device": 2},
 }
+WHOLE_DATA = ("iid", "dirichlet_by_class", "dirichlet_per_device")
+BY_CLASSES = ("classes_window", "classes_random", "class_shards")
 
 
 def _mean_largest_share(split: Partition, labels: Ints, classes: int) -> float:
@@ -74,10 +83,34 @@ class TestOracles:
         counts = dirichlet_by_class(labels, 10, alpha, 0, balance=False).class_counts(labels, 2000)
         assert (counts / counts.sum(axis=0)).max(axis=0).mean() == pytest.approx(share, abs=0.02)
 
+    def test_partition_two_of_ten(self) -> None:
+        counts = classes_window(TEN_BY_100, 4, 2, 0).class_counts(TEN_BY_100, 10)
+        assert [np.flatnonzero(row).tolist() for row in counts] == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+    def test_splits_window_of_fifty_devices_gives_every_class_ten_holders(self) -> None:
+        counts = classes_window(TEN_BY_100, 50, 2, 0).class_counts(TEN_BY_100, 10)
+        assert ((counts > 0).sum(axis=0) == 10).all()
+        assert (counts[counts > 0] == 10).all()
+
+    def test_partition_shards_of_twenty_devices(self) -> None:
+        """Two shards for each of 20 devices are 4 pieces of each of 10 classes: 25 rows of 100, one class or two."""
+        counts = class_shards(TEN_BY_100, 20, 2, 0).class_counts(TEN_BY_100, 10)
+        assert set(counts.ravel().tolist()) <= {0, 25, 50}
+        assert (counts.sum(axis=1) == 50).all()
+        assert (counts.sum(axis=0) == 100).all()
+
+    def test_splits_shards_can_be_of_one_class(self) -> None:
+        """7 of 50 devices in the specification's own draw; at random 4 of 49 pieces left match the first: 4.1 of 50."""
+        alike = [
+            (class_shards(TEN_BY_100, 50, 2, seed).class_counts(TEN_BY_100, 10) > 0).sum(axis=1) == 1
+            for seed in range(40)
+        ]
+        assert np.mean(np.sum(alike, axis=1)) == pytest.approx(50 * 9 / 99, abs=1.0)
+
 
 class TestLaws:
     @given(
-        kind=st.sampled_from(sorted(PARTITIONS)),
+        kind=st.sampled_from(WHOLE_DATA),
         labels=st.lists(st.integers(0, 5), min_size=60, max_size=200),
         devices=st.integers(1, 6),
         seed=st.integers(0, 2**32 - 1),
@@ -95,7 +128,7 @@ class TestLaws:
         assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
         assert (len(split.indices), split.kind) == (devices, kind)
 
-    @given(kind=st.sampled_from(sorted(PARTITIONS)[:2]), order=st.randoms(use_true_random=False))
+    @given(kind=st.sampled_from(sorted(set(PARTITIONS) - {"iid"})), order=st.randoms(use_true_random=False))
     @settings(deadline=None, max_examples=20)
     def test_the_order_of_rows_does_not_change_class_counts(self, kind: str, order: Any) -> None:
         labels = np.repeat(np.arange(4), [40, 30, 50, 20])
@@ -103,6 +136,30 @@ class TestLaws:
         order.shuffle(shuffled)
         first, second = (partition(kind, y, 4, 3, **PARAMETERS[kind]).class_counts(y, 4) for y in (labels, shuffled))
         assert np.array_equal(first, second)
+
+    @given(
+        kind=st.sampled_from(BY_CLASSES),
+        sizes=st.lists(st.integers(30, 60), min_size=4, max_size=4),
+        devices=st.sampled_from([2, 4, 6, 8]),
+        held=st.sampled_from([2, 4]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    @settings(deadline=None, max_examples=100)
+    def test_a_device_holds_so_many_classes_and_every_row_of_them_is_used(
+        self, kind: str, sizes: list[int], devices: int, held: int, seed: int
+    ) -> None:
+        labels = np.repeat(np.arange(4), sizes)
+        split = partition(kind, labels, devices, seed, classes_per_device=held)
+        counts = split.class_counts(labels, 4)
+        dealt = np.concatenate(split.indices)
+        assert len(np.unique(dealt)) == len(dealt)
+        assert ((counts > 0).sum(axis=1) <= held).all()
+        if kind != "class_shards":
+            assert ((counts > 0).sum(axis=1) == held).all()
+        held_by_anyone = counts.any(axis=0)
+        assert (counts.sum(axis=0) == np.where(held_by_anyone, sizes, 0)).all()
+        again = partition(kind, labels, devices, seed, classes_per_device=held)
+        assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
 
     @given(weights=st.lists(st.floats(0, 1), min_size=1, max_size=12), count=st.integers(0, 10_000))
     @settings(deadline=None)
@@ -129,8 +186,63 @@ class TestLaws:
 
     def test_different_seeds_differ(self) -> None:
         for kind, parameters in PARAMETERS.items():
-            first, second = (partition(kind, TEN_BY_100, 5, seed, **parameters) for seed in (0, 1))
+            first, second = (partition(kind, TEN_BY_100, 10, seed, **parameters) for seed in (0, 1))
             assert not np.array_equal(first.indices[0], second.indices[0]), kind
+
+
+class TestClasses:
+    """The partitions by which a device holds some classes only."""
+
+    def test_windows_of_cifar_100_start_ten_classes_apart(self) -> None:
+        labels = np.repeat(np.arange(100), 20)
+        counts = classes_window(labels, 10, 30, 0, stride=10).class_counts(labels, 100)
+        assert np.flatnonzero(counts[9]).tolist() == [*range(20), *range(90, 100)]
+        assert (counts.sum(axis=0) == 20).all()
+
+    def test_random_classes_leave_no_class_without_a_holder(self) -> None:
+        for seed in range(10):
+            counts = classes_random(TEN_BY_100, 10, 6, seed).class_counts(TEN_BY_100, 10)
+            assert (counts.sum(axis=0) == 100).all()
+            assert all(counts[k, k] > 0 for k in range(10))
+
+    def test_lognormal_shares_are_unequal(self) -> None:
+        even = classes_window(TEN_BY_100, 10, 2, 0).sizes
+        uneven = classes_window(TEN_BY_100, 10, 2, 0, unbalanced=1.0).sizes
+        assert set(even) == {100}
+        assert max(uneven) > 2 * min(uneven)
+        assert sum(uneven) == 1000
+
+    @pytest.mark.parametrize("kind", BY_CLASSES)
+    def test_classes_per_device_out_of_range(self, kind: str) -> None:
+        with pytest.raises(ConfigurationError, match=r"classes_per_device is 0|devices of 0 shards"):
+            partition(kind, TEN_BY_100, 10, 0, classes_per_device=0)
+
+    def test_more_classes_than_there_are(self) -> None:
+        for deal in (classes_window, classes_random):
+            with pytest.raises(ConfigurationError, match="must be between 1 and the 10 classes"):
+                deal(TEN_BY_100, 5, 11, 0)
+
+    def test_shards_that_do_not_come_out_even(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"7 devices of 3 shards are 21.*multiple of the 10 classes"):
+            class_shards(TEN_BY_100, 7, 3, 0)
+
+    def test_a_device_without_rows_is_refused(self) -> None:
+        labels = np.array([0, 1, 1, 1, 0, 1])
+        with pytest.raises(DataError, match="no split with the wanted minimum size 1: classes_window"):
+            classes_window(labels, 6, 1, 0)
+        with pytest.raises(DataError, match="no split with the wanted minimum size 1: class_shards"):
+            class_shards(labels, 6, 1, 0)
+
+    def test_stride_and_spread_out_of_range(self) -> None:
+        with pytest.raises(ConfigurationError, match="stride is 0"):
+            classes_window(TEN_BY_100, 5, 2, 0, stride=0)
+        with pytest.raises(ConfigurationError, match=r"unbalanced is -1\.0"):
+            classes_random(TEN_BY_100, 5, 2, 0, unbalanced=-1.0)
+
+    def test_what_a_partition_needs_to_be_told(self) -> None:
+        assert {kind: partition_parameters(kind) for kind in PARTITIONS} == {
+            kind: tuple(name for name in values if name != "min_size") for kind, values in PARAMETERS.items()
+        }
 
 
 class TestTraps:
@@ -231,8 +343,8 @@ class TestArguments:
             iid(labels, 1, 0)
 
     def test_unknown_names_list_the_known_ones(self) -> None:
-        with pytest.raises(ConfigurationError, match="unknown partition 'shards'; known are iid, dirichlet_by_class"):
-            partition("shards", TEN_BY_100, 5, 0)
+        with pytest.raises(ConfigurationError, match="unknown partition 'pieces'; known are iid, dirichlet_by_class"):
+            partition("pieces", TEN_BY_100, 5, 0)
         with pytest.raises(ConfigurationError, match="unexpected keyword argument 'alfa'"):
             partition("dirichlet_by_class", TEN_BY_100, 5, 0, alpha=1.0, alfa=1.0)
         with pytest.raises(ConfigurationError, match="missing a required argument: 'alpha'"):

@@ -28,7 +28,7 @@ from fleetdistill_server.simulation.alone import train_alone
 from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
-from fleetdistill_server.simulation.partition import Partition, partition, proxy_rows
+from fleetdistill_server.simulation.partition import Partition, partition, partition_parameters, proxy_rows
 from fleetdistill_server.simulation.report import FleetReport, make_report
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
@@ -202,7 +202,8 @@ def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
 
 
 def _shape(wanted: Simulation) -> dict[str, float]:
-    return {} if wanted.partition == "iid" else {"alpha": wanted.alpha}
+    """What the partition needs to be told, of the settings that the simulation has under the same names."""
+    return {name: getattr(wanted, name) for name in partition_parameters(wanted.partition)}
 
 
 def _is_small(data: Dataset) -> bool:

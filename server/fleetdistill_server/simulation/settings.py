@@ -21,7 +21,9 @@ class Simulation:
         test_limit: At most this many test images, a stratified part.
         devices: Number of devices.
         models: Device models, dealt out in turn; by default five different ones that fit the data set.
-        partition: Kind of the partition over devices, with `alpha` for the Dirichlet ones.
+        partition: Kind of the partition over devices, a name in `partition.PARTITIONS`.
+        alpha: Concentration of the Dirichlet partitions.
+        classes_per_device: Classes of each device, for the partitions that hold some classes only.
         proxy_per_class: Training images of each class, the last ones, that become the proxy set before the others are
             dealt out. None means 8, or half of a class of fewer than 16, for a method that needs a proxy set and 0 for
             the others; a number holds as many out for any method, so that methods compare on the same data.
@@ -45,6 +47,7 @@ class Simulation:
     models: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
     alpha: float = 0.5
+    classes_per_device: int = 2
     proxy_per_class: int | None = None
     rounds: int = 30
     seed: int = 0

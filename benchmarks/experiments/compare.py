@@ -1,0 +1,227 @@
+"""The methods against their controls on real data: alone, FedAvg's global and device models, and the method's own.
+
+    python benchmarks/experiments/compare.py feddkd-digits --seeds 10 11 12
+    python benchmarks/experiments/compare.py cdkt-fashion --data-dir data --results out/experiments/compare.jsonl
+
+Every run of one (setting, seed) shares data, partition and first weights, so differences are paired. Results are
+appended to a file as they come; a run that is there already is not repeated. `--table` prints the tables and runs
+nothing. Each fleet runs through the product: real engine, store, messages and device halves, over the in-memory link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.report import FleetReport
+from fleetdistill_server.simulation.settings import Simulation
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        base: What all runs share.
+        runs: Name to what differs; `with_alone` is set for the first one only, since it is the same for all.
+        settings: Name to what differs between the comparison's settings, each a table of its own.
+    """
+
+    base: Simulation
+    runs: dict[str, dict[str, Any]]
+    settings: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+
+
+ALPHAS = {"alpha 0.1": {"alpha": 0.1}, "alpha 0.5": {"alpha": 0.5}}
+
+_SGD = {"optimizer": "sgd", "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.0}
+_ADAM = {"optimizer": "adam", "learning_rate": 1e-3, "weight_decay": 0.0}
+
+
+def _feddkd(base: Simulation, rounds: int) -> Comparison:
+    """FedAvg runs as many rounds as FedDKD with J = 3 has exchanges, so that its curve serves for both."""
+    fedavg = {"method": "fedavg", "rounds": 4 * rounds, "settings": {"local_epochs": 5}}
+    steps = {f"J={j}": {"rounds": rounds, "settings": {"dkd_steps": j}} for j in (1, 3, 10)}
+    return Comparison(replace(base, method="feddkd"), {"fedavg": fedavg, **steps}, ALPHAS)
+
+
+def _cdkt(base: Simulation, model: str, small: str) -> Comparison:
+    base = replace(base, method="cdkt", models=(model,), partition="classes_window", proxy_per_class=8)
+    kinds = {name: {"settings": {"knowledge": name}} for name in ("full", "rep", "repfull")}
+    fedavg = {
+        "method": "fedavg",
+        "settings": {"local_epochs": 2, "batch_size": 20, "learning_rate": 0.1, "momentum": 0},
+    }
+    controls = {
+        "fedavg": fedavg,
+        "fedavg m 0.9": {"method": "fedavg", "settings": {"local_epochs": 2, "batch_size": 20}},
+        "local + proxy labels": {"settings": {"exchange": False}},
+        "no transfer": {"settings": {"exchange": False, "control_weight": 0.0}},
+    }
+    different = {"full, two models": {"models": (model, small), "settings": {"knowledge": "full"}}}
+    return Comparison(base, {**kinds, **controls, **different})
+
+
+def _fedd2s(base: Simulation) -> Comparison:
+    base = replace(base, method="fedd2s", partition="dirichlet_per_device")
+    return Comparison(
+        base,
+        {
+            "fedd2s": {},
+            "without dropping": {"settings": {"drop_every": 1000}},
+            "fedavg": {"method": "fedavg", "settings": {"local_epochs": 2, "batch_size": 32, **_SGD}},
+        },
+        ALPHAS,
+    )
+
+
+def _dafkd(base: Simulation) -> Comparison:
+    return Comparison(
+        replace(base, method="dafkd"),
+        {
+            "dafkd": {},
+            "no correlation": {"settings": {"correlation": False}},
+            "fedavg, Adam 1e-3": {"method": "fedavg", "settings": {"local_epochs": 5, **_ADAM}},
+            "fedavg, SGD 0.02": {"method": "fedavg", "settings": {"local_epochs": 5, **_SGD}},
+        },
+        ALPHAS,
+    )
+
+
+_FASHION = Simulation(dataset="fashion-mnist", devices=10, train_limit=2000, test_limit=1000)
+
+COMPARISONS = {
+    "feddkd-digits": _feddkd(Simulation(devices=10, models=("digits_mlp_small",)), rounds=10),
+    "feddkd-fashion": _feddkd(replace(_FASHION, models=("fedd2s_m1",)), rounds=10),
+    "cdkt-digits": _cdkt(Simulation(devices=10, rounds=30), "cdkt_digits", "cdkt_digits_small"),
+    "cdkt-fashion": _cdkt(replace(_FASHION, rounds=20), "cdkt_fmnist", "cdkt_fmnist_small"),
+    "fedd2s-digits": _fedd2s(Simulation(devices=10, rounds=20, models=("fedd2s_digits",))),
+    "fedd2s-fashion": _fedd2s(replace(_FASHION, devices=12, train_limit=1920, rounds=20, models=("fedd2s_m1",))),
+    "dafkd-mnist": _dafkd(replace(_FASHION, dataset="mnist", rounds=10)),
+}
+
+
+def runs(given: argparse.Namespace) -> Iterator[tuple[tuple[str, str, int], Simulation]]:
+    """Every run with its key (setting, name, seed), seeds outermost so that a stopped experiment has whole seeds."""
+    comparison = COMPARISONS[given.comparison]
+    first = next(iter(comparison.runs))
+    for seed in given.seeds:
+        for setting, shared in comparison.settings.items():
+            for name, own in comparison.runs.items():
+                shape = {"seed": seed, "data_dir": given.data_dir, "out": given.out, "torch_device": given.torch_device}
+                wanted = replace(comparison.base, **{**shape, **shared, **own, "with_alone": name == first})
+                yield (setting, name, seed), wanted
+
+
+def measure(given: argparse.Namespace, known: dict[Any, Any]) -> None:
+    """Runs what is missing and appends it to the results."""
+    for (setting, name, seed), wanted in runs(given):
+        if (setting, name, seed) in known:
+            continue
+        row = {"comparison": given.comparison, "setting": setting, "run": name, "seed": seed}
+        report = simulate(wanted)
+        known[setting, name, seed] = row | _figures(report)
+        with given.results.open("a") as file:
+            file.write(json.dumps(known[setting, name, seed]) + "\n")
+        print(f"{row}: {report.mean_accuracy_fleet:.4f}, {report.seconds:.0f} s", flush=True)
+
+
+def _figures(report: FleetReport) -> dict[str, Any]:
+    """What is kept of a run; bytes are of one device and round, the mean over both."""
+    per_device_round = report.rounds * len(report.devices)
+    return {
+        "alone": report.mean_accuracy_alone,
+        "alone_own": report.mean_own_accuracy_alone,
+        "fleet": report.mean_accuracy_fleet,
+        "fleet_own": report.mean_own_accuracy_fleet,
+        "fleet_curve": _mean_curve(list(report.accuracy_by_round.values())),
+        "global_curve": report.global_accuracy_by_round,
+        "bytes_up": sum(one.bytes_up for one in report.devices) / per_device_round,
+        "bytes_down": sum(one.bytes_down for one in report.devices) / per_device_round,
+        "guards": report.guards_fired,
+        "rounds": report.rounds,
+        "method_settings": report.settings,
+        "seconds": report.seconds,
+    }
+
+
+def _mean_curve(curves: list[list[float]]) -> list[float]:
+    return [statistics.mean(values) for values in zip(*curves, strict=True)]
+
+
+def print_tables(given: argparse.Namespace, known: dict[Any, Any]) -> None:
+    """One table for each setting: every run beside the controls, with paired differences to FedAvg and to alone."""
+    comparison = COMPARISONS[given.comparison]
+    for setting in comparison.settings:
+        found = {(name, seed): row for (where, name, seed), row in known.items() if where == setting}
+        _print_setting(given.comparison, setting, found, list(comparison.runs), given.seeds)
+
+
+def _print_setting(
+    title: str, setting: str, found: dict[tuple[str, int], Any], names: list[str], seeds: list[int]
+) -> None:
+    first = names[0]
+    alone = [found[first, seed] for seed in seeds if (first, seed) in found]
+    print(f"\n{title} {setting}, seeds {[row['seed'] for row in alone]}: accuracy in %, mean ± deviation over seeds")
+    print("| | global model | devices, global test | own classes | kB up, down a round | guards |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    if alone:
+        print(f"| alone | | {_spread(alone, 'alone')} | {_spread(alone, 'alone_own')} | 0, 0 | |")
+    for name in names:
+        rows = [found[name, seed] for seed in seeds if (name, seed) in found]
+        if rows:
+            _print_row(name, rows)
+
+
+def _print_row(name: str, rows: list[Any]) -> None:
+    rounds = min(row["rounds"] for row in rows)
+    for at in sorted({max(1, rounds // 4), max(1, rounds // 2), rounds}):
+        last = at == rounds
+        server = _mean_text([row["global_curve"][at - 1] for row in rows if row["global_curve"]])
+        fleet = _mean_text([row["fleet_curve"][at - 1] for row in rows])
+        own = _spread(rows, "fleet_own") if last else ""
+        size = ", ".join(f"{statistics.mean(row[way] for row in rows) / 1e3:.1f}" for way in ("bytes_up", "bytes_down"))
+        guards = str(sum(row["guards"] for row in rows)) if last else ""
+        print(f"| {name}, round {at} | {server} | {fleet} | {own} | {size} | {guards} |")
+
+
+def _spread(rows: list[Any], figure: str) -> str:
+    return _mean_text([row[figure] for row in rows])
+
+
+def _mean_text(values: list[float]) -> str:
+    if not values:
+        return ""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    each = ", ".join(f"{100 * value:.1f}" for value in values)
+    return f"{100 * statistics.mean(values):.1f} ± {100 * deviation:.1f} ({each})"
+
+
+def main() -> None:
+    """Measures what is missing and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", choices=COMPARISONS)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--torch-device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
+    parser.add_argument("--results", type=Path, default=Path("out/experiments/compare.jsonl"))
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    given.results.parent.mkdir(parents=True, exist_ok=True)
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["comparison"] == given.comparison]
+    known = {(row["setting"], row["run"], row["seed"]): row for row in rows}
+    if not given.table:
+        measure(given, known)
+    print_tables(given, known)
+
+
+if __name__ == "__main__":
+    main()
