@@ -36,6 +36,7 @@ def run(refinement: str, given: argparse.Namespace) -> FleetReport:
         alpha=given.alpha,
         seed=given.seed,
         with_alone=refinement == REFINEMENTS[0],  # the same for all of them
+        with_fedavg=False,
         out=given.out / refinement,
     )
     report = simulate(wanted)

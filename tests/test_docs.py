@@ -21,6 +21,7 @@ from fleetdistill.model import check_local_model, fingerprint
 from fleetdistill.models import build_model
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_server.cli import app
+from fleetdistill_server.joining import GUARD
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.schema import migrations
 
@@ -200,8 +201,9 @@ def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
 def test_the_operators_page_has_every_kind_of_event() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "server/fleetdistill_server").rglob("*.py"))
     written = set(re.findall(r'(?:add_event\(\s*\w+|\.event\()(?:, )?\s*"([a-z-]+)"', sources))
+    written |= {f"{name}{GUARD}" for name in re.findall(r'\.guard\(\s*"([a-z]+)"', sources)}
     listed = {row[0].strip("`") for row in _rows(_section("server/README.md", "Looking at it")) if row[0][:1] == "`"}
-    assert {"refused", "late", "teacher-guard"} <= written
+    assert {"refused", "late", "declined", "teacher-guard", "divergence-guard", "maturity-guard"} <= written
     assert written <= listed
 
 

@@ -40,42 +40,39 @@ class Comparison:
 
 ALPHAS = {"alpha 0.1": {"alpha": 0.1}, "alpha 0.5": {"alpha": 0.5}}
 
-_SGD = {"optimizer": "sgd", "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.0}
-_ADAM = {"optimizer": "adam", "learning_rate": 1e-3, "weight_decay": 0.0}
+_SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.0}
+_ADAM: dict[str, Any] = {"optimizer": "adam", "learning_rate": 1e-3, "weight_decay": 0.0}
 
 
-def _feddkd(base: Simulation, rounds: int) -> Comparison:
+def _feddkd(base: Simulation, rounds: int, steps: tuple[int, ...]) -> Comparison:
     """FedAvg runs as many rounds as FedDKD with J = 3 has exchanges, so that its curve serves for both."""
     fedavg = {"method": "fedavg", "rounds": 4 * rounds, "settings": {"local_epochs": 5}}
-    steps = {f"J={j}": {"rounds": rounds, "settings": {"dkd_steps": j}} for j in (1, 3, 10)}
-    return Comparison(replace(base, method="feddkd"), {"fedavg": fedavg, **steps}, ALPHAS)
+    feddkd = {f"J={j}": {"rounds": rounds, "settings": {"dkd_steps": j}} for j in steps}
+    return Comparison(replace(base, method="feddkd"), {"fedavg": fedavg, **feddkd}, ALPHAS)
 
 
-def _cdkt(base: Simulation, model: str, small: str) -> Comparison:
+def _cdkt(base: Simulation, model: str) -> Comparison:
     base = replace(base, method="cdkt", models=(model,), partition="classes_window", proxy_per_class=8)
-    kinds = {name: {"settings": {"knowledge": name}} for name in ("full", "rep", "repfull")}
-    fedavg = {
-        "method": "fedavg",
-        "settings": {"local_epochs": 2, "batch_size": 20, "learning_rate": 0.1, "momentum": 0},
-    }
-    controls = {
-        "fedavg": fedavg,
+    kinds: dict[str, dict[str, Any]] = {name: {"settings": {"knowledge": name}} for name in ("full", "rep", "repfull")}
+    as_cdkt = {"local_epochs": 2, "batch_size": 20, "learning_rate": 0.1, "momentum": 0.0}
+    controls: dict[str, dict[str, Any]] = {
+        "fedavg": {"method": "fedavg", "settings": as_cdkt},
         "fedavg m 0.9": {"method": "fedavg", "settings": {"local_epochs": 2, "batch_size": 20}},
         "local + proxy labels": {"settings": {"exchange": False}},
-        "no transfer": {"settings": {"exchange": False, "control_weight": 0.0}},
     }
-    different = {"full, two models": {"models": (model, small), "settings": {"knowledge": "full"}}}
-    return Comparison(base, {**kinds, **controls, **different})
+    return Comparison(base, {**kinds, **controls})
 
 
 def _fedd2s(base: Simulation) -> Comparison:
-    base = replace(base, method="fedd2s", partition="dirichlet_per_device")
+    """FedD2S learns labels in half of its 4 local epochs, so FedAvg has 2 passes, and the paper's 4 beside them."""
+    base = replace(base, method="fedd2s", partition="dirichlet_per_device", models=("fedd2s_digits",), rounds=15)
     return Comparison(
         base,
         {
-            "fedd2s": {},
-            "without dropping": {"settings": {"drop_every": 1000}},
-            "fedavg": {"method": "fedavg", "settings": {"local_epochs": 2, "batch_size": 32, **_SGD}},
+            "fedd2s": {"settings": {"batch_size": 32}},
+            "without dropping": {"settings": {"batch_size": 32, "drop_every": 1000}},
+            "fedavg, 2 passes": {"method": "fedavg", "settings": {"local_epochs": 2, **_SGD}},
+            "fedavg, 4 passes": {"method": "fedavg", "settings": {"local_epochs": 4, **_SGD}},
         },
         ALPHAS,
     )
@@ -97,13 +94,14 @@ def _dafkd(base: Simulation) -> Comparison:
 _FASHION = Simulation(dataset="fashion-mnist", devices=10, train_limit=2000, test_limit=1000)
 
 COMPARISONS = {
-    "feddkd-digits": _feddkd(Simulation(devices=10, models=("digits_mlp_small",)), rounds=10),
-    "feddkd-fashion": _feddkd(replace(_FASHION, models=("fedd2s_m1",)), rounds=10),
-    "cdkt-digits": _cdkt(Simulation(devices=10, rounds=30), "cdkt_digits", "cdkt_digits_small"),
-    "cdkt-fashion": _cdkt(replace(_FASHION, rounds=20), "cdkt_fmnist", "cdkt_fmnist_small"),
-    "fedd2s-digits": _fedd2s(Simulation(devices=10, rounds=20, models=("fedd2s_digits",))),
-    "fedd2s-fashion": _fedd2s(replace(_FASHION, devices=12, train_limit=1920, rounds=20, models=("fedd2s_m1",))),
-    "dafkd-mnist": _dafkd(replace(_FASHION, dataset="mnist", rounds=10)),
+    "feddkd-digits": _feddkd(Simulation(devices=10, models=("digits_mlp_small",)), rounds=10, steps=(1, 3, 10)),
+    "feddkd-fashion": _feddkd(replace(_FASHION, models=("fedd2s_m1",)), rounds=10, steps=(3, 10)),
+    "cdkt-digits": _cdkt(Simulation(devices=10, rounds=30), "cdkt_digits"),
+    "cdkt-fashion": _cdkt(replace(_FASHION, rounds=20), "cdkt_fmnist"),
+    "fedd2s-digits": _fedd2s(Simulation(devices=10)),
+    "fedd2s-fashion": _fedd2s(replace(_FASHION, devices=12, train_limit=1920)),
+    "dafkd-digits": _dafkd(Simulation(devices=10, rounds=12, models=("digits_mlp_large",))),
+    "dafkd-mnist": _dafkd(replace(_FASHION, dataset="mnist", rounds=10, models=("fedd2s_digits",))),
 }
 
 
@@ -114,8 +112,12 @@ def runs(given: argparse.Namespace) -> Iterator[tuple[tuple[str, str, int], Simu
     for seed in given.seeds:
         for setting, shared in comparison.settings.items():
             for name, own in comparison.runs.items():
+                if setting not in (given.settings or [setting]) or name not in (given.runs or [name]):
+                    continue
                 shape = {"seed": seed, "data_dir": given.data_dir, "out": given.out, "torch_device": given.torch_device}
-                wanted = replace(comparison.base, **{**shape, **shared, **own, "with_alone": name == first})
+                wanted = replace(
+                    comparison.base, **{**shape, **shared, **own, "with_alone": name == first, "with_fedavg": False}
+                )
                 yield (setting, name, seed), wanted
 
 
@@ -181,9 +183,11 @@ def _print_setting(
 
 def _print_row(name: str, rows: list[Any]) -> None:
     rounds = min(row["rounds"] for row in rows)
-    for at in sorted({max(1, rounds // 4), max(1, rounds // 2), rounds}):
+    for at in sorted({one for one in (5, 10, 20, 30) if one < rounds} | {rounds}):
         last = at == rounds
-        server = _mean_text([row["global_curve"][at - 1] for row in rows if row["global_curve"]])
+        server = _mean_text(
+            [row["global_curve"][at - 1] for row in rows if row["global_curve"][at - 1 : at] not in ([], [None])]
+        )
         fleet = _mean_text([row["fleet_curve"][at - 1] for row in rows])
         own = _spread(rows, "fleet_own") if last else ""
         size = ", ".join(f"{statistics.mean(row[way] for row in rows) / 1e3:.1f}" for way in ("bytes_up", "bytes_down"))
@@ -209,6 +213,8 @@ def main() -> None:
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
+    parser.add_argument("--settings", nargs="+", help="only these of the comparison, such as 'alpha 0.1'")
+    parser.add_argument("--runs", nargs="+", help="only these of the comparison")
     parser.add_argument("--torch-device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
     parser.add_argument("--results", type=Path, default=Path("out/experiments/compare.jsonl"))

@@ -45,6 +45,7 @@ def runs(given: argparse.Namespace) -> Iterator[tuple[str, Simulation]]:
                         seed=seed,
                         settings=settings,
                         with_alone=name == "none",
+                        with_fedavg=False,
                         torch_device=given.torch_device,
                         out=given.out,
                     ),

@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import (
+    CannotAnswer,
     ConfigurationError,
     FleetDistillError,
     LinkError,
@@ -45,6 +46,8 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 if TYPE_CHECKING:
     from torch import nn
 
+    from fleetdistill.knowledge import Kind
+    from fleetdistill.methods.base import Answer
     from fleetdistill.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "m
 """Allowed unless the app says otherwise: all but the labels of its samples."""
 
 POLL_SECONDS = 20.0
+_EXPORT_DUE = "model.onnx.due"
 PROXY_FOLDER = "proxy"
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIRST_PAUSE_SECONDS = 0.5
@@ -75,7 +79,8 @@ class Event:
     """Something the app may want to show.
 
     Attributes:
-        kind: checked-in, proxy, ask, answered, refused, dropped, kept, delivered, exported, lost-contact or finished.
+        kind: checked-in, proxy, ask, scored, answered, refused, dropped, kept, delivered, exported, lost-contact or
+            finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -102,7 +107,8 @@ class Device:
         allow: What may leave the device, of `COLUMNS`. The default keeps labels back; FedDKC needs them, so an app
             that takes part in it says `allow=COLUMNS`.
         test_data: Data whose figures are reported to the server after each round.
-        validation_data: Data that decide whether the app's model is replaced: it is not when its accuracy falls.
+        validation_data: Data that decide whether the app's model is replaced: it is not when its accuracy falls. The
+            server is told which (a metric).
         model_name: Name of the model in the server's lists.
         export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
         torch_device: Where to train, such as "cpu" or "cuda".
@@ -153,6 +159,7 @@ class Device:
         self._terms: service_pb2.CheckInResponse | None = None
         self._worker: Worker | None = None
         self._attempts: dict[tuple[int, int], int] = {}
+        self._in_memory: Pending | None = None  # the answer whose state the worker holds
         self._stopped = threading.Event()
         self._closed = False
 
@@ -217,6 +224,7 @@ class Device:
         if pending is not None:
             self._settle(pending)
             return Step.ANSWERED
+        self._export_due()
         response = self._link.next_ask(self._identity, wait_seconds)
         match response.WhichOneof("next"):
             case "ask":
@@ -323,11 +331,13 @@ class Device:
         saved = self._storage.load("state.safetensors")
         if saved is not None:
             worker.restore(saved, self._storage.load("delivered.safetensors"))
-        elif contract.initial_weights:
+            return
+        if contract.initial_weights:
             worker.load_initial(decode(download(self._link, self._identity, contract.initial_weights)))
-            self._storage.save("state.safetensors", worker.state())
-        else:
-            worker.has_state = True
+        # Kept from the start: a first answer that is dropped leads back here, and the app may keep its first model.
+        self._storage.save("delivered.safetensors", worker.delivered_state())
+        self._storage.save("state.safetensors", worker.state())
+        worker.has_state = True
 
     def _proxy_payload(self, sha256: bytes) -> Payload:
         """The run's proxy set: the one that is kept here, or fetched, once."""
@@ -352,16 +362,39 @@ class Device:
                 # The device was so slow that its round is over; it is out for the round, not for the run.
                 self._tell("dropped", ask.round, str(refusal), {"code": refusal.code})
                 return
-            answer, candidate = worker.answer(ask, parts, self._allow)
-            check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
-            payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
-            attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
-            self._attempts = {(ask.round, ask.step_number): attempt}
-            pending = Pending(ask.round, ask.step_number, attempt, answer.samples, worker.ends_round)
-            self._storage.put_answer(pending, payload, candidate)
+            try:
+                pending, answer = self._work(worker, ask, parts)
+            except CannotAnswer as reason:
+                self._decline(worker, ask, reason)
+                return
+            except BaseException:
+                worker.forget_state()  # half an answer's training must not enter the next one
+                raise
+        for split, counts in worker.scores.items():
+            values = {"split": split, "accuracy": counts.accuracy, "confusion": counts.confusion.tolist()}
+            self._tell("scored", ask.round, f"round {ask.round}: {counts.accuracy:.1%} on {split} data", values)
         if any(answer.notes.values()):
             self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
         self._settle(pending)
+
+    def _work(self, worker: Worker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
+        """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
+        work = worker.answer(ask, parts, self._allow)
+        answer = work.answer
+        check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
+        payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
+        attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
+        self._attempts = {(ask.round, ask.step_number): attempt}
+        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict)
+        self._storage.put_answer(pending, payload, work.state, work.delivered)
+        self._in_memory = pending
+        return pending, answer
+
+    def _decline(self, worker: Worker, ask: service_pb2.Ask, reason: CannotAnswer) -> None:
+        """Out for the round, not for the run: the server closes the open ask, and the next call brings it back."""
+        worker.forget_state()
+        self._link.leave(self._identity, str(reason))
+        self._tell("dropped", ask.round, str(reason))
 
     def _settle(self, pending: Pending) -> None:
         """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none."""
@@ -378,9 +411,22 @@ class Device:
         if receipt is None or receipt.name.attempt != pending.attempt:
             self._drop(pending, None)
             return
-        self._storage.promote_answer()
+        self._promote(pending)
         self._tell("answered", pending.round, f"round {pending.round}: receipt {receipt.id}", {"receipt": receipt.id})
         self._deliver(pending)
+
+    def _promote(self, pending: Pending) -> None:
+        """The receipt makes the answer's state the device's, and its model the app's if the verdict says so."""
+        if self._export_onnx == "round" and pending.verdict is not None and pending.verdict.replaced:
+            self._storage.save(_EXPORT_DUE, str(pending.round).encode())  # before: a crash must not leave an old file
+        self._storage.promote_answer()
+        if self._worker is None:
+            return
+        if self._in_memory == pending:
+            if pending.verdict is not None:
+                self._worker.deliver(pending.verdict)
+        else:
+            self._worker.forget_state()  # the answer is an earlier process's; its state is read from the disk
 
     def _send(self, pending: Pending) -> service_pb2.Receipt | None:
         """Sends what the server still lacks; None when it takes no answer any more."""
@@ -411,16 +457,20 @@ class Device:
             self._tell("refused", pending.round, str(refusal), {"code": refusal.code, **refusal.details})
 
     def _deliver(self, pending: Pending) -> None:
-        """Replaces the app's model, unless its validation figure would fall."""
-        if not pending.ends_round:
+        """Tells the app what became of its model, and exports a new one."""
+        verdict = pending.verdict
+        if verdict is None:
             return
-        worker = self._ready_worker()
-        verdict = worker.deliver()
-        self._storage.save("delivered.safetensors", worker.delivered_state())
         kind = "delivered" if verdict.replaced else "kept"
         self._tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
-        if verdict.replaced and self._export_onnx == "round":
-            self._export(pending.round)
+        self._export_due()
+
+    def _export_due(self) -> None:
+        """Exports the delivered model where a round has replaced it and the file is still the one of before."""
+        number = self._storage.load(_EXPORT_DUE)
+        if number is not None:
+            self._export(int(number))
+            self._storage.remove(_EXPORT_DUE)
 
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":

@@ -82,6 +82,13 @@ class RunError(FleetDistillError):
     """A run cannot start or go on, for instance because its configuration changed."""
 
 
+class CannotAnswer(FleetDistillError):
+    """A device half cannot answer one ask, through no fault of the app; the device is out for the round.
+
+    Raised by a handler; `Device` declines the ask and goes on, so an app never sees it.
+    """
+
+
 class QuorumNotReached(FleetDistillError):
     """Fewer devices answered a step than the quorum asks for.
 

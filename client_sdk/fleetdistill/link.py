@@ -28,8 +28,8 @@ class Link(Protocol):
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         """Says that the device lives."""
 
-    def leave(self, identity: service_pb2.Identity) -> None:
-        """Says that the device goes."""
+    def leave(self, identity: service_pb2.Identity, reason: str = "") -> None:
+        """Says that the device goes, or with a reason that it cannot answer its open ask."""
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName

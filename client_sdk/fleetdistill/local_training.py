@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.model import in_mode
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
@@ -74,22 +74,28 @@ class Counts:
         correct: Samples whose best class is their label.
         count: Samples scored.
         loss_sum: Sum of the cross-entropy over the samples.
-        per_class_correct: `[classes]` int64 on the CPU, correct samples of each true class (TP).
-        per_class_count: `[classes]` int64 on the CPU, samples of each true class (TP + FN).
-        per_class_predicted: `[classes]` int64 on the CPU, samples given each class (TP + FP).
+        confusion: `[classes, classes]` int64 on the CPU: samples of each true class (row) given each class (column).
     """
 
     correct: int
     count: int
     loss_sum: float
-    per_class_correct: Tensor
-    per_class_count: Tensor
-    per_class_predicted: Tensor
+    confusion: Tensor
 
     @property
     def accuracy(self) -> float:
         """Share of correct samples, NaN if there were none."""
         return self.correct / self.count if self.count else math.nan
+
+    @property
+    def per_class_correct(self) -> Tensor:
+        """`[classes]`, correct samples of each true class (TP)."""
+        return self.confusion.diagonal()
+
+    @property
+    def per_class_count(self) -> Tensor:
+        """`[classes]`, samples of each true class (TP + FN)."""
+        return self.confusion.sum(dim=1)
 
 
 def as_tensor_data(data: object, classes: int) -> TensorData:
@@ -219,7 +225,7 @@ def train_steps(
     _check_plan(epochs, batch_size)
     smallest = _smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
-    with _in_mode(model, training=True):
+    with in_mode(model, training=True):
         for epoch in range(epochs):
             for rows in _batches(count, batch_size, smallest, generator):
                 for loss_value in losses(epoch, rows.to(device)):
@@ -245,14 +251,12 @@ def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int =
         raise DataError(f"label {int(labels.max())} is outside [0, {classes})")
     _check_logits(logits, len(labels), classes)
     best = logits.argmax(dim=1)  # documented to return the first of several maxima
-    hits = best == labels
+    pairs = torch.bincount(labels * classes + best, minlength=classes**2)
     return Counts(
-        correct=int(hits.sum()),
+        correct=int((best == labels).sum()),
         count=len(labels),
         loss_sum=float(functional.cross_entropy(logits.double(), labels, reduction="sum")),
-        per_class_correct=torch.bincount(labels[hits], minlength=classes),
-        per_class_count=torch.bincount(labels, minlength=classes),
-        per_class_predicted=torch.bincount(best, minlength=classes),
+        confusion=pairs.reshape(classes, classes),
     )
 
 
@@ -277,7 +281,7 @@ def extract(
     module = model if model is not None else _module_of(model_fn)
     tensor = next(module.parameters(), None)
     device = inputs.device if tensor is None else tensor.device
-    with _in_mode(module, training=False), torch.no_grad():
+    with in_mode(module, training=False), torch.no_grad():
         return torch.cat([model_fn(part.to(device)).cpu() for part in torch.split(inputs, batch_size)])
 
 
@@ -287,18 +291,6 @@ def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
         # Running it in train mode would change batch-norm statistics and knowledge without a word.
         raise ConfigurationError(f"extract cannot tell which module {model_fn!r} runs; pass it as model=")
     return module
-
-
-@contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode for a while. Modes are kept per module: a frozen layer may differ from its parent."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training
 
 
 def _batches(count: int, batch_size: int, smallest: int, generator: torch.Generator) -> Iterator[Tensor]:

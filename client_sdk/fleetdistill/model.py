@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -263,15 +263,20 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode and afterwards every submodule back into the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Train or eval mode for a while, afterwards every submodule's own: a frozen layer may differ from its parent."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for part, was_training in before:
+            part.training = was_training
+
+
+def evaluating(module: nn.Module) -> AbstractContextManager[None]:
+    """Eval mode for a while."""
+    return in_mode(module, training=False)
 
 
 @contextmanager

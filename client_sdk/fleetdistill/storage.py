@@ -7,10 +7,12 @@
     proxy/                  header.bin, data.bin: the run's proxy set, fetched once and held against its digest
     delivered.safetensors   the model that the app uses, and its validation figure
     model.onnx              the same as ONNX, where the app wants it
-    outbox/                 header.bin, data.bin, candidate.safetensors, then manifest.json, which makes it count
+    model.onnx.due          the round whose delivered model is still to be exported
+    outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors where the app's model is
+                            to be replaced, then manifest.json, which makes it count
 
-An answer and the state that produced it are written and fsynced *before* anything is sent; the receipt promotes the
-candidate by a rename. Whatever the moment of a crash, `Storage.pending` tells what is left to settle.
+An answer, the state that produced it and the model that it delivers are written and fsynced *before* anything is sent;
+the receipt promotes both by renames. Whatever the moment of a crash, `Storage.pending` tells what is left to settle.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import StateError, WireError
 from fleetdistill.file_lock import lock_file
 from fleetdistill.transfer import checked
+from fleetdistill.verdict import Verdict
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
@@ -40,14 +43,14 @@ class Pending:
     Attributes:
         round, step_number, attempt: Name of the upload.
         samples: Weight of the answer.
-        ends_round: Whether it is the device's last answer of the round.
+        verdict: What becomes of the app's model with the receipt; None where the device's round goes on.
     """
 
     round: int
     step_number: int
     attempt: int
     samples: int
-    ends_round: bool = False
+    verdict: Verdict | None = None
 
 
 class Storage:
@@ -94,6 +97,11 @@ class Storage:
 
     # --- payloads that serve many rounds
 
+    def remove(self, name: str) -> None:
+        """Removes a file of the state directory, if it is there."""
+        with _disk_errors(self.directory):
+            (self.directory / name).unlink(missing_ok=True)
+
     def keep_payload(self, name: str, payload: Payload) -> None:
         """Keeps a downloaded payload in the folder `name`."""
         with _disk_errors(self.directory):
@@ -113,8 +121,8 @@ class Storage:
 
     # --- outbox
 
-    def put_answer(self, pending: Pending, payload: Payload, candidate: bytes) -> None:
-        """Makes an answer and its candidate state durable, before anything is sent."""
+    def put_answer(self, pending: Pending, payload: Payload, candidate: bytes, delivered: bytes | None = None) -> None:
+        """Makes an answer, its candidate state and the app's next model durable, before anything is sent."""
         with _disk_errors(self.directory):
             with (self._outbox / "data.bin").open("wb") as file:
                 for piece in wire.pieces(payload.source, 0, payload.data_bytes):
@@ -122,6 +130,10 @@ class Storage:
                 _sync(file)
             self._write("outbox/header.bin", payload.header().SerializeToString())
             self._write("outbox/candidate.safetensors", candidate)
+            if delivered is None:
+                (self._outbox / "delivered.safetensors").unlink(missing_ok=True)  # an earlier crash may have left one
+            else:
+                self._write("outbox/delivered.safetensors", delivered)
             self._write("outbox/manifest.json", json.dumps(asdict(pending)).encode())
 
     def pending(self) -> Pending | None:
@@ -134,7 +146,9 @@ class Storage:
             return None
         path = self._outbox / "manifest.json"
         try:
-            return Pending(**_json_object(path, data))
+            found = _json_object(path, data)
+            verdict = found.pop("verdict", None)
+            return Pending(**found, verdict=Verdict(**verdict) if verdict else None)
         except TypeError as error:
             raise _damaged(path, error) from error
 
@@ -155,8 +169,15 @@ class Storage:
             yield Payload(header.parts, slots, _FileSource(file), header.sha256)
 
     def promote_answer(self) -> None:
-        """The receipt is here: the candidate becomes the state."""
+        """The receipt is here: the app's next model becomes the delivered one, then the candidate the state.
+
+        In this order, so that a crash in between finds the answer still pending and does the rest.
+        """
         with _disk_errors(self.directory):
+            delivered = self._outbox / "delivered.safetensors"
+            if delivered.exists():
+                delivered.replace(self.directory / "delivered.safetensors")
+                _sync_directory(self.directory)
             (self._outbox / "candidate.safetensors").replace(self.directory / "state.safetensors")
             _sync_directory(self.directory)
         self.drop_answer()
@@ -166,7 +187,7 @@ class Storage:
         with _disk_errors(self.directory):
             (self._outbox / "manifest.json").unlink(missing_ok=True)
             _sync_directory(self._outbox)
-            for name in ("candidate.safetensors", "header.bin", "data.bin"):
+            for name in ("candidate.safetensors", "delivered.safetensors", "header.bin", "data.bin"):
                 (self._outbox / name).unlink(missing_ok=True)
 
     def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
-from fleetdistill.local_training import Counts, TensorData, as_tensor_data, evaluate
+from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
 from fleetdistill.methods.base import CUT, DELIVER, Answer, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
@@ -22,6 +22,7 @@ from fleetdistill.onnx_export import OnnxReport, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters
+from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
@@ -30,12 +31,20 @@ _PARITY_SAMPLES = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether the app's model was replaced after a round, and why."""
+class Work:
+    """What came of an ask.
 
-    replaced: bool
-    text: str
-    values: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        answer: What goes to the server.
+        state: Model and method after it; counts once the answer has its receipt.
+        verdict: What becomes of the app's model then; None where the round goes on.
+        delivered: The app's new model with its figure, where the verdict replaces it.
+    """
+
+    answer: Answer
+    state: bytes
+    verdict: Verdict | None
+    delivered: bytes | None
 
 
 class Worker:
@@ -44,7 +53,7 @@ class Worker:
     Attributes:
         contract: The run's terms.
         has_state: Whether model and method hold the device's committed state.
-        ends_round: Whether the last answer was the last of its round.
+        scores: How the model does on the app's test and validation data, by split, where the last answer has metrics.
 
     Raises:
         ModelError, DataError: The app's model or data do not fit each other or the contract.
@@ -63,7 +72,7 @@ class Worker:
     ) -> None:
         self.contract = contract
         self.has_state = False
-        self.ends_round = False
+        self.scores: dict[str, Counts] = {}
         self._classes = len(contract.classes)
         self._data = _load(data, contract, "data")
         if not len(self._data):
@@ -72,6 +81,9 @@ class Worker:
             "test": _load(test_data, contract, "test_data") if test_data is not None else None,
             "validation": _load(validation_data, contract, "validation_data") if validation_data is not None else None,
         }
+        judging = self._scored[SPLIT]
+        if judging is not None and not len(judging):
+            raise DataError("validation_data has no samples; give at least one, or None to take every round's model")
         self._module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
         self._taps = check_local_model(self._module, self._data.inputs[:2].to(torch_device), self._classes)
         self._model_name = model_name or type(self._module).__name__
@@ -160,31 +172,27 @@ class Worker:
 
     # --- work
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> tuple[Answer, bytes]:
-        """Runs the handler under the ask's seed and the run's thread count; returns answer and candidate state."""
-        question = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+        """Runs the handler under the ask's seed and the run's thread count, and judges the model if the round ends."""
         with self._reproducible(ask.seed):
-            answer = self._method.handle(question)
-            measured = ask.step == self._method.metrics_step
-            self.ends_round = measured or ask.step == DELIVER
-            if measured and "metrics" in allow:
-                given = {split: data for split, data in self._scored.items() if data is not None}
-                figures = [metric for split, data in given.items() for metric in self._score(split, data, allow)]
-                if figures:
-                    answer = Answer(
-                        parts={**answer.parts, "metrics": Metrics(metrics=figures)},
-                        samples=answer.samples,
-                        notes=answer.notes,
-                    )
-        return answer, self.state()
+            self._method.trained = None
+            answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
+            measured, told = ask.step == self._method.metrics_step, "metrics" in allow
+            self.scores = self._score() if measured and told else {}
+            verdict = self._judge() if measured or ask.step == DELIVER else None
+        figures = [metric for split, counts in self.scores.items() for metric in _metrics(split, counts, allow)]
+        if told and (trained := self._method.trained) is not None:
+            figures.append(_training_loss(trained))
+        if told and verdict is not None and verdict.accuracy is not None:
+            figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
+        if figures:
+            answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
+        delivered = _delivery(self._module, verdict.accuracy) if verdict is not None and verdict.replaced else None
+        return Work(answer, self.state(), verdict, delivered)
 
-    def _score(self, split: str, data: TensorData, allow: Sequence[str]) -> list[Metric]:
-        counts = evaluate(self._module, data, self._classes)
-        by_class = _by_class(counts) if "counts" in allow else []  # they tell how many samples of a class there are
-        return [
-            Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
-            Metric(name="loss", split=split, sum=counts.loss_sum, count=counts.count),
-        ]
+    def _score(self) -> dict[str, Counts]:
+        given = {split: data for split, data in self._scored.items() if data is not None}
+        return {split: evaluate(self._module, data, self._classes) for split, data in given.items()}
 
     @contextlib.contextmanager
     def _reproducible(self, seed: int) -> Iterator[None]:
@@ -200,30 +208,29 @@ class Worker:
 
     # --- delivery
 
-    def deliver(self) -> Verdict:
-        """Gives the trained model to the app, unless its accuracy on the validation data would fall."""
-        data = self._scored["validation"]
+    def _judge(self) -> Verdict:
+        """The app's model is replaced unless the accuracy on its validation data would fall."""
+        data = self._scored[SPLIT]
         if data is None:
+            return Verdict(replaced=True)
+        counts = self.scores.get(SPLIT) or evaluate(self._module, data, self._classes)
+        if self._delivered_accuracy is None:  # the model that the app joined with
+            self._delivered_accuracy = evaluate(self._delivered, data, self._classes).accuracy
+        return Verdict(counts.accuracy >= self._delivered_accuracy, counts.accuracy, self._delivered_accuracy)
+
+    def deliver(self, verdict: Verdict) -> None:
+        """Carries out the verdict on the last answer, which has its receipt."""
+        if verdict.replaced:
             self._delivered.load_state_dict(self._module.state_dict())
-            return Verdict(True, "the app's model is replaced")
-        accuracy = evaluate(self._module, data, self._classes).accuracy
-        known = self._delivered_accuracy
-        values = {"accuracy": accuracy, "accuracy_in_use": known}
-        if known is not None and accuracy < known:
-            return Verdict(
-                False, f"the app keeps its model: {accuracy:.3f} on validation data, {known:.3f} before", values
-            )
-        self._delivered.load_state_dict(self._module.state_dict())
-        self._delivered_accuracy = accuracy
-        return Verdict(True, f"the app's model is replaced: {accuracy:.3f} on validation data", values)
+            self._delivered_accuracy = verdict.accuracy
 
     def delivered_model(self) -> nn.Module:
         """The model for the app to use, in eval mode."""
         return self._delivered.eval()
 
     def delivered_state(self) -> bytes:
-        """The delivered model and its figure."""
-        return pack_state({"model": self._delivered.state_dict(), "accuracy": self._delivered_accuracy})
+        """The app's model and its figure, as `restore` takes them."""
+        return _delivery(self._delivered, self._delivered_accuracy)
 
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered model as ONNX and compares it with PyTorch on the device's own samples."""
@@ -236,6 +243,10 @@ class Worker:
         return export_onnx(self._delivered, path, self._data.inputs[:_PARITY_SAMPLES], metadata)
 
 
+def _delivery(model: nn.Module, accuracy: float | None) -> bytes:
+    return pack_state({"model": model.state_dict(), "accuracy": accuracy})
+
+
 def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
     try:
         loaded = as_tensor_data(data() if callable(data) else data, len(contract.classes))
@@ -245,6 +256,20 @@ def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
     if shape != list(contract.input_shape):
         raise DataError(f"{name} has inputs of shape {shape}, run {contract.run!r} has {list(contract.input_shape)}")
     return loaded
+
+
+def _metrics(split: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
+    by_class = _by_class(counts) if "counts" in allow else []  # they tell how many samples of a class there are
+    return [
+        Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
+        Metric(name="loss", split=split, sum=counts.loss_sum, count=counts.count),
+    ]
+
+
+def _training_loss(trained: TrainingReport) -> Metric:
+    """The mean of the loss over the samples that training saw; with distillation it is of all terms together."""
+    seen = trained.samples_seen
+    return Metric(name="loss", split="train", sum=trained.mean_loss * seen, count=seen)
 
 
 def _by_class(counts: Counts) -> list[ClassCount]:

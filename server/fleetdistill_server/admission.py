@@ -17,11 +17,17 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
-        _mismatch("extractor", profile.extractor_fingerprint[:12], contract.extractor_fingerprint[:12], contract)
+        found, wanted = profile.extractor_fingerprint[:12], contract.extractor_fingerprint[:12]
+        advice = f"build the extractor of {profile.model_name!r} like the one that run.toml names as [model] extractor"
+        _mismatch("extractor", found, wanted, contract, advice)
     if needs.same_architecture and profile.model_fingerprint != contract.model_fingerprint:
-        _mismatch("model", profile.model_fingerprint[:12], contract.model_fingerprint[:12], contract)
+        found, wanted = profile.model_fingerprint[:12], contract.model_fingerprint[:12]
+        advice = f"{profile.model_name!r} is another model than all devices run; build the one of run.toml's "
+        _mismatch("model", found, wanted, contract, f"{advice}[model] device")
     if needs.proxy_set and profile.proxy_digest != contract.proxy_digest:
-        _mismatch("proxy set", profile.proxy_digest.hex()[:12], contract.proxy_digest.hex()[:12], contract)
+        found, wanted = profile.proxy_digest.hex()[:12], contract.proxy_digest.hex()[:12]
+        advice = "update the device's SDK, which fetches the run's proxy set by itself"
+        _mismatch("proxy set", found, wanted, contract, advice)
     _check_columns(contract, profile)
 
 
@@ -34,12 +40,15 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     for column in contract.features:
         has = given.get(column.name, "no such cut")
         if has != list(column.shape):
-            _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract)
+            usual = f"give the device a model whose features at {column.name!r} have this shape"
+            advice = column.advice or usual
+            _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract, advice)
     if contract.knowledge_type not in profile.knowledge_types:
         names = ", ".join(DTYPES[one].name for one in profile.knowledge_types if one in DTYPES)
-        _mismatch("element type", names, DTYPES[contract.knowledge_type].name, contract)
+        advice = "update the device's SDK, or choose another knowledge_type for the run"
+        _mismatch("element type", names, DTYPES[contract.knowledge_type].name, contract, advice)
     if profile.samples < 1:
-        _mismatch("number of samples", profile.samples, "at least 1", contract)
+        _mismatch("number of samples", profile.samples, "at least 1", contract, "give the device data to train on")
 
 
 def _check_columns(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
@@ -53,10 +62,15 @@ def _check_columns(contract: contract_pb2.Contract, profile: contract_pb2.Device
         )
 
 
-def _mismatch(what: str, device: object, run: object, contract: contract_pb2.Contract) -> None:
+def _mismatch(
+    what: str,
+    device: object,
+    run: object,
+    contract: contract_pb2.Contract,
+    advice: str = "give the device a model and data that fit the run",
+) -> None:
     raise RefusedError(
         Code.CONTRACT_MISMATCH,
-        f"{what}: the device has {device}, run {contract.run!r} has {run}; "
-        "give the device a model and data that fit the run",
+        f"{what}: the device has {device if device != '' else 'none'}, run {contract.run!r} has {run}; {advice}",
         {"what": what, "device": str(device), "run": str(run)},
     )

@@ -1,4 +1,4 @@
-"""The command line: `fleetdistill serve | simulate | runs | devices | export`.
+"""The command line: `fleetdistill serve | simulate | methods | runs | devices | export`.
 
 Commands are thin: they read options, call one function, and print a table or JSON. Exit statuses: 0 done, 1 an error
 of ours, printed as one sentence, 2 wrong usage.
@@ -20,6 +20,7 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.version import VERSION
 from fleetdistill_server import views
 from fleetdistill_server.store import Store
+from fleetdistill_server.traffic import Sizes, Weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +38,7 @@ StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the sto
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _PIPED_WIDTH = 240
 DEFAULT_STORE = Path("fleetdistill-store")
+_SIZES = Sizes()
 
 
 def _one_sentence(command: Callable[P, R]) -> Callable[P, R]:
@@ -113,6 +115,10 @@ def simulate(
     ] = None,
     partition: Annotated[str, typer.Option(help="How data are split over devices.")] = "dirichlet_by_class",
     alpha: Annotated[float, typer.Option(help="Concentration of the Dirichlet partitions.")] = 0.5,
+    classes_per_device: Annotated[int, typer.Option(help="Classes of a device, for classes_* and class_shards.")] = 2,
+    validation_share: Annotated[
+        float, typer.Option(help="Share of each device's samples that decide whether its model is replaced.")
+    ] = 0.0,
     rounds: Annotated[int, typer.Option(help="Rounds to complete.")] = 30,
     seed: Annotated[int, typer.Option(help="Decides partition, models and batches.")] = 0,
     set_: Annotated[
@@ -121,6 +127,9 @@ def simulate(
     train_limit: Annotated[int | None, typer.Option(help="At most this many training images.")] = None,
     test_limit: Annotated[int | None, typer.Option(help="At most this many test images.")] = None,
     torch_device: Annotated[str, typer.Option(help="Where the server half computes: auto, cpu, cuda.")] = "auto",
+    controls: Annotated[
+        bool, typer.Option("--controls/--no-controls", help="Also train every device alone, and with FedAvg.")
+    ] = True,
     out: Annotated[Path, typer.Option(help="Folder for report.json, fleet.png and the models.")] = Path(
         "out/simulation"
     ),
@@ -139,15 +148,58 @@ def simulate(
         models=tuple(model or ()),
         partition=partition,
         alpha=alpha,
+        classes_per_device=classes_per_device,
+        validation_share=validation_share,
         rounds=rounds,
         seed=seed,
         link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
         train_limit=train_limit,
         test_limit=test_limit,
         torch_device=torch_device,
+        with_alone=controls,
+        with_fedavg=controls,
         out=out,
     )
     simulate_and_show(wanted, as_json=as_json)
+
+
+@app.command()
+@_one_sentence
+def methods(
+    samples: Annotated[int, typer.Option(help="Samples of one device.")] = _SIZES.samples,
+    features: Annotated[
+        int, typer.Option(help="Numbers in one sample's features: at the extractor's end, or FedD2S's first layer.")
+    ] = _SIZES.features,
+    classes: Annotated[int, typer.Option(help="Number of classes.")] = _SIZES.classes,
+    parameters: Annotated[int, typer.Option(help="Trainable numbers of the model.")] = _SIZES.model.parameters,
+    buffer_bytes: Annotated[int, typer.Option(help="Bytes of the model's batch-norm statistics.")] = 0,
+    proxy_samples: Annotated[int, typer.Option(help="Samples of the proxy set.")] = _SIZES.proxy_samples,
+    embedding: Annotated[int, typer.Option(help="Numbers that enter the model's last layer.")] = _SIZES.embedding,
+    generator_parameters: Annotated[
+        int, typer.Option(help="Trainable numbers of DaFKD's generator.")
+    ] = _SIZES.generator.parameters,
+    layer_features: Annotated[
+        int | None, typer.Option(help="Numbers of FedD2S's features at its distillation layer; none: the last layer.")
+    ] = None,
+    head_parameters: Annotated[int, typer.Option(help="Trainable numbers above that layer.")] = 0,
+    knowledge_type: Annotated[str, typer.Option(help="float16 or float32, for features and logits.")] = "float16",
+    as_json: JsonOption = False,
+) -> None:
+    """Lists the methods: what leaves, what they need, bytes. Example: fleetdistill methods --parameters 25000"""
+    from fleetdistill_server.method_table import methods as methods_view
+
+    sizes = Sizes(
+        samples=samples,
+        features=features,
+        classes=classes,
+        model=Weights(parameters, buffer_bytes),
+        proxy_samples=proxy_samples,
+        embedding=embedding,
+        generator=Weights(generator_parameters),
+        layer_features=layer_features,
+        head=Weights(head_parameters),
+    )
+    _show(methods_view(sizes, knowledge_type), as_json)
 
 
 @runs_app.command("list")

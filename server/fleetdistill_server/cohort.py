@@ -22,6 +22,7 @@ from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.joining import GUARD
 from fleetdistill_server.store import Row, Store
 
 PayloadFor = Parts | Callable[[str], Parts] | None
@@ -158,9 +159,13 @@ class Cohort:
                 continue
             answered += 1
             yield answer
-        needed = math.ceil((self._terms.quorum if quorum is None else quorum) * len(asked) - 1e-9)
+        needed = self.needed(len(asked), quorum)
         if answered < needed:
             raise QuorumNotReached(step, answered, needed)
+
+    def needed(self, asked: int, quorum: float | None = None) -> int:
+        """How many of so many asked devices must answer: the run's quorum of them, or another."""
+        return math.ceil((self._terms.quorum if quorum is None else quorum) * asked - 1e-9)
 
     @property
     def remaining(self) -> list[str]:
@@ -185,10 +190,14 @@ class Cohort:
             pass
 
     def event(self, kind: str, text: str, device: str = "") -> None:
-        """Notes something for `fleetdistill runs show`, such as a guard that fired."""
+        """Notes something out of the ordinary for `fleetdistill runs show`."""
         known = self._store.events(self._terms.run, kind)
         if not any(row["round"] == self.round and row["device"] == device and row["text"] == text for row in known):
             self._store.add_event(self._terms.run, kind, text, number=self.round, device=device)
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        """Notes that a guard of the method fired: the event `<name>-guard`, which is counted as one."""
+        self.event(f"{name}{GUARD}", text, device)
 
     def report(self, name: str, value: Any) -> None:
         """Adds a figure of this round, JSON; mappings are merged."""

@@ -30,6 +30,7 @@ from fleetdistill_server.store import Row, Store
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _NOTE_SECONDS = 5.0
+_LONGEST_REASON = 512  # characters of a device's reason to decline
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -137,9 +138,13 @@ class Desk:
         return service_pb2.HeartbeatResponse(ask_open=self.store.next_ask(run, device) is not None)
 
     def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
-        """Ends the lease at the device's wish."""
+        """Ends the lease at the device's wish; one that gives a reason declines its open ask, which is an event."""
         run, device = self.authenticate(request.identity)
-        self._gone(run, device, "device left")
+        ask = self.store.next_ask(run, device) if request.reason else None
+        if ask is not None:
+            text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
+            self._commit(lambda store: store.add_event(run, "declined", text, number=ask["round"], device=device))
+        self._gone(run, device, "declined" if request.reason else "device left")
         return service_pb2.LeaveResponse()
 
     def adopt_present_devices(self) -> None:

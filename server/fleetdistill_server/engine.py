@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, QuorumNotReached, RunError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
@@ -166,8 +166,13 @@ class Engine:
             return
         if self._evaluation is None:
             self._evaluation = load_evaluation(self._config.evaluation.data, self.method.setting.classes)
-        counts = evaluate(model, self._evaluation, self.method.setting.classes)
+        try:
+            counts = evaluate(model, self._evaluation, self.method.setting.classes)
+        except KnowledgeError as error:  # a model that has diverged is a figure that is missing, not the end of a run
+            cohort.event("not-scored", f"the global model cannot be scored: {error}")
+            return
         cohort.report("global_accuracy", counts.accuracy)
+        cohort.report("global_confusion", counts.confusion.tolist())
 
     def _drop_spent(self, closed: int, checkpoint: bytes | None) -> None:
         """Frees what the last closed round, and short ones since, left behind; the newest closed one stays readable."""

@@ -130,7 +130,7 @@ class RunConfig(_Section):
         # By default pydantic takes unknown keys of a dataclass silently; strict and JSON, so that 1 is no bool.
         strict = with_config(ConfigDict(extra="forbid", strict=True))(cls)
         try:
-            config = TypeAdapter(strict).validate_json(json.dumps(self.method, default=str))
+            config = TypeAdapter(strict).validate_json(json.dumps(cls.spelled_out(self.method), default=str))
             return config.for_classes(len(self.contract.class_names()))
         except ValidationError as error:
             names = [field.name for field in dataclasses.fields(cls)]

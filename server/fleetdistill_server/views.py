@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.joining import guard_events, guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store import Row, Store
 
 
@@ -63,7 +64,7 @@ def run(store: Store, name: str) -> View:
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
-    return View(lists, _run_row(found[name]))
+    return View(lists, {**_run_row(found[name]), **_joining_facts(store, name)})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -88,14 +89,28 @@ def _run_row(row: Row) -> Row:
     }
 
 
+def _joining_facts(store: Store, name: str) -> Row:
+    """What protected the devices, over the whole run."""
+    counted = verdicts(verdict_rows(store, name))
+    guards = len(guard_events(store, name))
+    return {"guards_fired": guards, "models_replaced": counted.replaced, "models_kept": counted.kept}
+
+
+def _verdict_cells(store: Store, run: str, column: str, value: Any) -> Row:
+    """Verdicts of one round or one device; empty where its apps gave no validation data."""
+    rows = [row for row in verdict_rows(store, run) if row[column] == value]
+    return asdict(verdicts(rows)) if rows else {"kept": None, "replaced": None}
+
+
+def _mean_figure(store: Store, row: Row, name: str, split: str) -> float | None:
+    """Mean over the devices of what they reported for a round; None if none did."""
+    told = [one for one in store.figures(row["run"], name, split) if one["round"] == row["round"] and one["count"]]
+    return round(sum(one["sum"] / one["count"] for one in told) / len(told), 4) if told else None
+
+
 def _round_row(store: Store, row: Row) -> Row:
     figures = json.loads(row["figures"] or "{}")
     seconds = (row["ended_at"] - row["started_at"]) if row["ended_at"] else None
-    rates = [
-        one["sum"] / one["count"]
-        for one in store.figures(row["run"], "accuracy", "test")
-        if one["round"] == row["round"] and one["count"]
-    ]
     teacher = figures.get("teacher_accuracy", {})
     return {
         "round": row["round"],
@@ -103,8 +118,11 @@ def _round_row(store: Store, row: Row) -> Row:
         "cohort": len(json.loads(row["cohort"])),
         "used": row["used"],
         "reported": row["reported"],
+        "guards": guards_by_round(store, row["run"])[row["round"]],
+        **_verdict_cells(store, row["run"], "round", row["round"]),
         "seconds": round(seconds, 2) if seconds is not None else None,
-        "test_accuracy": round(sum(rates) / len(rates), 4) if rates else None,
+        "train_loss": _mean_figure(store, row, "loss", "train"),
+        "test_accuracy": _mean_figure(store, row, "accuracy", "test"),
         "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
         "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
         "distillation_steps": figures.get("distillation_steps"),
@@ -143,6 +161,7 @@ def _device_row(store: Store, row: Row) -> Row:
         "parameters": profile.parameters,
         "samples": profile.samples,
         "test_accuracy": round(scored[-1]["sum"] / scored[-1]["count"], 4) if scored else None,
+        **_verdict_cells(store, row["run"], "device", row["device"]),
         "sdk": profile.sdk_version,
         "last_seen": _when(row["last_seen"]),
     }

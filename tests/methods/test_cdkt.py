@@ -36,6 +36,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.averaging import TensorMean
+from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.run_config import ModelSection
@@ -44,6 +45,7 @@ from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.metrics import c_per
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
+from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
 VARIANTS = ("full", "rep", "repfull")
@@ -114,15 +116,20 @@ class FakeCohort:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    async def ask(self, step: str, payload: Any) -> AsyncIterator[Any]:
+    sample = Cohort.sample
+
+    async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
         assert step == "train"
-        for device in sorted(self.knowledge):
+        for device in sorted(self.knowledge.keys() & set(to)):
             self.sent[device] = payload(device) if callable(payload) else payload
             part = lambda name, kind, d=device: self.knowledge[d]  # noqa: E731
             yield SimpleNamespace(device=device, samples=self.samples.get(device, 1), part=part)
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         self.events.append((kind, device, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
 
     def report(self, name: str, value: dict[str, Any]) -> None:
         self.figures.setdefault(name, {}).update(value)
@@ -135,6 +142,37 @@ def run_round(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **coh
     made = FakeCohort(knowledge, **cohort)
     asyncio.run(server.round(made))  # type: ignore[arg-type]
     return made
+
+
+def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
+    knowledge = {f"d{number:02d}": made_up(number) for number in range(50)}
+    cohort = run_round(make_server(participation_ratio=0.2), knowledge)
+    assert len(cohort.sent) == 10
+    mean = collective(make_server(participation_ratio=0.2, label_average=False), knowledge).outcomes_pc
+    assert mean is not None
+    said = torch.stack([torch.from_numpy(knowledge[device].logits).double() for device in cohort.sent])  # type: ignore[arg-type]
+    assert_close(mean.double(), (said / 3).softmax(-1).mean(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+@pytest.mark.parametrize("rate", [1e6, 1e30])
+@pytest.mark.parametrize("knowledge", ["full", "repfull"])
+def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
+    rate: float, knowledge: str, steps: int
+) -> None:
+    """After one step no loss has been infinite yet; only what the model says shows it."""
+    settings = {"min_server_steps": steps, "global_epochs": 1, "batch_size": PROXY}
+    server = make_server(server_learning_rate=rate, knowledge=knowledge, **settings)
+    before = copy.deepcopy(server.model.state_dict())
+    sent = {"a": made_up(columns=COLUMNS[knowledge])}
+    cohort = run_round(server, sent)
+    for name, tensor in before.items():
+        assert torch.equal(server.model.state_dict()[name], tensor)
+    assert cohort.events[0][0] == "distillation-undone"
+    assert "the global model stays as it was before the round" in cohort.events[0][2]
+    assert encode({"knowledge": server._knowledge()}, np.float16)
+    calm = run_round(make_server(knowledge=knowledge), sent)
+    assert "distillation-undone" not in [kind for kind, _, _ in calm.events]
 
 
 def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
@@ -226,7 +264,7 @@ def test_cdk_8_absent_devices_do_not_count_in_a_round() -> None:
     cohort = {device: made_up(seed, columns="logits") for seed, device in enumerate("abc")}
     server = make_server(outcome_space="logits", label_average=False)
     expected = np.mean([one.logits for one in cohort.values()], axis=0)
-    registered = [f"device-{number:02d}" for number in range(15)]  # of which three answered
+    registered = [*"abc", *(f"device-{number:02d}" for number in range(12))]  # 15, of which three answered
     assert_close(collective(server, cohort, devices=registered).outcomes_pc, torch.from_numpy(expected))
 
 
@@ -402,10 +440,10 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], sentence: s
 
 
 def test_paper_switches_every_deviation_off_and_leaves_the_variant() -> None:
-    paper = CDKTConfig(paper=True, knowledge="rep", device_metric="norm2", alpha=0.02, momentum=0.9).for_classes(10)
+    paper = CDKTConfig(paper=True, knowledge="rep", alpha=0.1, momentum=0.9).for_classes(10)
     assert (paper.outcome_space, paper.norm2_reduction, paper.teacher_guard) == ("logits", "frobenius", False)
-    assert (paper.momentum, paper.server_epochs(80)) == (0.0, 2)
-    assert (paper.knowledge, paper.device_metric, paper.alpha) == ("rep", "norm2", 0.02)
+    assert (paper.device_metric, paper.joint_pass, paper.server_epochs(80)) == ("norm2", False, 2)
+    assert (paper.knowledge, paper.alpha, paper.momentum) == ("rep", 0.1, 0.9)
     ours = CDKTConfig().for_classes(10)
     assert (ours.outcome_space, ours.norm2_reduction, ours.teacher_guard) == ("probs", "mean_l2", True)
 
@@ -496,6 +534,26 @@ def by_hand(metric: str, t: Tensor, s: Tensor) -> Tensor:
         return 9.0 * (t * (t / s).log()).sum(1).mean()
     m = (t + s) / 2
     return 0.5 * ((t * (t / m).log()).sum(1) + (s * (s / m).log()).sum(1)).mean()
+
+
+@pytest.mark.parametrize("knowledge", COLUMNS)
+def test_own_and_proxy_rows_go_through_the_model_together_or_one_after_the_other(knowledge: str) -> None:
+    """The tiny model has no batch-norm, so both train alike; what differs is what a pass of the model sees."""
+    trained = {}
+    for joint in (True, False):
+        device, sizes = make_device(rows=20, knowledge=knowledge, joint_pass=joint, batch_size=10), list[int]()
+        device.local.model.stages[0].register_forward_pre_hook(lambda _, x, sizes=sizes: sizes.append(len(x[0])))
+        device._train(device._term(made_up(columns="logits embeddings" if knowledge != "full" else "logits")), 1)
+        assert set(sizes) == ({10 + PROXY} if joint else {10, PROXY})
+        trained[joint] = torch.nn.utils.parameters_to_vector(device.local.model.parameters()).detach()
+    assert_close(trained[True], trained[False])
+
+
+def test_a_separate_pass_never_shows_batch_norm_a_single_row() -> None:
+    batches = proxy_batches(7, 3, torch.Generator().manual_seed(0), smallest=2)
+    assert {len(next(batches)) for _ in range(20)} == {3}
+    few = proxy_batches(1, 3, torch.Generator().manual_seed(0), smallest=2)
+    assert next(few).tolist() == next(few).tolist() == [0]
 
 
 def test_label_average_can_be_switched_off() -> None:
@@ -682,13 +740,15 @@ def small_fleet(tmp_path: Path, models: tuple[str, ...], **settings: Any) -> Sto
 @pytest.mark.parametrize(("knowledge", "numbers"), [("full", 10), ("rep", 64), ("repfull", 74)])
 def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, numbers: int) -> None:
     """P = 80 and F = 64 at float16: 2 P (C + F) up; the same down, L beside H for rep; the proxy set once."""
+    exchanges = CDKTServer.exchanges(CDKTConfig(knowledge=knowledge), Sizes(proxy_samples=80, classes=10, embedding=64))
+    predicted = round_bytes(exchanges, "float16")
+    assert predicted["up"] == 2 * 80 * numbers
     store = small_fleet(tmp_path, ("cdkt_digits", "cdkt_digits_small"), knowledge=knowledge)
     traffic = {(one["round"], one["direction"], one["device"]): one["tensor_bytes"] for one in store.traffic(RUN)}
     proxy_set = 80 * (4 * 64 + 4)
-    down = 2 * 80 * (10 if knowledge == "full" else 74)
     for device in ("device-0", "device-1"):
-        assert [traffic[number, "up", device] for number in (1, 2)] == [2 * 80 * numbers] * 2
-        assert [traffic[number, "down", device] for number in (1, 2)] == [proxy_set, down]
+        assert [traffic[number, "up", device] for number in (1, 2)] == [predicted["up"]] * 2
+        assert [traffic[number, "down", device] for number in (1, 2)] == [proxy_set, predicted["down"]]
 
 
 def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None:
@@ -699,8 +759,14 @@ def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None
 
 
 def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"'embedding': the device has \[32\], run 'simulation' has \[64\]"):
+    with pytest.raises(RefusedError, match=r"has \[32\], run .* has \[64\]; .* or use knowledge = 'full' for"):
         small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="rep")
+
+
+def test_a_run_whose_server_diverges_in_every_round_ends_all_the_same(tmp_path: Path) -> None:
+    store = small_fleet(tmp_path, ("cdkt_digits",), server_learning_rate=1e6, teacher_guard=False)
+    assert [row["round"] for row in store.events(RUN, "distillation-undone")] == [1, 2]
+    assert len(store.uploads(RUN)) == 4
 
 
 def test_models_of_any_embedding_size_take_part_in_full(tmp_path: Path) -> None:
@@ -729,6 +795,7 @@ def test_both_links_give_the_same_figures(tmp_path: Path) -> None:
                 test_limit=50,
                 link=link,  # type: ignore[arg-type]
                 with_alone=False,
+                with_fedavg=False,
                 out=tmp_path / link,
             )
         )

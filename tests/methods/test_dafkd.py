@@ -46,6 +46,7 @@ from fleetdistill_server.methods.dafkd import DaFKDServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.traffic import Sizes, Weights, round_bytes
 
 CLASSES, SHAPE = 10, (1, 8, 8)
 CPU = torch.device("cpu")
@@ -118,6 +119,9 @@ class SmallCohort:
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         self.events.append((kind, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
 
     def report(self, name: str, value: Any) -> None:
         self.figures[name] = {**self.figures.get(name, {}), **value} if isinstance(value, dict) else value
@@ -670,8 +674,8 @@ def test_daf_property_at_feature_level_distillation_leaves_the_extractor_alone()
     assert isinstance(server.model, SplitModel)
     below, above = server.model.stages[:-1], server.model.stages[-1]
     before, head = copied(below), copied(above)
-    cohort = SmallCohort({})
-    server._distil(torch.rand(64, 32), torch.eye(10)[torch.arange(64) % 10].double(), cohort)  # type: ignore[arg-type]
+    teacher = torch.eye(10)[torch.arange(64) % 10].double()
+    server._distil(torch.rand(64, 32), teacher, torch.Generator().manual_seed(7))
     assert states_equal(copied(below), before)
     assert not states_equal(copied(above), head)
 
@@ -680,16 +684,17 @@ def test_distillation_brings_the_student_to_its_teacher_and_leaves_statistics_al
     server = make_server(kd_epochs=20, kd_lr=0.01)
     samples, teacher = torch.rand(64, *SHAPE), torch.full((64, 10), 0.01).index_fill_(1, torch.tensor([3]), 0.91)
     before = copied(server.model)
-    server._distil(samples, teacher.double(), SmallCohort({}))  # type: ignore[arg-type]
+    server._distil(samples, teacher.double(), torch.Generator().manual_seed(7))
     assert float((server.model.eval()(samples).argmax(1) == 3).double().mean()) > 0.95
     assert torch.equal(server.model.state_dict()["stages.stem.1.running_mean"], before["stages.stem.1.running_mean"])
 
 
 def test_distillation_that_does_not_stay_finite_is_undone() -> None:
-    server, cohort = make_server(kd_lr=1e30, kd_epochs=5), SmallCohort({})
-    before = copied(server.model)
-    server._distil(torch.rand(64, *SHAPE), torch.full((64, 10), 0.1).double(), cohort)  # type: ignore[arg-type]
-    assert states_equal(copied(server.model), before)
+    always = {"kd_start_round": 1, "maturity_guard": False}
+    averaging, distilling = make_server(kd_epochs=0, **always), make_server(kd_lr=1e30, kd_epochs=5, **always)
+    run_round(averaging, two_devices())
+    cohort = run_round(distilling, two_devices())
+    assert states_equal(copied(distilling.model), copied(averaging.model))
     assert [kind for kind, _ in cohort.events] == ["distillation-undone"]
 
 
@@ -708,7 +713,7 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
     assert not make_server()._mature(one_class_teacher(4), cohort)  # type: ignore[arg-type]
     assert cohort.events == [
         (
-            "immature-generator",
+            "maturity-guard",
             "the ensemble sees 4 of 10 classes in the generated samples, fewer than half; "
             "nothing is distilled from them",
         )
@@ -737,7 +742,7 @@ def round_of_one_class(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
 def test_where_the_guard_fires_the_mean_of_the_models_stays() -> None:
     guarded, events = round_of_one_class()
     mean, none = round_of_one_class(kd_epochs=0, maturity_guard=False)
-    assert events == ["immature-generator"]
+    assert events == ["maturity-guard"]
     assert none == []
     assert states_equal(guarded, mean)
     assert not states_equal(round_of_one_class(maturity_guard=False)[0], mean)
@@ -841,7 +846,7 @@ def test_the_global_model_exports(tmp_path: Path) -> None:
         ({"lambda_adv": float("nan")}, "lambda_adv must be >= 0"),
         ({"lambda_adv": float("inf")}, "lambda_adv must be >= 0"),
         ({"gan_stop_round": -1}, "gan_stop_round must be >= 0"),
-        ({"participation_ratio": 0.0}, "participation_ratio must be > 0 and <= 1"),
+        ({"participation_ratio": 0.0}, r"participation_ratio must be in \(0, 1\]"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
     ],
 )
@@ -907,16 +912,28 @@ FLEET = Simulation(
 )
 
 
+def test_features_below_0_are_refused_at_feature_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feature generator ends in a ReLU, so a cut behind a tanh would get a useless one in silence."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh())
+    monkeypatch.setattr(
+        Setting, "device_model", lambda self: SplitModel({"body": body, "last": nn.Linear(8, CLASSES)}, cut="body")
+    )
+    with pytest.raises(ConfigurationError, match=r"features of SplitModel reach -0\.\d+ and the generator"):
+        make_server(**VARIANTS["feature level"])
+    assert make_server(**VARIANTS["server"])
+
+
 @pytest.mark.parametrize("name", ["server", "no sharing", "lagged", "exact", "soft-only", "feature level"])
 def test_daf_12_a_run_sends_what_the_formula_says(name: str, tmp_path: Path) -> None:
     settings = {**QUICK, **VARIANTS[name]}
     store = run_in_memory(prepare(replace(FLEET, settings=settings), tmp_path / "work"))
     assert_no_upload_lost(store)
     server = make_server(**VARIANTS[name])
-    w, g, mc = state_bytes(server.model), state_bytes(server.generator), 4 * 64 * CLASSES
-    d = 4 * (32 + 1) if server.config.sharing else state_bytes(server._member.discriminator)
-    up = {"lagged": w + g + mc, "exact": w + g + mc, "soft-only": g + mc}.get(name, w + g + d)
-    down = w + g + (g if name == "exact" else 0)
+    parts = (server.model, server.generator, server._member.discriminator)
+    model, generator, discriminator = (Weights.of(model_parameters(part)) for part in parts)
+    sizes = Sizes(classes=CLASSES, embedding=32, model=model, generator=generator, discriminator=discriminator)
+    predicted = round_bytes(DaFKDServer.exchanges(DaFKDConfig(**settings).for_classes(CLASSES), sizes), "float16")
+    up, down, w = predicted["up"], predicted["down"], state_bytes(server.model)
     rows = {
         (one["direction"], one["round"]): one["tensor_bytes"]
         for one in store.traffic(RUN)

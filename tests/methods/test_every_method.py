@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.fleets import RUN, RUNS, prepare, run_in_memory
 
 from fleetdistill.device import COLUMNS
 from fleetdistill.errors import ConfigurationError
@@ -90,9 +91,27 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
 def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str, tmp_path: Path) -> None:
     first, again, other = (
         simulate(
-            Simulation(method=method, rounds=2, devices=2, seed=seed, with_alone=False, out=tmp_path / str(number))
+            Simulation(
+                method=method,
+                rounds=2,
+                devices=2,
+                seed=seed,
+                with_alone=False,
+                with_fedavg=False,
+                out=tmp_path / str(number),
+            )
         )
         for number, seed in enumerate((1, 1, 2))
     )
     assert first.accuracy_by_round == again.accuracy_by_round
     assert first.accuracy_by_round != other.accuracy_by_round
+
+
+@every_method
+def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_path: Path) -> None:
+    store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
+    told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in store.figures(RUN, "loss", "train")}
+    closed = [row["round"] for row in store.rounds(RUN) if row["status"] == "closed"]
+    assert set(told) == {(number, row["device"]) for number in closed for row in store.devices(RUN)}
+    assert all(0 < loss < 10 for loss in told.values())
+    store.close()

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import prepare, run_in_memory
+from support.sizes import at_layer
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -39,7 +40,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.admission import check_profile
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.blobs import MemoryBlobs
-from fleetdistill_server.cohort import with_columns
+from fleetdistill_server.cohort import Cohort, with_columns
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
@@ -48,6 +49,7 @@ from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS = 3, 6
 WIDTHS = (8, 7, 5, CLASSES)
@@ -120,6 +122,8 @@ class Fleet:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
+    sample = Cohort.sample
+
     async def ask(
         self,
         step: str,
@@ -151,6 +155,9 @@ class Fleet:
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         self.events.append((kind, device, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
 
     def report(self, name: str, value: dict[str, Any]) -> None:
         self.figures.setdefault(name, {}).update(value)
@@ -206,7 +213,7 @@ def test_d2s_3_the_participation_that_first_uses_layer_3() -> None:
     assert firsts == [10, 16, 22]
     server = make_server(participation_ratio=0.2)
     devices = {f"d{number:02d}": None for number in range(50)}
-    taken = [server._participants(Fleet(devices, number)) for number in range(1, 101)]  # type: ignore[arg-type]
+    taken = [Fleet(devices, number).sample(server.config.participation_ratio) for number in range(1, 101)]  # type: ignore[arg-type]
     assert sum(map(len, taken)) / 50 == 20  # expected participations of a device: 7 * 3 + 1 = 22 is out of reach
     assert len({device for one in taken for device in one}) == 50
 
@@ -818,8 +825,8 @@ def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
         ({"s2c_mode": "feature_grad", "distill_epochs": 2}, "feature_grad allows distill_epochs = 1 only"),
         ({"s2c_mode": "feature_grad", "distance": "mse"}, "feature_grad is the gradient through the head"),
         ({"warmup_epochs": -1}, "warmup_epochs must be >= 0"),
-        ({"participation_ratio": 0.0}, "participation_ratio must be > 0 and <= 1"),
-        ({"participation_ratio": 1.5}, "participation_ratio must be > 0 and <= 1"),
+        ({"participation_ratio": 0.0}, "participation_ratio must be in (0, 1]"),
+        ({"participation_ratio": 1.5}, "participation_ratio must be in (0, 1]"),
         ({"l_min": 2, "dropping_set": "F3"}, "set one of them"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0"),
         ({"batch_size": 0}, "batch_size must be >= 1"),
@@ -875,17 +882,17 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(settings: dict[st
     assert cuts == [dict.fromkeys(("device-0", "device-1"), cut) for cut in ("F3", "F2", "F1", "C2")]
     model = build_model("fedd2s_digits")
     assert isinstance(model, SplitModel)
-    sizes = {name: int(np.prod(shape)) for name, shape in model.stage_shapes((1, 8, 8)).items()}
+    features = int(np.prod(model.stage_shapes((1, 8, 8))["C1"]))
+    config = FedD2SConfig(**settings).for_classes(10)
     traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.traffic(RUN)}
     for spec in prepared[1]:
         rows = len(np.load(spec.data_file)["labels"])
         for number, cut in enumerate(("F3", "F2", "F1", "C2"), start=1):
-            up = 2 * rows * (sizes["C1"] + sizes[cut]) + 4 * rows + 8 * rows
-            assert traffic[number, spec.name, "up"] == up
-            soft = 2 * rows * (10 if set(settings) <= {"paper"} or cut == "F3" else sizes[cut])
-            head = parameter_count(model.stages[model.depth_of(cut) :]) if set(settings) <= {"paper"} else 0
+            sizes = at_layer(Sizes(samples=rows, features=features, classes=10), model, cut, (1, 8, 8))
+            predicted = round_bytes(FedD2SServer.exchanges(config, sizes), "float16")
+            assert traffic[number, spec.name, "up"] == predicted["up"]
             start = parameter_count(model) if number == 1 and "paper" not in settings else 0
-            assert traffic[number, spec.name, "down"] == soft + 8 * rows + 4 * head + 4 * start
+            assert traffic[number, spec.name, "down"] == predicted["down"] + 4 * start
     report = export_server_model(store, RUN, tmp_path / "network.onnx")  # it reads H_1, of which uploads hold samples
     assert report.max_difference < 1e-4
     store.close()

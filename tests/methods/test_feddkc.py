@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
 from fleetdistill.model import split_sequential
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
+from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
@@ -35,18 +38,24 @@ class FakeCohort:
 
     def __init__(self, knowledge: dict[str, SampleKnowledge]) -> None:
         self.knowledge = knowledge
+        self.devices = sorted(knowledge)
         self.sent: dict[str, Parts] = {}
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    async def ask(self, step: str, payload: Any) -> AsyncIterator[Any]:
+    sample = Cohort.sample
+
+    async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
         assert step == "train"
-        for device in sorted(self.knowledge):
+        for device in to:
             self.sent[device] = payload(device)
             yield SimpleNamespace(device=device, samples=1, part=lambda name, kind, d=device: self.knowledge[d])
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         self.events.append((kind, device, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
 
     def report(self, name: str, value: dict[str, Any]) -> None:
         self.figures.setdefault(name, {}).update(value)
@@ -91,6 +100,30 @@ def run_round(server: FedDKCServer, knowledge: dict[str, SampleKnowledge]) -> Fa
     cohort = FakeCohort(knowledge)
     asyncio.run(server.round(cohort))  # type: ignore[arg-type]
     return cohort
+
+
+def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_others() -> None:
+    server, knowledge = make_server(), {f"d{i}": make_knowledge(i) for i in range(3)}
+    run_round(server, knowledge)
+    before = dict(server._knowledge)
+    server.config = replace(server.config, participation_ratio=0.34)
+    (taken,) = run_round(server, knowledge).sent
+    assert [device for device in before if server._knowledge[device] is not before[device]] == [taken]
+
+
+@pytest.mark.parametrize("settings", [{"server_learning_rate": 1e6}, {"server_learning_rate": 1e30}])
+def test_a_predictor_that_does_not_stay_finite_goes_on_from_before_the_round(settings: dict[str, Any]) -> None:
+    server, knowledge = make_server(**settings), {name: make_knowledge(i) for i, name in enumerate("ab")}
+    before = copy.deepcopy(server.state_dict())
+    cohort = run_round(server, knowledge)
+    after = server.state_dict()
+    for name, tensor in before["predictor"].items():
+        assert torch.equal(after["predictor"][name], tensor)
+    assert after["optimizer"] == before["optimizer"]
+    assert "distillation-undone" in [kind for kind, _, _ in cohort.events]
+    for device in "ab":
+        assert encode(server._knowledge_for(device), np.float16)
+    assert "distillation-undone" not in [kind for kind, _, _ in run_round(make_server(), knowledge).events]
 
 
 def make_device(rows: int = 20, **settings: Any) -> FedDKCDevice:

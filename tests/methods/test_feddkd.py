@@ -23,7 +23,14 @@ from torch.testing import assert_close
 from wire_samples import make_contract, make_profile
 
 from fleetdistill import Step
-from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, RefusedError, WireError
+from fleetdistill.errors import (
+    CannotAnswer,
+    ConfigurationError,
+    KnowledgeError,
+    ModelError,
+    QuorumNotReached,
+    RefusedError,
+)
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
 from fleetdistill.local_training import TensorData
 from fleetdistill.losses import activation_divergence, distillation_loss, soft_cross_entropy, soft_targets
@@ -34,7 +41,7 @@ from fleetdistill.models import build_model
 from fleetdistill.onnx_export import export_onnx
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import batch_norm_names, model_parameters
+from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.admission import check_profile
@@ -54,6 +61,7 @@ from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
+from fleetdistill_server.traffic import Sizes, Weights, round_bytes
 
 CLASSES, INPUTS, HIDDEN = 3, 6, 8
 
@@ -136,6 +144,9 @@ class Fleet:
 
     sample = Cohort.sample
 
+    def needed(self, asked: int) -> int:
+        return math.ceil(2 / 3 * asked - 1e-9)
+
     async def ask(self, step: str, payload: Parts, *, to: Sequence[str], quorum: float = 2 / 3) -> AsyncIterator[Any]:
         self.asked.append((step, tuple(to)))
         self.sent.append(payload)
@@ -156,6 +167,9 @@ class Fleet:
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         self.events.append((kind, device, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
 
     def report(self, name: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -179,6 +193,14 @@ def run_round(server: FedDKDServer, fleet: Fleet) -> Fleet:
 def make_fleet(count: int = 2, completed: int = 0, model: str = "test_feddkd:tiny_model", **settings: Any) -> Fleet:
     devices = {f"d{i}": make_device(i, model=model, **settings) for i in range(count)}
     return Fleet({name: device.handle for name, device in devices.items()}, completed)
+
+
+def mean_of(fleet: Fleet) -> ModelParameters:
+    """What the server starts the distillation from: the mean of the models that were sent, of equal weights."""
+    mean = WeightedMean()
+    for parts in fleet.answers[0].values():
+        mean.add(parts["parameters"], 20)  # type: ignore[arg-type]
+    return mean.result()
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -363,6 +385,9 @@ def test_dkd_8_the_schedules_of_both_rates() -> None:
     server = scalar_server(dkd_steps=2, dkd_lr=0.2, dkd_lr_round_decay=0.98, dkd_lr_step_decay=0.97)
     fleet = run_round(server, Fleet({"a": scripted(0, 1)}, completed=2))
     assert weight_of(server) == pytest.approx(-0.2 * 0.98**2 * (1 + 0.97), abs=1e-6)
+    assert fleet.sent[0]["plan"].values == {"learning_rate": 0.02}  # type: ignore[union-attr]
+    decaying = scalar_server(dkd_steps=0, learning_rate_round_decay=0.99)
+    fleet = run_round(decaying, Fleet({"a": scripted(0, 1)}, completed=2))
     assert fleet.sent[0]["plan"].values == {"learning_rate": 0.02 * 0.99**2}  # type: ignore[union-attr]
 
 
@@ -429,7 +454,7 @@ def test_dkd_11_parameters_and_bytes_of_the_papers_networks(name: str, variant: 
     ("fraction", "present", "taken"), [(0.25, 20, 5), (0.75, 20, 15), (0.29, 100, 29), (0.01, 20, 1)]
 )
 def test_dkd_12_devices_of_a_round(fraction: float, present: int, taken: int) -> None:
-    server = scalar_server(fraction=fraction, dkd_steps=1)
+    server = scalar_server(participation_ratio=fraction, dkd_steps=1)
     fleet = run_round(server, Fleet({f"d{number:03d}": scripted() for number in range(present)}))
     (train, first), (step, again) = fleet.asked
     assert (train, step) == ("train", "distil")
@@ -444,8 +469,9 @@ def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
     server, fleet = make_server(dkd_steps=2), make_fleet(3, dkd_steps=2)
     fleet.fails = frozenset({(2, "d1")})
     run_round(server, fleet)
-    everyone, left = ("d0", "d1", "d2"), ("d0", "d2")
-    assert fleet.asked == [("train", everyone), ("distil", everyone), ("distil", left)]
+    everyone = ("d0", "d1", "d2")
+    assert fleet.asked == [("train", everyone), ("distil", everyone), ("distil", everyone)]
+    assert [sorted(answers) for answers in fleet.answers] == [["d0", "d1", "d2"], ["d0", "d2"], ["d0", "d1", "d2"]]
     assert fleet.figures["distillation_steps"] == 2
     assert fleet.events == []
 
@@ -475,14 +501,10 @@ def test_distillation_lowers_the_distance_to_the_teachers_that_averaging_leaves(
 
 @pytest.mark.parametrize("settings", [{"dkd_steps": 0}, {"dkd_start_round": 2}])
 def test_without_steps_or_before_the_start_round_it_is_fedavg(settings: dict[str, Any]) -> None:
-    config = {"learning_rate_round_decay": 1.0, **settings}
-    server, fleet = make_server(**config), make_fleet(2, **config)
+    server, fleet = make_server(**settings), make_fleet(2, **settings)
     run_round(server, fleet)
     assert [step for step, _ in fleet.asked] == ["train"]
-    mean = WeightedMean()
-    for parts in fleet.answers[0].values():
-        mean.add(parts["parameters"], 20)  # type: ignore[arg-type]
-    for name, array in mean.result().parameters.items():
+    for name, array in mean_of(fleet).parameters.items():
         np.testing.assert_array_equal(server.model.state_dict()[name].numpy(), array)
 
 
@@ -552,11 +574,8 @@ def test_a_rate_that_is_far_too_large_is_caught_on_real_models() -> None:
     server, fleet = make_server(**settings), make_fleet(3, **settings)
     run_round(server, fleet)
     assert fleet.kinds == ["divergence-guard"]
-    mean = WeightedMean()
-    for parts in fleet.answers[0].values():
-        mean.add(parts["parameters"], 20)  # type: ignore[arg-type]
     np.testing.assert_array_equal(
-        server.model.state_dict()["stages.head.weight"], mean.result().parameters["stages.head.weight"]
+        server.model.state_dict()["stages.head.weight"], mean_of(fleet).parameters["stages.head.weight"]
     )
     unguarded, fleet = make_server(**settings, paper=True), make_fleet(3, **settings)
     run_round(unguarded, fleet)
@@ -580,16 +599,65 @@ def test_a_model_that_has_left_the_numbers_is_stepped_back_from(guard: bool) -> 
     server, fleet = make_server(**settings), make_fleet(2, **settings)
     run_round(server, fleet)
     left_out = ["gradient-left-out", "gradient-left-out"]
-    assert fleet.kinds == ([*left_out, "divergence-guard"] if guard else left_out)
-    assert fleet.figures["distillation_steps"] == (0 if guard else 1)
+    assert fleet.kinds == [*left_out, "divergence-guard" if guard else "distillation-undone"]
+    assert fleet.figures["distillation_steps"] == 0
+    mean = make_server(**settings)
+    load_parameters(mean.model, mean_of(fleet))
+    assert_same(state_of(server.model), state_of(mean.model))
+    json.dumps(fleet.figures, allow_nan=False)
 
 
-def test_a_gradient_without_a_finite_loss_is_left_out_of_the_mean() -> None:
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: bool) -> None:
+    server = scalar_server(dkd_steps=2, dkd_lr=1e38, divergence_guard=guard, dkd_lr_step_decay=0.5)
+    fleet = run_round(server, Fleet({"a": scripted(0, 1), "b": scripted(0, 1)}))
+    assert weight_of(server) == pytest.approx(-1.5e38)
+    assert (fleet.kinds, fleet.figures["distillation_steps"]) == ([], 2)
+    server = scalar_server(dkd_steps=2, dkd_lr=2e38, divergence_guard=guard, dkd_lr_step_decay=1.0)
+    fleet = run_round(server, Fleet({"a": scripted(0, 1), "b": scripted(0, 1)}))
+    assert weight_of(server) == pytest.approx(-2e38)
+    assert (fleet.kinds, fleet.figures["distillation_steps"]) == (["distillation-undone"], 1)
+
+
+def test_a_gradient_without_a_finite_loss_is_left_out_of_the_mean_and_of_the_figures() -> None:
     odd, even = scripted(0, 5, losses=[math.inf]), scripted(0, 1, losses=[1.0])
     server = scalar_server(dkd_steps=1, dkd_lr=0.1)
-    fleet = run_round(server, Fleet({"a": odd, "b": even}))
+    fleet = run_round(server, Fleet({"a": odd, "b": even, "c": even}))
     assert weight_of(server) == pytest.approx(-0.1)
     assert [(kind, device) for kind, device, _ in fleet.events] == [("gradient-left-out", "a")]
+    assert fleet.figures["distillation_loss"] == {"1": 1.0}
+
+
+@given(finite=st.integers(0, 9), count=st.integers(1, 9))
+def test_finite_gradients_short_of_the_quorum_move_nothing(finite: int, count: int) -> None:
+    finite = min(finite, count)
+    bad, good = scripted(0, 1, losses=[math.inf]), scripted(0, 1, losses=[1.0])
+    members = {f"d{number}": good if number < finite else bad for number in range(count)}
+    server = scalar_server(dkd_steps=1, dkd_lr=0.1)
+    fleet = run_round(server, Fleet(members))
+    enough = finite * 3 >= 2 * count
+    assert weight_of(server) == pytest.approx(-0.1 if enough else 0.0)
+    assert ("distillation-stopped" in fleet.kinds) != enough
+    assert fleet.figures["distillation_steps"] == int(enough)
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+def test_a_device_that_never_has_a_finite_loss_does_not_switch_the_guard_off(odd: float) -> None:
+    never, risen = scripted(0, 9, losses=[odd] * 3), scripted(0, 1, losses=[1.0, 9.0, 9.0])
+    server = scalar_server(dkd_steps=3, dkd_lr=0.1)
+    fleet = run_round(server, Fleet({"a": never, "b": risen, "c": risen}))
+    assert weight_of(server) == 0.0
+    assert fleet.kinds == ["gradient-left-out", "gradient-left-out", "divergence-guard"]
+    calm = run_round(scalar_server(dkd_steps=3), Fleet({"a": never, "b": scripted(), "c": scripted()}))
+    assert (set(calm.kinds), calm.figures["distillation_steps"]) == ({"gradient-left-out"}, 3)
+
+
+def test_a_loss_that_becomes_infinite_is_a_rise() -> None:
+    lost = scripted(0, 1, losses=[1.0, math.inf])
+    server = scalar_server(dkd_steps=3, dkd_lr=0.1)
+    fleet = run_round(server, Fleet({"a": lost, "b": scripted(0, 1), "c": scripted(0, 1)}))
+    assert weight_of(server) == 0.0
+    assert fleet.kinds == ["gradient-left-out", "divergence-guard"]
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8), longest=st.floats(1e-3, 1e3))
@@ -709,14 +777,14 @@ def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch
 
 def test_a_device_without_a_teacher_of_the_round_refuses() -> None:
     device = make_device()
-    with pytest.raises(WireError, match="round 1 needs a teacher of that round, but it has not trained yet"):
+    with pytest.raises(CannotAnswer, match="round 1 needs a teacher of that round, but it has not trained yet"):
         device.handle(distil(1))
     device.handle(teach(ask_round=1))
     device.handle(distil(1))
-    with pytest.raises(WireError, match=r"round 2 needs a teacher .* its last local training was in round 1"):
+    with pytest.raises(CannotAnswer, match=r"round 2 needs a teacher .* its last local training was in round 1"):
         device.handle(distil(1, ask_round=2))
     device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": make_server()._shared()}))
-    with pytest.raises(WireError, match="needs a teacher"):
+    with pytest.raises(CannotAnswer, match="needs a teacher"):
         device.handle(distil(2))
 
 
@@ -726,7 +794,7 @@ def test_a_stale_step_is_refused() -> None:
     device.handle(distil(1))
     device.handle(distil(2))
     for step in (1, 2):
-        with pytest.raises(WireError, match=f"distillation step {step} of round 1 is stale, step 2 was answered"):
+        with pytest.raises(CannotAnswer, match=f"distillation step {step} of round 1 is stale, step 2 was answered"):
             device.handle(distil(step))
     device.handle(teach(ask_round=2))
     device.handle(distil(1, ask_round=2))  # a new round begins at its first step
@@ -870,6 +938,52 @@ def test_variants_that_a_model_cannot_have_are_refused() -> None:
         make_server(variant="bn")
     with pytest.raises(ConfigurationError, match="variant 'max' needs a penultimate activation"):
         scalar_server(variant="max")
+    with pytest.raises(ConfigurationError, match="dkd_student_mode 'train' needs dkd_batch_size >= 2"):
+        make_server("test_feddkd:norm_model", dkd_student_mode="train", dkd_batch_size=1)
+
+
+def tapless_model(input_shape: Sequence[int] = (INPUTS,), classes: int = CLASSES) -> nn.Module:
+    """The tensors of `tiny_model` in an app's own module, which offers a cut and no embedding."""
+
+    class Tapless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extractor, self.predictor = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, classes)
+
+        def features(self, x: Tensor) -> Tensor:
+            return self.extractor(x)  # type: ignore[no-any-return]
+
+        def predict(self, h: Tensor) -> Tensor:
+            return self.predictor(h)  # type: ignore[no-any-return]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.predict(self.features(x))
+
+    return Tapless()
+
+
+def test_max_tells_an_app_at_once_that_its_model_lacks_embedding() -> None:
+    with pytest.raises(ModelError, match=r"FedDKD needs what the last layer reads, and Tapless has no embedding\(x\)"):
+        make_device(model="test_feddkd:tapless_model", variant="max")
+    make_device(model="test_feddkd:tapless_model")
+
+
+@pytest.mark.parametrize(("model", "variant"), [("tiny_model", "plain"), ("norm_model", "plain"), ("norm_model", "bn")])
+def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: str, variant: str) -> None:
+    path = f"test_feddkd:{model}"
+    settings = {"model": path, "variant": variant}
+    server, gradients = make_server(path, variant=variant), []
+    for mode in ("eval", "train", "train"):
+        device = make_device(**settings, dkd_student_mode=mode)  # type: ignore[arg-type]
+        device.handle(teach(server=server))
+        before, modes = state_of(device.local.model), [part.training for part in device.local.model.modules()]
+        torch.manual_seed(2)
+        answer = device.handle(distil(1, server=server))
+        assert_same(state_of(device.local.model), before)
+        assert [part.training for part in device.local.model.modules()] == modes
+        gradients.append(answer.parts["gradient"].gradients["stages.head.weight"])
+    assert np.abs(gradients[0] - gradients[1]).max() > 1e-4
+    np.testing.assert_array_equal(gradients[1], gradients[2])
 
 
 def test_gamma_is_smaller_with_batch_norm_unless_it_is_given() -> None:
@@ -896,7 +1010,8 @@ def test_gamma_is_smaller_with_batch_norm_unless_it_is_given() -> None:
         ({"dkd_max_norm": 0.0}, "dkd_max_norm must be > 0"),
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"temperature": math.nan}, "temperature must be > 0"),
-        ({"fraction": 0.0}, "fraction must be in (0, 1]"),
+        ({"participation_ratio": 0.0}, "participation_ratio must be in (0, 1]"),
+        ({"dkd_student_mode": "x"}, "unknown dkd_student_mode 'x'"),
         ({"variant": "x"}, "unknown variant 'x'"),
         ({"fedmax_beta": -0.1}, "fedmax_beta must be >= 0"),
         ({"fedmax_form": "x"}, "unknown fedmax_form 'x'"),
@@ -911,12 +1026,11 @@ def test_a_setting_out_of_range_says_so(settings: dict[str, Any], sentence: str)
 
 
 def test_paper_switches_ours_off_at_once() -> None:
-    ours = {"dkd_max_norm": 1.0, "temperature": 2.0, "dkd_weighting": "samples", "fedmax_form": "u_to_a_elementwise"}
-    paper = FedDKDConfig(**ours, paper=True).for_classes(10)  # type: ignore[arg-type]
+    paper = FedDKDConfig(paper=True).for_classes(10)
     assert (paper.divergence_guard, paper.dkd_max_norm, paper.temperature) == (False, None, 1.0)
-    assert (paper.dkd_weighting, paper.fedmax_form) == ("uniform", "a_to_u")
-    assert FedDKDConfig(**ours).for_classes(10).dkd_max_norm == 1.0  # type: ignore[arg-type]
+    assert (paper.dkd_weighting, paper.fedmax_form, paper.nesterov) == ("uniform", "a_to_u", False)
     assert FedDKDConfig().for_classes(10).divergence_guard
+    assert make_server("test_feddkd:norm_model", paper=True).config.dkd_lr == 0.1
 
 
 def contract_of(server: FedDKDServer) -> contract_pb2.Contract:
@@ -1007,18 +1121,16 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
     store = run_in_memory(prepare(fleet, tmp_path / "work"))
     built = build_model(model)
     private = batch_norm_names(built) if settings.get("variant") == "bn" else frozenset[str]()
-    state = {name: tensor for name, tensor in built.state_dict().items() if name not in private}
-    trainable = sum(one.numel() for name, one in built.named_parameters() if name not in private)
-    buffers = sum(one.nbytes for one in state.values()) - 4 * trainable
+    sizes = Sizes(model=Weights.of(model_parameters(built, without=private)))
+    whole = 4 * sizes.model.parameters + sizes.model.buffer_bytes
     initial = sum(one.nbytes for one in built.state_dict().values())
     rows = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.traffic(RUN)}
     assert len(rows) == 8
     for (number, _, direction), measured in rows.items():
         steps = settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0
-        whole = 4 * trainable + buffers
+        predicted = round_bytes(FedDKDServer.exchanges(FedDKDConfig(dkd_steps=steps), sizes), "float16")
         extra = (initial if number == 1 else 0) + (whole if number == 2 else 0)  # the start, and the end result
-        up, down = whole + steps * 4 * trainable, (1 + steps) * whole + extra
-        assert measured == (up if direction == "up" else down)
+        assert measured == predicted[direction] + (extra if direction == "down" else 0)
     figures = [json.loads(row["figures"]) for row in store.rounds(RUN)]
     assert [one["distillation_steps"] for one in figures] == [
         settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0 for number in (1, 2)
@@ -1027,7 +1139,7 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
 
 
 def test_without_steps_a_run_ends_in_fedavgs_model(tmp_path: Path) -> None:
-    ours = {"dkd_steps": 0, "learning_rate_round_decay": 1.0, "local_epochs": 2}
+    ours = {"dkd_steps": 0, "local_epochs": 2}  # the rest are the defaults of both
     checkpoints = []
     for method, settings in (("feddkd", ours), ("fedavg", {})):
         store = run_in_memory(prepare(small(method=method, settings=settings), tmp_path / method))

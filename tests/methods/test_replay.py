@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any
 
-import pytest
-from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
+from support.fleets import RUNS, Prepared, assert_no_upload_lost, every_run, prepare, record, run_in_memory
 
 from fleetdistill import Device, Step
-from fleetdistill.methods import METHODS
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 MOST_RESTARTS = 1000
@@ -54,23 +50,11 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
     raise AssertionError(f"the run was not over after {MOST_RESTARTS} engines")
 
 
-MORE: list[tuple[str, dict[str, Any]]] = [
-    ("dafkd", {"discriminator_location": "device", "sync": "exact", "kd_start_round": 1, "kd_samples": 64}),
-]
-"""Settings beside the defaults under which a method asks other steps."""
-RUNS = [*((method, dict[str, Any]()) for method in sorted(METHODS)), *MORE]
-
-
-@pytest.mark.parametrize(("method", "settings"), RUNS)
-def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
-    method: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    fleet = Simulation(
-        method=method, settings=settings, devices=2, rounds=2, train_limit=60, test_limit=20, torch_device="cpu"
-    )
+@every_run
+def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(name: str, tmp_path: Path) -> None:
+    fleet = RUNS[name]
     undisturbed = run_in_memory(prepare(fleet, tmp_path / "undisturbed"))
     disturbed, engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"))
     assert engines > fleet.rounds * fleet.devices
-    assert outcome(disturbed) == outcome(undisturbed)
+    assert record(disturbed) == record(undisturbed)
     assert_no_upload_lost(disturbed)
-    assert not disturbed.events("simulation", "replay-differs")

@@ -17,9 +17,18 @@ import torch
 from torch import nn
 
 from fleetdistill import Device, Event, Step
-from fleetdistill.errors import ConfigurationError, DataError, LinkError, ModelError, RefusedError, StateError
+from fleetdistill.errors import (
+    CannotAnswer,
+    ConfigurationError,
+    DataError,
+    LinkError,
+    ModelError,
+    RefusedError,
+    StateError,
+)
 from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
 from fleetdistill.model import split_sequential
+from fleetdistill.storage import Storage
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
@@ -129,10 +138,10 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
         assert device.step(0) is Step.ANSWERED
         fleet.store.end_run(RUN, "finished", "1 rounds completed")
         device.run()
-    assert events.kinds() == ["checked-in", "ask", "answered", "delivered", "finished"]
+    assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
     upload = fleet.store.uploads(RUN)[0]
     assert upload["samples"] == 24
-    assert events[2].values == {"receipt": upload["receipt"]}
+    assert events[3].values == {"receipt": upload["receipt"]}
     assert knowledge_of(fleet).features["cut"].dtype == np.float16
     assert [row["count"] for row in fleet.store.figures(RUN, "accuracy", "test")] == [9]
     assert fleet.store.present_devices(RUN) == []
@@ -162,6 +171,164 @@ def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence
 # --- delivery
 
 
+def reported(fleet: Fleet) -> list[tuple[int, bool]]:
+    """Round by round, whether the device told the server that its app's model was replaced."""
+    rows = fleet.store.figures(RUN, "replaced", "validation")
+    assert all(row["count"] == 1 and row["sum"] in (0, 1) for row in rows)
+    return [(row["round"], row["sum"] == 1) for row in rows]
+
+
+def weights(device: Device) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"validation_data": None}, {"allow": ("features", "logits", "labels")}], ids=["no data", "not allowed"]
+)
+def test_a_verdict_is_reported_only_with_validation_data_and_metrics(
+    fleet: Fleet, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events, **{"validation_data": tiny_data(), **changes}) as device:
+        fleet.ask("d")
+        device.step(0)
+    assert reported(fleet) == []
+    assert events.kinds()[-1] in ("delivered", "kept"), "the app hears of it either way"
+
+
+def test_validation_data_without_samples_are_refused(fleet: Fleet, tmp_path: Path) -> None:
+    with (
+        make_device(fleet, tmp_path, validation_data=tiny_data(0)) as device,
+        pytest.raises(DataError, match="validation_data has no samples; give at least one, or None"),
+    ):
+        device.step(0)
+
+
+def unbeatable_data(fleet: Fleet, tmp_path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Validation data that the model which joins answers without a mistake, if only just: no trained one does."""
+    inputs, _ = tiny_data(3000)
+    with make_device(fleet, tmp_path, device_id="other") as device:
+        scores = device.model(torch.from_numpy(inputs)).detach().sort(dim=1)
+    close = (scores.values[:, -1] - scores.values[:, -2]).argsort()[:40].numpy()
+    return inputs[close], scores.indices[:, -1].numpy()[close]
+
+
+def test_the_model_that_joined_is_judged_too_and_survives_a_restart(fleet: Fleet, tmp_path: Path) -> None:
+    unbeatable = unbeatable_data(fleet, tmp_path / "other")
+    events = Events()
+    with make_device(fleet, tmp_path / "d", events, validation_data=unbeatable) as device:
+        joined = weights(device)
+        for _ in range(3):
+            fleet.ask("d")
+            device.step(0)
+    assert events[-1].kind == "kept"
+    assert events[-1].values["accuracy_in_use"] == 1.0
+    assert reported(fleet) == [(1, False), (2, False), (3, False)]
+    with make_device(fleet, tmp_path / "d", validation_data=unbeatable) as device:
+        assert equal(weights(device), joined)
+
+
+@pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])
+@pytest.mark.parametrize("early_look", [False, True])
+def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
+    fleet: Fleet, tmp_path: Path, moment: str, early_look: bool
+) -> None:
+    given = {"validation_data": tiny_data(30, seed=4)}
+    fleet.ask("d")
+    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.desk, moment), **given)
+    joined = weights(crashing)
+    with pytest.raises(Crash):
+        crashing.step(0)
+    assert equal(weights(crashing), joined), "no receipt, no delivery"
+    crashing._storage.close()
+    with make_device(fleet, tmp_path / "a", **given) as device:
+        if early_look:  # loads the state from before the answer that waits in the outbox
+            assert equal(weights(device), joined)
+        device.step(0)
+        fleet.ask("d")
+        device.step(0)
+        after = weights(device)
+    other = Fleet()
+    with make_device(other, tmp_path / "b", **given) as undisturbed:
+        for _ in range(2):
+            other.ask("d")
+            undisturbed.step(0)
+        assert equal(weights(undisturbed), after)
+    assert reported(fleet) == reported(other)
+    assert reported(fleet)[0] == (1, True)
+
+
+def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    events = Events()
+    link = StubbornLink(fleet.desk, "bad-value", 1)
+    with make_device(fleet, tmp_path, events, link=link, validation_data=tiny_data()) as device:
+        joined = weights(device)
+        device.step(0)
+        assert equal(weights(device), joined)
+    assert events.kinds()[-1] == "refused"
+    assert reported(fleet) == []
+
+
+def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet, tmp_path: Path) -> None:
+    """The app catches the error and goes on with the same Device."""
+    other = Fleet()
+    with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
+        for one in (fleet, other):
+            one.ask("d")
+        device.step(0) if device._terms else device._check_in()
+        method = device._ready_worker()._method
+        method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+        with pytest.raises(Crash):
+            device.step(0)
+        del method._knowledge  # type: ignore[attr-defined]
+        device.step(0)
+        undisturbed.step(0)
+        assert equal(weights(device), weights(undisturbed))
+    np.testing.assert_array_equal(knowledge_of(fleet).logits, knowledge_of(other).logits)
+
+
+# --- declining
+
+
+def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        method = device._ready_worker()._method
+        before = device._storage.load("state.safetensors")
+
+        def cannot(ask: Any) -> Any:
+            with torch.no_grad():
+                next(method.local.model.parameters()).zero_()  # whatever it did before it gave up
+            raise CannotAnswer("it has no teacher")
+
+        method.handle = cannot  # type: ignore[method-assign]
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
+        (ask,) = fleet.store.asks(RUN, 1, 1)
+        assert (ask["status"], ask["reason"]) == ("out", "declined")
+        (event,) = fleet.store.events(RUN, "declined")
+        assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
+        assert device._storage.load("state.safetensors") == before
+        del method.handle  # type: ignore[method-assign]
+        assert device.step(0) is Step.WAITED
+        assert fleet.store.present_devices(RUN) == ["d"], "out for the round, not for the run"
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert events.kinds()[-1] == "delivered"
+    assert device._worker is not None
+    assert all(bool(one.any()) for one in device._worker._module.parameters()), "it went on from the committed state"
+
+
+# --- delivery, in the app
+
+
 def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fleet, tmp_path: Path) -> None:
     """After three rounds the teacher is wrong everywhere: training goes on, the app keeps its model."""
     events = Events()
@@ -181,6 +348,7 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
     kept = [event for event in verdicts if event.kind == "kept"]
     assert kept
     assert all(event.values["accuracy"] < event.values["accuracy_in_use"] for event in kept)
+    assert reported(fleet) == [(event.round, event.kind == "delivered") for event in verdicts], "as the server hears"
 
 
 def test_each_delivered_round_exports_an_onnx_model_of_it(fleet: Fleet, tmp_path: Path) -> None:
@@ -219,6 +387,44 @@ class CrashingLink(MemoryLink):
         if self.moment == "after the receipt was given":
             raise Crash
         return receipt
+
+
+@pytest.mark.parametrize("moment", ["promote_answer", "_export"])
+def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The file must not stay one delivery behind the model that it claims to be, also when no round follows."""
+
+    def die(*given: Any) -> None:
+        raise Crash
+
+    crashing = make_device(fleet, tmp_path, export_onnx="round")
+    fleet.ask("d")
+    crashing.step(0)
+    fleet.ask("d")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage if moment == "promote_answer" else Device, moment, die)
+        with pytest.raises(Crash):
+            crashing.step(0)
+    crashing._storage.close()
+    with make_device(fleet, tmp_path, export_onnx="round") as device:
+        device.step(0)
+        device.step(0)
+        assert_exported(device, tmp_path / "model.onnx", str(fleet.round))
+    assert not (tmp_path / "model.onnx.due").exists()
+
+
+def assert_exported(device: Device, path: Path, number: str) -> None:
+    import onnx
+    import onnxruntime
+
+    metadata = {one.key: one.value for one in onnx.load(path).metadata_props}
+    assert metadata["round"] == number
+    inputs = tiny_data()[0]
+    session = onnxruntime.InferenceSession(path)
+    with torch.no_grad():
+        expected = device.model(torch.as_tensor(inputs)).numpy()
+    np.testing.assert_allclose(session.run(None, {"input": np.asarray(inputs)})[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])

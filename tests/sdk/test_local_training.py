@@ -185,7 +185,7 @@ class TestScoring:
         assert (counts.correct, counts.count, counts.accuracy) == (2, 4, 0.5)
         assert counts.per_class_correct.tolist() == [1, 1, 0]
         assert counts.per_class_count.tolist() == [2, 1, 1]
-        assert counts.per_class_predicted.tolist() == [1, 3, 0]
+        assert counts.confusion.tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
         rows = [-torch.log_softmax(row, 0)[label] for row, label in zip(logits, (0, 0, 1, 2), strict=True)]
         assert counts.loss_sum == pytest.approx(float(sum(rows)))
 

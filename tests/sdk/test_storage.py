@@ -18,13 +18,16 @@ from wire_samples import data_of, make_payload
 from fleetdistill import Device
 from fleetdistill.errors import StateError
 from fleetdistill.storage import Pending, Storage
+from fleetdistill.verdict import Verdict
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
 NOWHERE = "127.0.0.1:1"  # never contacted
 
 
-def put(storage: Storage, pending: Pending = PENDING, candidate: bytes = b"new state") -> None:
-    storage.put_answer(pending, make_payload(), candidate)
+def put(
+    storage: Storage, pending: Pending = PENDING, candidate: bytes = b"new state", delivered: bytes | None = None
+) -> None:
+    storage.put_answer(pending, make_payload(), candidate, delivered)
 
 
 def kill(storage: Storage) -> None:
@@ -308,6 +311,49 @@ def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
         assert storage.pending() is None or whole_answer(storage)
         storage.close()
     assert outcomes == {(True, b"old state"), (False, b"new state")}
+
+
+def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the answer is pending either model may lie there: settling again delivers the new one."""
+
+    def prepare(storage: Storage) -> None:
+        storage.save("delivered.safetensors", b"old model")
+        put(storage, delivered=b"new model")
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.promote_answer)
+    outcomes = set()
+    for storage in restarted:
+        outcomes.add((whole_answer(storage), storage.load("delivered.safetensors")))
+        if storage.pending():
+            storage.promote_answer()
+        assert storage.load("delivered.safetensors") == b"new model"
+        assert storage.load("state.safetensors") == b"new state"
+        storage.close()
+    assert outcomes == {(True, b"old model"), (True, b"new model"), (False, b"new model")}
+
+
+def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_keeps_it(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.save("delivered.safetensors", b"old model")
+    put(storage, delivered=b"never reported")
+    (tmp_path / "outbox" / "manifest.json").unlink()
+    put(storage)
+    storage.promote_answer()
+    assert storage.load("delivered.safetensors") == b"old model"
+    storage.close()
+
+
+@pytest.mark.parametrize("verdict", [None, Verdict(True), Verdict(False, 0.5, 0.75)])
+def test_the_verdict_on_the_apps_model_survives_a_restart(tmp_path: Path, verdict: Verdict | None) -> None:
+    storage = Storage(tmp_path)
+    pending = Pending(3, 2, 1, 40, verdict)
+    put(storage, pending)
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.pending() == pending
+    again.close()
 
 
 def test_a_crash_while_an_answer_is_dropped_keeps_the_old_state(

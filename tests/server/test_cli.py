@@ -74,7 +74,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "serve", "simulate", "runs", "runs list", "runs show", "devices", "export"],
+    ["", "serve", "simulate", "methods", "runs", "runs list", "runs show", "devices", "export"],
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = call(*command.split(), "--help")

@@ -255,7 +255,7 @@ def test_an_empty_digest_names_nothing(opened: tuple[Store, Desk, bytes]) -> Non
 def test_a_device_that_knows_no_proxy_sets_is_refused(opened: tuple[Store, Desk, bytes]) -> None:
     _, desk, digest = opened
     profile = make_profile(classes=10, features=[], knowledge_types=[desk.contract(RUN).knowledge_type])
-    with pytest.raises(RefusedError, match=f"proxy set: the device has , run 'simulation' has {digest.hex()[:12]}"):
+    with pytest.raises(RefusedError, match=f"proxy set: the device has none, run 'simulation' has {digest.hex()[:12]}"):
         desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d", b"", RUN), profile=profile))
 
 

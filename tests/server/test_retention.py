@@ -18,7 +18,7 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path, monke
     made = Store.in_memory()
     monkeypatch.setattr(Store, "in_memory", classmethod(lambda cls: stores.append(made) or made))
     monkeypatch.setattr(Store, "close", lambda self: None)
-    simulate(Simulation(rounds=4, devices=2, seed=1, with_alone=False, out=tmp_path))
+    simulate(Simulation(rounds=4, devices=2, seed=1, with_alone=False, with_fedavg=False, out=tmp_path))
     (store,) = stores
     uploads = store.uploads(RUN)
     assert len(uploads) == 8, "the receipts of every round stay"

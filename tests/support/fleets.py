@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from fleetdistill.methods import METHODS
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
@@ -13,9 +18,45 @@ from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_c
 from fleetdistill_server.simulation.links import run_over_memory
 from fleetdistill_server.simulation.partition import partition
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store import Row, Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
+
+SMALL = Simulation(
+    devices=2, rounds=2, train_limit=60, test_limit=20, torch_device="cpu", with_alone=False, with_fedavg=False
+)
+_DAFKD = {"kd_start_round": 1, "kd_samples": 64, "maturity_guard": False, "local_epochs": 2}
+_FEDD2S = {"drop_every": 1, "teacher_guard": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "feddkc in float32": {"method": "feddkc", "knowledge_type": "float32"},
+    "cdkt with embeddings": {
+        "method": "cdkt",
+        "settings": {"knowledge": "repfull"},
+        "models": ("cdkt_digits", "cdkt_digits_small"),
+    },
+    "fedd2s with heads": {"method": "fedd2s", "settings": _FEDD2S, "models": ("fedd2s_digits",)},
+    "fedd2s with feature gradients": {
+        "method": "fedd2s",
+        "settings": {**_FEDD2S, "s2c_mode": "feature_grad"},
+        "models": ("fedd2s_digits",),
+    },
+    "feddkd with batch-norm on devices": {
+        "method": "feddkd",
+        "settings": {"variant": "bn", "dkd_steps": 2},
+        "models": ("digits_cnn_small",),
+    },
+    "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
+    "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
+    "dafkd exact": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device", "sync": "exact"}},
+    "dafkd on features": {"method": "dafkd", "settings": {**_DAFKD, "generator_level": "feature"}},
+}
+"""What a simulation changes for a method to send other kinds of messages than it does by default."""
+RUNS = {
+    **{method: replace(SMALL, method=method) for method in sorted(METHODS)},
+    **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
+}
+"""A short run of every method in the table with its defaults, and of every variant."""
+every_run = pytest.mark.parametrize("name", RUNS)
 
 
 def prepare(wanted: Simulation, work: Path) -> Prepared:
@@ -41,6 +82,39 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     assert row["status"] == "finished"
     figures = store.figures(RUN, "accuracy", "test")
     return row["checkpoint"], [(one["round"], one["device"], one["sum"], one["count"]) for one in figures]
+
+
+def record(store: Store) -> dict[str, Any]:
+    """All that a run leaves in its store but for times and random names; digests stand for the bytes."""
+    checkpoint, accuracies = outcome(store)
+    rounds = store.rounds(RUN)
+    asks = [ask for row in rounds for ask in _asks(store, row["round"])]
+    uploads = [(*_name(row), row["samples"], row["status"], row["sha256"]) for row in store.uploads(RUN)]
+    return {
+        "checkpoint": checkpoint,
+        "accuracies": accuracies,
+        "rounds": [(row["round"], row["status"], row["cohort"], row["figures"]) for row in rounds],
+        "asks": [(*_name(ask), ask["expects"], ask["seed"], ask["status"], ask["payload"]) for ask in asks],
+        "uploads": sorted(uploads),
+        "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.events(RUN)),
+    }
+
+
+def _asks(store: Store, number: int) -> Iterator[Row]:
+    for step_number in itertools.count(1):
+        if not (asks := store.asks(RUN, number, step_number)):
+            return
+        yield from asks
+
+
+def _name(row: Row) -> tuple[int, int, str, str]:
+    return row["round"], row["step_number"], row["step"], row["device"]
+
+
+def device_files(prepared: Prepared) -> dict[str, bytes]:
+    """What the devices keep at the end of a run: their state, and the model for the app."""
+    names = ("state.safetensors", "delivered.safetensors", "model.onnx")
+    return {f"{spec.name}/{name}": (Path(spec.state_dir) / name).read_bytes() for spec in prepared[1] for name in names}
 
 
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None) -> None:

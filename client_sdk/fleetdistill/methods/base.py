@@ -19,7 +19,7 @@ from fleetdistill.knowledge import Kind, Parts
 if TYPE_CHECKING:
     import torch
 
-    from fleetdistill.local_training import TensorData
+    from fleetdistill.local_training import TensorData, TrainingReport
     from fleetdistill.model import FeatureModel
 
 CUT = "cut"
@@ -118,6 +118,9 @@ class DeviceMethod:
     metrics_step: ClassVar[str]
     """Step whose answer ends a round for the device; its metrics are measured after it."""
 
+    trained: TrainingReport | None = None
+    """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""
+
     def __init__(self, config: Any, local: Local) -> None:
         self.config = config
         self.local = local
@@ -146,3 +149,9 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
         bound = ">" if open_low else ">="
         upper = f" and < {high:g}" if high != float("inf") else ""
         raise ConfigurationError(f"{name} must be {bound} {low:g}{upper}, got {value!r}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises ConfigurationError unless `0 < value <= 1`."""
+    if not 0 < value <= 1:
+        raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")

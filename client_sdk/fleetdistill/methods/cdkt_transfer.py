@@ -100,7 +100,13 @@ class Distance:
         return euclidean_distance(student_b, teacher_b, over_batch=self.norm2_reduction == "frobenius")
 
 
-def proxy_batches(samples: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Mini-batches of proxy rows without end: every row once, then shuffled anew."""
+def proxy_batches(samples: int, batch_size: int, generator: torch.Generator, *, smallest: int = 1) -> Iterator[Tensor]:
+    """Mini-batches of proxy rows without end: every row once, then shuffled anew; a rest below `smallest` is left out.
+
+    Where there are fewer than `smallest` samples or rows in a batch, batches are as large as they can be.
+    """
+    smallest = min(smallest, samples, batch_size)
     while True:
-        yield from torch.split(torch.randperm(samples, generator=generator), batch_size)
+        for rows in torch.split(torch.randperm(samples, generator=generator), batch_size):
+            if len(rows) >= smallest:
+                yield rows

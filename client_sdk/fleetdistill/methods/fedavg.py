@@ -14,7 +14,10 @@ from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgConfig(LocalTraining):
-    """Settings of FedAvg: those of local training. The optimiser starts afresh in each round."""
+    """Settings of FedAvg: those of local training, with the paper's C as `participation_ratio`.
+
+    The optimiser starts afresh in each round.
+    """
 
     learning_rate: float = 0.02
     weight_decay: float = 0.0
@@ -41,7 +44,7 @@ class FedAvgDevice(DeviceMethod):
 
         local = self.local
         load_parameters(local.model, ask.part("parameters", ModelParameters))
-        train_epochs(
+        self.trained = train_epochs(
             local.model,
             local.data,
             epochs=self.config.local_epochs,

@@ -54,12 +54,12 @@ class FedD2SConfig(LocalTraining):
         distance: `head` reads features with the global network's upper layers; `mse` brings the features of both
             networks together instead, which is the paper's ablation (Table 3).
         average: `uniform` averages the copies of the global network alike, `samples` weighs them by their rows.
-        participation_ratio: The paper's rho, the part of the present devices that a round takes, in (0, 1].
+        participation_ratio: The paper's rho.
         warmup_epochs: Epochs towards labels before a device's first upload, at least 0.
         shared_initial: All devices start from one model; only then are their first layers' features comparable.
         teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
-        paper: Switch every deviation of ours off: alternating steps, no warm-up, a model of its own for every device,
-            no teacher guard.
+        paper: The paper's values of all settings that are not given: alternating steps, no warm-up, a model of its own
+            for every device, no teacher guard.
     """
 
     local_epochs: int = 4
@@ -77,7 +77,6 @@ class FedD2SConfig(LocalTraining):
     s2c_mode: str = "head"
     distance: str = "head"
     average: str = "uniform"
-    participation_ratio: float = 1.0
     warmup_epochs: int = 1
     shared_initial: bool = True
     teacher_guard: bool = True
@@ -91,8 +90,6 @@ class FedD2SConfig(LocalTraining):
         check_range("drop_every", self.drop_every, 1)
         check_range("temperature", self.temperature, 0, open_low=True)
         check_range("warmup_epochs", self.warmup_epochs, 0)
-        if not 0 < self.participation_ratio <= 1:
-            raise ConfigurationError(f"participation_ratio must be > 0 and <= 1, got {self.participation_ratio!r}")
         if self.l_min is not None and self.dropping_set:
             raise ConfigurationError("l_min and dropping_set say the same; set one of them")
         self._check_epochs()
@@ -109,17 +106,19 @@ class FedD2SConfig(LocalTraining):
             raise ConfigurationError("feature_grad is the gradient through the head, which distance = 'mse' has not")
 
     def for_classes(self, classes: int) -> FedD2SConfig:
-        """The same settings with the epochs of both kinds filled in, and those of `paper`."""
+        """The same settings with the epochs of both kinds filled in."""
         half = (self.local_epochs + 1) // 2
         distill = 1 if self.s2c_mode == "feature_grad" else half
-        filled = replace(
+        return replace(
             self,
             distill_epochs=distill if self.distill_epochs is None else self.distill_epochs,
             label_epochs=half if self.label_epochs is None else self.label_epochs,
         )
-        if not self.paper:
-            return filled
-        return replace(filled, steps="alternating", warmup_epochs=0, shared_initial=False, teacher_guard=False)
+
+    @classmethod
+    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The paper's; its epochs, optimiser and rate are our defaults."""
+        return {"steps": "alternating", "warmup_epochs": 0, "shared_initial": False, "teacher_guard": False}
 
     def cross_entropy_epochs(self, participation: int) -> int:
         """`label_epochs`, and the warm-up in the first round."""
@@ -222,7 +221,7 @@ class FedD2SDevice(DeviceMethod):
 
         from fleetdistill.local_training import train_steps
 
-        train_steps(
+        self.trained = train_steps(
             self._model,
             len(self.local.data),
             epochs=epochs,

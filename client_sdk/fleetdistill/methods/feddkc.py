@@ -47,9 +47,14 @@ class FedDKCConfig(LocalTraining):
         server_beta: Weight of the server's distillation loss; 0 ignores the devices' logits.
         server_order: `mixed` trains on one shuffled pool, `sequential` device after device as in the paper.
         server_epochs: Passes over all uploads. Momentum, weight decay and batch size are the devices'.
-        server_learning_rate: Of the server's SGD with Nesterov momentum.
+        server_learning_rate: Of the server's SGD.
         initial_zero_knowledge: In round 1 distil from a uniform teacher, as the paper's Algorithm 1 does.
+        shared_initial: All devices start from one extractor; without it the server learns little from their features.
         teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
+        paper: The paper's values of all settings that are not given: `beta` on both sides, temperature 1, one device
+            after the other on the server, a uniform teacher in round 1, an extractor of its own for every device, no
+            guard, and the paper's plain SGD with rates of 0.03, weight decay 0.0005 and batches of 1024. Refinement,
+            T, E and epochs stay: the paper leaves them open.
     """
 
     refinement: str = "skr"
@@ -65,7 +70,9 @@ class FedDKCConfig(LocalTraining):
     server_epochs: int = 2
     server_learning_rate: float = 0.01
     initial_zero_knowledge: bool = False
+    shared_initial: bool = True
     teacher_guard: bool = True
+    paper: bool = False
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
@@ -95,6 +102,22 @@ class FedDKCConfig(LocalTraining):
         check_target_entropy(entropy, classes)
         check_epsilon(self.epsilon, target_entropy=entropy, classes=classes)
         return replace(self, target_peak=peak, target_entropy=entropy)
+
+    @classmethod
+    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The paper's; it has one weight for both distillation losses."""
+        return {
+            "batch_size": 1024,
+            "learning_rate": 0.03,
+            "momentum": 0.0,
+            "temperature": 1.0,
+            "server_beta": given.get("beta", cls.beta),
+            "server_order": "sequential",
+            "server_learning_rate": 0.03,
+            "initial_zero_knowledge": True,
+            "shared_initial": False,
+            "teacher_guard": False,
+        }
 
 
 class FedDKCDevice(DeviceMethod):
@@ -150,7 +173,7 @@ class FedDKCDevice(DeviceMethod):
             theirs = distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
             return own + self.config.beta * theirs
 
-        train_epochs(
+        self.trained = train_epochs(
             self.local.model,
             self.local.data,
             epochs=self.config.local_epochs,

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.errors import CannotAnswer, ConfigurationError, ModelError
 from fleetdistill.knowledge import DistillationGradient, ModelParameters, Plan
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range, check_share
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "dkd_weighting": ("uniform", "samples"),
+    "dkd_student_mode": ("eval", "train"),
     "variant": ("plain", "max", "bn"),
     "fedmax_form": ("a_to_u", "u_to_a_elementwise"),
 }
@@ -35,8 +36,9 @@ class FedDKDConfig(LocalTraining):
     """Settings of FedDKD beside those of local training. Rounds are counted from 1; short ones do not count.
 
     Attributes:
-        learning_rate_round_decay: Factor of the local learning rate from round to round, in (0, 1].
-        dkd_steps: The paper's J, distillation steps of a round, at least 0; with 0 the method is FedAvg.
+        learning_rate_round_decay: Factor of the local learning rate from round to round, in (0, 1]. The paper has 0.98
+            and 0.99; with 1 and no distillation steps the method is FedAvg.
+        dkd_steps: The paper's J, distillation steps of a round, at least 0.
         dkd_lr: The paper's gamma of round 1 and step 1, above 0. None means 0.1, or 0.01 for a model with batch-norm,
             where steps in eval mode diverge more easily.
         dkd_lr_round_decay, dkd_lr_step_decay: Factors of gamma from round to round and from step to step, in (0, 1].
@@ -44,8 +46,9 @@ class FedDKDConfig(LocalTraining):
         dkd_start_round: First round with distillation, at least 1; the rounds before it are FedAvg's.
         dkd_weighting: q_k of a distillation step: `uniform` over the devices that answered, or by their `samples`.
         dkd_max_norm: Longest mean gradient, above 0; a longer one is scaled down to it. None for no limit.
+        dkd_student_mode: Mode of the student in a distillation step: `eval`, or `train` with dropout and the statistics
+            of the mini-batch, which change nothing either.
         temperature: Softmax temperature of the distillation, above 0.
-        fraction: Part of the present devices that a round takes, in (0, 1].
         variant: `plain`; `max` adds an entropy term on activations to local training (FedDKD_MAX); `bn` keeps
             batch-norm on the devices (FedDKD_BN).
         fedmax_beta: Weight of that term, at least 0; its meaning depends on `fedmax_form`.
@@ -54,14 +57,14 @@ class FedDKDConfig(LocalTraining):
         divergence_guard: Undo a distillation step after which the devices' mean loss has risen by more than
             `divergence_factor`, and end the round's steps.
         divergence_factor: See there; above 1.
-        paper: Switch every deviation of ours off: no guard, no limit on the norm, temperature 1, uniform weights, the
-            paper's form of the entropy term.
+        paper: The paper's values of all settings that are not given: no guard, gamma 0.1 with batch-norm too, plain
+            momentum, a local learning rate that decays. What it sets by data set (E, J, rates) stays as it is.
     """
 
     local_epochs: int = 5
     learning_rate: float = 0.02
     weight_decay: float = 0.0
-    learning_rate_round_decay: float = 0.99
+    learning_rate_round_decay: float = 1.0
     dkd_steps: int = 3
     dkd_lr: float | None = None
     dkd_lr_round_decay: float = 0.99
@@ -70,8 +73,8 @@ class FedDKDConfig(LocalTraining):
     dkd_start_round: int = 1
     dkd_weighting: str = "uniform"
     dkd_max_norm: float | None = None
+    dkd_student_mode: str = "eval"
     temperature: float = 1.0
-    fraction: float = 1.0
     variant: str = "plain"
     fedmax_beta: float = 0.02
     fedmax_form: str = "a_to_u"
@@ -84,9 +87,8 @@ class FedDKDConfig(LocalTraining):
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {', '.join(known)}")
-        for name in ("learning_rate_round_decay", "dkd_lr_round_decay", "dkd_lr_step_decay", "fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigurationError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        for name in ("learning_rate_round_decay", "dkd_lr_round_decay", "dkd_lr_step_decay"):
+            check_share(name, getattr(self, name))
         for name in ("dkd_lr", "dkd_max_norm", "temperature"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, open_low=True)
@@ -95,17 +97,18 @@ class FedDKDConfig(LocalTraining):
         check_range("divergence_factor", self.divergence_factor, 1, open_low=True)
 
     def for_classes(self, classes: int) -> FedDKDConfig:
-        """The same settings, with those that `paper` stands for; none depends on the number of classes."""
-        if not self.paper:
-            return self
-        return replace(
-            self,
-            divergence_guard=False,
-            dkd_max_norm=None,
-            temperature=1.0,
-            dkd_weighting="uniform",
-            fedmax_form="a_to_u",
-        )
+        """The same settings; none depends on the number of classes."""
+        return self
+
+    @classmethod
+    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The paper's; the decay is that of its CIFAR runs, gamma is by data set from 0.01 to 0.4."""
+        return {
+            "nesterov": False,
+            "learning_rate_round_decay": 0.99,
+            "dkd_lr": _DKD_LR,
+            "divergence_guard": False,
+        }
 
     def for_batch_norm(self, present: bool) -> FedDKDConfig:
         """The same settings with gamma filled in for a model with or without batch-norm."""
@@ -135,15 +138,24 @@ class FedDKDDevice(DeviceMethod):
 
     The local model stays what local training made of it until the next round's, so it is the teacher, w_k. What it says
     about the device's samples is computed once a round.
+
+    Raises:
+        ModelError: FedDKD_MAX needs the activations before the last layer, and the app's model does not offer them.
     """
 
     config: FedDKDConfig
     metrics_step = "train"
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
+        from fleetdistill.model import embedding_tap
         from fleetdistill.tensors import batch_norm_names
 
         super().__init__(config, local)
+        if config.variant == "max" and embedding_tap(local.model) is None:
+            raise ModelError(
+                f"variant 'max' of FedDKD needs what the last layer reads, and {type(local.model).__name__} has no "
+                "embedding(x) that gives it; add this method"
+            )
         self._stays_here = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
         self._round, self._step = _NO_ROUND, 0
         self._teacher_logits: Tensor | None = None
@@ -161,7 +173,7 @@ class FedDKDDevice(DeviceMethod):
         rate = float(ask.part("plan", Plan).values["learning_rate"])  # type: ignore[arg-type]  # the server's plan
         optimizer = make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters())
         inputs, labels = local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device)
-        train_steps(
+        self.trained = train_steps(
             local.model,
             len(local.data),
             epochs=config.local_epochs,
@@ -194,7 +206,7 @@ class FedDKDDevice(DeviceMethod):
         """Alg. 2: the gradient of the distillation loss at the server's model, on a fresh mini-batch.
 
         Raises:
-            WireError: The step is of a round that this device has no teacher of, or it is stale.
+            CannotAnswer: The step is of a round that this device has no teacher of, or it is stale.
         """
         import torch
 
@@ -210,6 +222,7 @@ class FedDKDDevice(DeviceMethod):
             local.data.inputs[rows_b].to(local.torch_device),
             soft_targets(self._teacher()[rows_b], config.temperature).to(local.torch_device),
             config.temperature,
+            training=config.dkd_student_mode == "train",
         )
         arrays = {name: gradient.cpu().numpy() for name, gradient in gradients.items()}
         clipped = {"dkd_batch_clipped_to": size} if self._step == 1 and size < config.dkd_batch_size else {}
@@ -220,12 +233,14 @@ class FedDKDDevice(DeviceMethod):
         step = int(ask.part("plan", Plan).values["dkd_step"])  # type: ignore[arg-type]  # the server's plan
         if ask.round != self._round:
             mine = f"its last local training was in round {self._round}" if self._round else "it has not trained yet"
-            raise WireError(
+            raise CannotAnswer(
                 f"distillation step {step} of round {ask.round} needs a teacher of that round, but {mine}; "
                 "the device can take part again from the next round on"
             )
         if step <= self._step:
-            raise WireError(f"distillation step {step} of round {ask.round} is stale, step {self._step} was answered")
+            raise CannotAnswer(
+                f"distillation step {step} of round {ask.round} is stale, step {self._step} was answered"
+            )
         self._step = step
 
     def _teacher(self) -> Tensor:
@@ -256,12 +271,18 @@ class FedDKDDevice(DeviceMethod):
 
 
 def distillation_gradient(
-    model: nn.Module, student: ModelParameters, inputs_b: Tensor, teacher_probs_bc: Tensor, temperature: float
+    model: nn.Module,
+    student: ModelParameters,
+    inputs_b: Tensor,
+    teacher_probs_bc: Tensor,
+    temperature: float,
+    *,
+    training: bool = False,
 ) -> tuple[dict[str, Tensor], float]:
     """Gradient of tau^2 times the mean soft cross-entropy with respect to the student's parameters, Alg. 2.
 
-    The student is the model's architecture in eval mode with the parameters and buffers that were sent; what was not
-    sent is the model's own, for FedDKD_BN its batch-norm. The model itself does not change.
+    The student is the model's architecture with the parameters and buffers that were sent; what was not sent is the
+    model's own, for FedDKD_BN its batch-norm. The model itself does not change, in train mode neither.
 
     Args:
         model: On the device of `inputs_b`.
@@ -269,6 +290,7 @@ def distillation_gradient(
         inputs_b: `[batch, *input_shape]`.
         teacher_probs_bc: `[batch, classes]`, the teacher's softened probabilities, a constant.
         temperature: tau, above 0.
+        training: Train mode, with dropout from torch's global generator and batch-norm by the mini-batch.
 
     Returns:
         Gradients by the names of `student.parameters`, and the loss in nats. Where one of them is not finite the
@@ -278,13 +300,14 @@ def distillation_gradient(
     from torch.func import functional_call
 
     from fleetdistill.losses import soft_cross_entropy
-    from fleetdistill.model import evaluating
+    from fleetdistill.model import in_mode
     from fleetdistill.tensors import tensors_of
 
     where = inputs_b.device
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
-    buffers = {name: one.to(where) for name, one in tensors_of(student.buffers).items()}
-    with evaluating(model):
+    buffers = {name: one.detach().clone() for name, one in model.named_buffers()}  # train mode would change them
+    buffers |= {name: one.to(where) for name, one in tensors_of(student.buffers).items()}
+    with in_mode(model, training=training):
         logits_bc = functional_call(model, {**parameters, **buffers}, (inputs_b,))
     loss = soft_cross_entropy(logits_bc, teacher_probs_bc, temperature)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)

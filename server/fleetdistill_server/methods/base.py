@@ -10,7 +10,7 @@ last checkpoint, and asks that have answers yield those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Exchange, Sizes
 
 if TYPE_CHECKING:
     from fleetdistill_server.cohort import Cohort
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
 class ServerMethod:
     """Base of all server halves.
 
+    What a method is and costs it says as data of the class, before any run: `summary`, `steps`, the flags below them,
+    and from a configuration `columns` and `exchanges`. `fleetdistill methods` shows it, `requirements` is made of it.
+
     Args:
         config: The method's configuration, complete for the run's number of classes.
         setting: Models, shapes and where to compute.
     """
+
+    summary: ClassVar[str]
+    """What it is, in at most 66 characters and without a full stop: one line of a terminal of 118."""
 
     steps: ClassVar[Mapping[str, Mapping[str, str]]]
     """For each step: part name to kind, what an answer consists of."""
@@ -37,19 +44,48 @@ class ServerMethod:
     same_architecture: ClassVar[bool] = False
     """Whether all devices must run one model."""
 
+    same_extractor: ClassVar[bool] = False
+    """Whether all devices' models must begin with one extractor."""
+
     proxy_set: ClassVar[bool] = False
     """Whether server and devices work with a proxy set."""
 
     server_reads_inputs: ClassVar[bool] = False
     """Whether [model] server is a whole model over inputs, not a predictor over features."""
 
+    advice: ClassVar[Mapping[str, str]] = {}
+    """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
+
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config = config
         self.setting = setting
 
+    @classmethod
+    def columns(cls, config: Any) -> Sequence[str]:
+        """What leaves a device with these settings, in the words of `fleetdistill.COLUMNS`."""
+        raise NotImplementedError
+
+    @classmethod
+    def steps_for(cls, config: Any) -> Mapping[str, Mapping[str, str]]:
+        """`steps` with these settings, for a method whose answers depend on them."""
+        return cls.steps
+
+    @classmethod
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        """What a usual round sends each way, per device: one in which knowledge flows and no guard fires.
+
+        What only the first round brings (initial weights, the proxy set) and only the end (the result) is left out.
+        """
+        raise NotImplementedError
+
     def requirements(self) -> contract_pb2.Requirements:
         """What every device must fit; data, checked by the front."""
-        raise NotImplementedError
+        return contract_pb2.Requirements(
+            same_architecture=self.same_architecture,
+            same_extractor=self.same_extractor,
+            proxy_set=self.proxy_set,
+            columns=self.columns(self.config),
+        )
 
     def features(self) -> Mapping[str, tuple[int, ...]]:
         """Feature columns that travel: the cut's name, and one sample's shape there."""

@@ -5,7 +5,7 @@ Le et al., CDKT-FL: Cross-Device Knowledge Transfer using Proxy Dataset in Feder
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,30 +21,45 @@ from fleetdistill.methods.cdkt import CDKTConfig
 from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import embedding_tap, logits_and_embedding
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.averaging import TensorMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.undo import check_says, undone
 
 
 class CDKTServer(ServerMethod):
     """Keeps the global model w_s, and which devices its knowledge is held back from."""
 
     config: CDKTConfig
+    summary = "both sides learn from what models say about a small labelled set"
     proxy_set = True
     server_reads_inputs = True
     steps = {"train": {"knowledge": "proxy_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
+    advice = {  # noqa: RUF012  (as above)
+        EMBEDDING: "give the device a model whose last layer reads so many numbers, or use knowledge = 'full' for the "
+        "run, which takes models of any size"
+    }
 
     def __init__(self, config: CDKTConfig, setting: Setting) -> None:
         super().__init__(config, setting)
         self.model = setting.global_model().to(setting.torch_device)
         self._held_back: set[str] = set()
 
-    def requirements(self) -> contract_pb2.Requirements:
-        outcomes, embeddings = self.config.up
-        columns = ["features"] * embeddings + ["logits"] * outcomes
-        return contract_pb2.Requirements(proxy_set=True, columns=columns)
+    @classmethod
+    def columns(cls, config: CDKTConfig) -> Sequence[str]:
+        outcomes, embeddings = config.up
+        return ["features"] * embeddings + ["logits"] * outcomes
+
+    @classmethod
+    def exchanges(cls, config: CDKTConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """cdkt.md, section 8."""
+
+        def content(outcomes: bool, embeddings: bool) -> Content:
+            return Content(knowledge=sizes.proxy_samples * (sizes.classes * outcomes + sizes.embedding * embeddings))
+
+        return [Exchange(step="train", down=content(*config.down), up=content(*config.up))]
 
     def features(self) -> dict[str, tuple[int, ...]]:
         """F, where embeddings travel: all models must have the one size."""
@@ -59,7 +74,8 @@ class CDKTServer(ServerMethod):
         server = self.config.distance(self.config.server_metric)
         outcomes, embeddings = TensorMean(), TensorMean()
         own: dict[str, float | None] = {}
-        async for answer in cohort.ask("train", self._knowledge_for(cohort)):
+        asked = cohort.sample(self.config.participation_ratio)
+        async for answer in cohort.ask("train", self._knowledge_for(cohort), to=asked):
             logits_pc, embeddings_pf = _said(answer)
             weight = answer.samples if self.config.aggregation == "samples" else 1.0
             if logits_pc is not None:
@@ -67,7 +83,10 @@ class CDKTServer(ServerMethod):
             if embeddings_pf is not None:
                 embeddings.add(embeddings_pf, weight)
             own[answer.device] = None if logits_pc is None else self._accuracy(logits_pc)
-        self._transfer(self._collective(outcomes.result(), embeddings.result()), cohort.generator("transfer"))
+        collective = self._collective(outcomes.result(), embeddings.result())
+        failure = undone(lambda: self._transfer(collective, cohort.generator("transfer")), self.model)
+        if failure:
+            cohort.event("distillation-undone", f"the global model stays as it was before the round: {failure}")
         self._guard(own, cohort)
 
     def _knowledge_for(self, cohort: Cohort) -> Any:
@@ -117,6 +136,10 @@ class CDKTServer(ServerMethod):
             generator=generator,
             device=where,
         )
+        said = self._knowledge()
+        for values in (said.logits, said.embeddings):
+            if values is not None:
+                check_says(torch.from_numpy(values))
 
     def _say(self, x: Tensor, with_embedding: bool) -> tuple[Tensor, Tensor | None]:
         return logits_and_embedding(self.model, x) if with_embedding else (self.model(x), None)
@@ -136,7 +159,7 @@ class CDKTServer(ServerMethod):
                 self._held_back.add(device)
                 itself = "" if accuracy is None else f", on which {device} itself scores {accuracy:.3f}"
                 text = f"the server scores {teacher:.3f} on the proxy set{itself}; its knowledge is held back"
-                cohort.event("teacher-guard", text, device)
+                cohort.guard("teacher", text, device)
 
     def _accuracy(self, logits_pc: Tensor) -> float:
         return float((logits_pc.argmax(1) == self._proxy.labels).double().mean())

@@ -6,14 +6,14 @@ counts, sample by sample, as much as its discriminator recognises the sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fleetdistill.errors import KnowledgeError
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import distillation_loss
@@ -22,7 +22,6 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import fingerprint, frozen_batch_norm
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.importance import (
@@ -35,7 +34,10 @@ from fleetdistill_server.importance import (
 )
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes, Weights
+from fleetdistill_server.undo import undone
 
+_PROBES = 64
 Teacher = tuple[Tensor, Tensor]
 """The samples that can be distilled on `[M, ...]`, and the ensemble's probabilities for them `[M, classes]`."""
 
@@ -44,6 +46,7 @@ class DaFKDServer(ServerMethod):
     """Keeps the global classifier w and the global generator theta^g; discriminators are the devices' own."""
 
     config: DaFKDConfig
+    summary = "averages models, then distils their ensemble on generated samples"
     same_architecture = True
     steps = {  # noqa: RUF012  (a ClassVar of the base)
         "train": {"parameters": "model_parameters", "generator": "generator", "discriminator": "discriminator"},
@@ -56,6 +59,8 @@ class DaFKDServer(ServerMethod):
         self.same_architecture = config.upload_model or config.feature_level  # type: ignore[misc]
         self.model = setting.device_model().to(setting.torch_device)
         features = self._feature_shape()
+        if config.feature_level:
+            _check_range_of_features(self.model, setting.input_shape)
         sample_shape = features if config.feature_level else setting.input_shape
         self.generator = setting.generator(lambda: make_generator(config, sample_shape, setting.classes))
         self.generator.to(setting.torch_device)
@@ -68,9 +73,25 @@ class DaFKDServer(ServerMethod):
         zeros = torch.zeros(1, *self.setting.input_shape)
         return tuple(extract(lambda x: shared_features(self.model, x), zeros, model=self.model).shape[1:])
 
-    def requirements(self) -> contract_pb2.Requirements:
-        columns = ["parameters"] if self.config.discriminator_location == "server" else ["parameters", "logits"]
-        return contract_pb2.Requirements(same_architecture=self.same_architecture, columns=columns)
+    @classmethod
+    def columns(cls, config: DaFKDConfig) -> Sequence[str]:
+        return ["parameters"] if config.discriminator_location == "server" else ["parameters", "logits"]
+
+    @classmethod
+    def steps_for(cls, config: DaFKDConfig) -> Mapping[str, Mapping[str, str]]:
+        return _steps(config)
+
+    @classmethod
+    def exchanges(cls, config: DaFKDConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """dafkd.md, section 8; soft only for a device whose model is the server's, any other is sent no w."""
+        predictions = config.kd_samples * sizes.classes if config.lagged else 0
+        down = Content(weights=[sizes.model, sizes.generator])
+        up = Content(float32=predictions + _head_numbers(config, sizes), weights=_uploaded(config, sizes))
+        train = Exchange(step="train", down=down, up=up)
+        if not config.exact:
+            return [train]
+        second = Content(float32=config.kd_samples * sizes.classes)
+        return [train, Exchange(step="predict", down=Content(weights=[sizes.generator]), up=second)]
 
     def initial(self) -> ModelParameters | None:
         """One classifier for all devices; none where devices may run their own."""
@@ -110,7 +131,9 @@ class DaFKDServer(ServerMethod):
         else:
             teacher = self._weighted_ensemble(answers, samples, noise_seed, cohort)
         if teacher is not None and self._mature(teacher, cohort):
-            self._distil(*teacher, cohort)  # eq. (8)
+            failure = undone(lambda: self._distil(*teacher, cohort.generator("distil")), self.model)  # eq. (8)
+            if failure:
+                cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
 
     async def finish(self, cohort: Cohort) -> None:
         fitting = [device for device in cohort.remaining if self._runs_our_model(device, cohort)]
@@ -200,16 +223,15 @@ class DaFKDServer(ServerMethod):
         if covers_half(teacher_mc) or not self.config.maturity_guard:
             return True
         text = f"the ensemble sees {classes} of {self.setting.classes} classes in the generated samples"
-        cohort.event("immature-generator", f"{text}, fewer than half; nothing is distilled from them")
+        cohort.guard("maturity", f"{text}, fewer than half; nothing is distilled from them")
         return False
 
     # --- distillation
 
-    def _distil(self, samples: Tensor, teacher_mc: Tensor, cohort: Cohort) -> None:
+    def _distil(self, samples: Tensor, teacher_mc: Tensor, generator: torch.Generator) -> None:
         """Eq. (8): the student starts from the mean; at feature level only what lies behind the features learns."""
         if not self.config.kd_epochs or len(samples) < 2:
             return
-        before = model_parameters(self.model)
         optimizer = make_local_optimizer(replace(self.config, learning_rate=self.config.kd_lr), self.model.parameters())
         student, teacher_bc = self._student, teacher_mc.float().to(self.setting.torch_device)
 
@@ -218,20 +240,16 @@ class DaFKDServer(ServerMethod):
                 logits_bc = student.answer(samples[rows_b])
             return [distillation_loss(logits_bc, teacher_bc[rows_b], self.config.temperature)]
 
-        try:
-            train_steps(
-                self.model,
-                len(samples),
-                epochs=self.config.kd_epochs,
-                batch_size=self.config.batch_size,
-                optimizer=optimizer,
-                losses=losses,
-                generator=cohort.generator("distil"),
-                device=self.setting.torch_device,
-            )
-        except KnowledgeError as error:
-            load_parameters(self.model, before)
-            cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {error}")
+        train_steps(
+            self.model,
+            len(samples),
+            epochs=self.config.kd_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=optimizer,
+            losses=losses,
+            generator=generator,
+            device=self.setting.torch_device,
+        )
 
     # --- state
 
@@ -249,6 +267,17 @@ class DaFKDServer(ServerMethod):
         return self.model, self.setting.input_shape
 
 
+def _check_range_of_features(model: torch.nn.Module, input_shape: tuple[int, ...]) -> None:
+    """The feature generator ends in a ReLU: where features may be negative it could make no likeness of them."""
+    probe = torch.rand(_PROBES, *input_shape, generator=torch.Generator().manual_seed(0))
+    lowest = float(extract(lambda x: shared_features(model, x), probe, model=model).min())
+    if lowest < 0:
+        raise ConfigurationError(
+            f"generator_level = 'feature': features of {type(model).__name__} reach {lowest:.3g} and the generator "
+            "makes none below 0; end the layers before the cut with a ReLU, or use generator_level = 'input'"
+        )
+
+
 def _steps(config: DaFKDConfig) -> dict[str, Mapping[str, str]]:
     """What answers consist of: message 2 of the specification's tables, and 2b."""
     train = {"generator": "generator"}
@@ -262,6 +291,17 @@ def _steps(config: DaFKDConfig) -> dict[str, Mapping[str, str]]:
     if config.exact:
         steps["predict"] = {"predictions": "weighted_predictions"}
     return steps
+
+
+def _head_numbers(config: DaFKDConfig, sizes: Sizes) -> int:
+    """F + 1 of the discriminator that shares the classifier's layers, where it is sent."""
+    return sizes.embedding + 1 if config.discriminator_location == "server" and config.sharing else 0
+
+
+def _uploaded(config: DaFKDConfig, sizes: Sizes) -> list[Weights]:
+    """Generator, classifier and a discriminator of its own, as far as they are sent."""
+    whole = config.discriminator_location == "server" and not config.sharing
+    return [sizes.generator, *([sizes.model] * config.upload_model), *([sizes.discriminator or sizes.model] * whole)]
 
 
 def _names(answers: list[DeviceAnswer]) -> list[str]:

@@ -5,23 +5,24 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
 
 
 class FedAvgServer(ServerMethod):
     """Keeps the global model."""
 
+    summary = "the weighted mean of the devices' models: the yardstick"
     same_architecture = True
     steps = {"train": {"parameters": "model_parameters"}}  # noqa: RUF012  (a ClassVar of the base)
 
@@ -29,8 +30,15 @@ class FedAvgServer(ServerMethod):
         super().__init__(config, setting)
         self.model = setting.device_model().to(setting.torch_device)
 
-    def requirements(self) -> contract_pb2.Requirements:
-        return contract_pb2.Requirements(same_architecture=True, columns=["parameters"])
+    @classmethod
+    def columns(cls, config: Any) -> Sequence[str]:
+        return ["parameters"]
+
+    @classmethod
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        """4W each way: the case J = 0 of feddkd.md, section 8."""
+        model = Content(weights=[sizes.model])
+        return [Exchange(step="train", down=model, up=model)]
 
     def initial(self) -> ModelParameters:
         return model_parameters(self.model)
@@ -40,7 +48,8 @@ class FedAvgServer(ServerMethod):
 
     async def round(self, cohort: Cohort) -> None:
         mean = WeightedMean()
-        async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}):
+        asked = cohort.sample(self.config.participation_ratio)
+        async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}, to=asked):
             mean.add(answer.part("parameters", ModelParameters), weight=answer.samples)
         load_parameters(self.model, mean.result())
 

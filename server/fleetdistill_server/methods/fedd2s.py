@@ -8,9 +8,9 @@ that turns the features of a device's distillation layer l into soft labels.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import (
     PROBABILITIES,
     Array,
@@ -35,12 +35,13 @@ from fleetdistill.methods.fedd2s import FedD2SConfig, Term, phase_epochs, schedu
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import SplitModel, evaluating
 from fleetdistill.tensors import load_parameters, model_parameters
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import NOTHING, Content, Exchange, Sizes
+from fleetdistill_server.undo import undone
 
 _GRADIENT_ROWS = 1024
 
@@ -61,6 +62,7 @@ class FedD2SServer(ServerMethod):
     """Keeps the global network without its first layer, and how often each device has taken part."""
 
     config: FedD2SConfig
+    summary = "soft labels from ever shallower layers; deep layers stay personal"
     same_architecture = True
     steps = {"extract": {"knowledge": "sample_knowledge"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
@@ -73,8 +75,17 @@ class FedD2SServer(ServerMethod):
         self.participations: dict[str, int] = {}
         self._shapes = model.stage_shapes(setting.input_shape)
 
-    def requirements(self) -> contract_pb2.Requirements:
-        return contract_pb2.Requirements(same_architecture=True, columns=["features", "labels"])
+    @classmethod
+    def columns(cls, config: FedD2SConfig) -> Sequence[str]:
+        return ["features", "labels"]
+
+    @classmethod
+    def exchanges(cls, config: FedD2SConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """fedd2s.md, section 8, with the sample ids both ways."""
+        k = sizes.samples
+        at_layer = sizes.classes if sizes.layer_features is None else sizes.layer_features
+        up = Content(knowledge=k * (sizes.features + at_layer), labels=k, ids=k)
+        return [Exchange(step="extract", up=up), Exchange(step="learn", down=_reply_content(config, sizes, at_layer))]
 
     def features(self) -> Mapping[str, tuple[int, ...]]:
         """The first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
@@ -85,7 +96,7 @@ class FedD2SServer(ServerMethod):
         return model_parameters(self.setting.device_model()) if self.config.shared_initial else None
 
     async def round(self, cohort: Cohort) -> None:
-        layers = {device: self._layer(device) for device in self._participants(cohort)}
+        layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}
         cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})
         answers: dict[str, DeviceAnswer] = {}  # their arrays are mapped, and read again for the replies
         own: dict[str, float] = {}
@@ -111,12 +122,6 @@ class FedD2SServer(ServerMethod):
 
         async for answer in cohort.ask("learn", reply, to=list(answers), quorum=0.0):  # eqs. (12), (13)
             self.participations[answer.device] = self.participations.get(answer.device, 0) + 1
-
-    def _participants(self, cohort: Cohort) -> list[str]:
-        """U^rho: a random part of the present devices, at least one."""
-        count = max(1, math.floor(self.config.participation_ratio * len(cohort.devices) + 1e-9))
-        order = torch.randperm(len(cohort.devices), generator=cohort.generator("participants"))
-        return sorted(cohort.devices[number] for number in order[:count].tolist())
 
     def _layer(self, device: str) -> int:
         """Eq. (6). Z counts completed rounds and this one, so that a device that fails goes on where it was."""
@@ -153,23 +158,22 @@ class FedD2SServer(ServerMethod):
     def _clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
         """A copy of the global network trained on one device's triplets; None where that came to nothing finite."""
         trained = copy.deepcopy(self.network)
-        try:
-            train_steps(
-                trained,
-                len(sent.labels),
-                epochs=phase_epochs(self.config),
-                batch_size=self.config.batch_size,
-                optimizer=make_local_optimizer(self.config, trained.parameters()),
-                losses=scheduled(self.config, self._distillation(trained, sent, p_bc), _labels_term(trained, sent)),
-                generator=cohort.generator(f"clients to server {sent.device}"),
-                device=self.setting.torch_device,
-            )
-            _check_finite(trained)
-        except (KnowledgeError, DataError) as error:
-            text = f"training on what {sent.device} sent failed and is left out of the mean: {error}"
+        training = partial(
+            train_steps,
+            trained,
+            len(sent.labels),
+            epochs=phase_epochs(self.config),
+            batch_size=self.config.batch_size,
+            optimizer=make_local_optimizer(self.config, trained.parameters()),
+            losses=scheduled(self.config, self._distillation(trained, sent, p_bc), _labels_term(trained, sent)),
+            generator=cohort.generator(f"clients to server {sent.device}"),
+            device=self.setting.torch_device,
+        )
+        failure = undone(training, trained)
+        if failure:
+            text = f"training on what {sent.device} sent failed and is left out of the mean: {failure}"
             cohort.event("copy-left-out", text, sent.device)
-            return None
-        return trained
+        return None if failure else trained
 
     def _distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
         """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1."""
@@ -225,7 +229,7 @@ class FedD2SServer(ServerMethod):
         useless = teacher <= 1 / self.setting.classes and teacher < own
         if useless and self.config.teacher_guard:
             text = f"the global network scores {teacher:.3f} on the rows of {sent.device}, its own layers {own:.3f}"
-            cohort.event("teacher-guard", f"{text}; its knowledge is held back", sent.device)
+            cohort.guard("teacher", f"{text}; its knowledge is held back", sent.device)
             return False
         return True
 
@@ -241,6 +245,16 @@ class FedD2SServer(ServerMethod):
         return self.network, self._shapes[self.names[0]]
 
 
+def _reply_content(config: FedD2SConfig, sizes: Sizes, at_layer: int) -> Content:
+    """Message 4: soft labels and the head, or one row of features for each sample, a gradient or a target."""
+    k, below_last = sizes.samples, sizes.layer_features is not None
+    if config.distance == "mse":
+        return Content(knowledge=k * at_layer, ids=k) if at_layer else NOTHING
+    if config.s2c_mode == "feature_grad" and below_last:
+        return Content(knowledge=k * (at_layer or sizes.features), ids=k)
+    return Content(knowledge=k * sizes.classes, ids=k, weights=[sizes.head] if below_last else [])
+
+
 def _layered(model: nn.Module) -> SplitModel:
     if not isinstance(model, SplitModel):
         raise ConfigurationError(
@@ -253,12 +267,6 @@ def _layered(model: nn.Module) -> SplitModel:
 def _labels_term(trained: nn.Module, sent: Triplets) -> Term:
     """Q of eq. (10)."""
     return lambda rows: functional.cross_entropy(trained(sent.first[rows]), sent.labels[rows])
-
-
-def _check_finite(module: nn.Module) -> None:
-    for name, tensor in module.state_dict().items():
-        if not bool(tensor.isfinite().all()):
-            raise KnowledgeError(f"{name} is not finite after training; the learning rate is probably too large")
 
 
 def _accuracy(scores_bc: Tensor, labels_b: Tensor) -> float:

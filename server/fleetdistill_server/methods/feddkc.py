@@ -6,8 +6,9 @@ Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Fed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.undo import check_says, undone
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class FedDKCServer(ServerMethod):
     """Keeps the server's predictor W^S, its optimiser, and its logits z^S for every device's samples."""
 
     config: FedDKCConfig
+    summary = "the server distils features and refined logits, and teaches back"
+    same_extractor = True
     steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: FedDKCConfig, setting: Setting) -> None:
@@ -54,25 +58,37 @@ class FedDKCServer(ServerMethod):
             self.predictor.parameters(),
             learning_rate=config.server_learning_rate,
             momentum=config.momentum,
-            nesterov=config.momentum > 0,
+            nesterov=config.nesterov and config.momentum > 0,
             weight_decay=config.weight_decay,
         )
         self._knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
 
-    def requirements(self) -> contract_pb2.Requirements:
-        return contract_pb2.Requirements(same_extractor=True, columns=["features", "logits", "labels"])
+    @classmethod
+    def columns(cls, config: FedDKCConfig) -> Sequence[str]:
+        return ["features", "logits", "labels"]
+
+    @classmethod
+    def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """feddkc.md, section 8, with the sample ids both ways."""
+        n, c = sizes.samples, sizes.classes
+        up = Content(knowledge=n * (sizes.features + c), labels=n, ids=n)
+        return [Exchange(step="train", down=Content(knowledge=n * c, ids=n), up=up)]
 
     def features(self) -> dict[str, tuple[int, ...]]:
         return {CUT: self._feature_shape}
 
-    def initial(self) -> ModelParameters:
+    def initial(self) -> ModelParameters | None:
         """The shared extractor: with extractors of their own the server learns next to nothing."""
-        return model_parameters(self.setting.extractor(), scope="extractor")
+        return model_parameters(self.setting.extractor(), scope="extractor") if self.config.shared_initial else None
 
     async def round(self, cohort: Cohort) -> None:
-        uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for)]
+        asked = cohort.sample(self.config.participation_ratio)
+        uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for, to=asked)]
         refined = [self._refine(upload.logits) for upload in uploads]
-        self._distil(uploads, refined, cohort.generator("distil"))
+        distil = partial(self._distil, uploads, refined, cohort.generator("distil"))
+        failure = undone(distil, self.predictor, self._optimizer)
+        if failure:
+            cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
         for upload in uploads:
             self._answer(upload, cohort)
         cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
@@ -123,6 +139,7 @@ class FedDKCServer(ServerMethod):
         for _ in range(self.config.server_epochs):
             for rows in self._batches([len(upload.labels) for upload in uploads], generator):
                 self._step(features[rows].float(), labels[rows], targets[rows])
+        check_says(self._predict(features))
 
     def _batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
         """Row positions of every mini-batch of one epoch; a batch of one row would break batch-norm."""
@@ -144,9 +161,13 @@ class FedDKCServer(ServerMethod):
         loss.backward()
         self._optimizer.step()
 
+    def _predict(self, features: Tensor) -> Tensor:
+        """z^S `[N, C]` in eval mode, on the CPU."""
+        return extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
+
     def _answer(self, upload: Upload, cohort: Cohort) -> None:
         """z^S = W^S(H) in eval mode after training; the guard holds back a teacher that is worse than no teacher."""
-        logits = extract(lambda rows: self.predictor(rows.float()), upload.features, model=self.predictor)
+        logits = self._predict(upload.features)
         labels = upload.labels.cpu()
         teacher = float((logits.argmax(1) == labels).double().mean())
         own = float((upload.logits.cpu().argmax(1) == labels).double().mean())
@@ -154,7 +175,7 @@ class FedDKCServer(ServerMethod):
         valid = not (useless and self.config.teacher_guard)
         if not valid:
             text = f"the server scores {teacher:.3f} on the rows of {upload.device}, which itself scores {own:.3f}"
-            cohort.event("teacher-guard", f"{text}; its knowledge is held back", upload.device)
+            cohort.guard("teacher", f"{text}; its knowledge is held back", upload.device)
         cohort.report("teacher_accuracy", {upload.device: teacher})
         self._knowledge[upload.device] = (upload.sample_ids, logits, valid)
 

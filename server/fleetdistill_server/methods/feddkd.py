@@ -7,8 +7,9 @@ FedDKD_BN, 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters,
 from fleetdistill.methods.feddkd import FedDKDConfig
 from fleetdistill.model import embedding_tap
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters, part_shapes
-from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.undo import undone
+
+_TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 
 
 @dataclass
@@ -35,27 +39,33 @@ class Gradients:
 
     def add(self, device: str, sent: DistillationGradient, weight: float) -> bool:
         """Adds a device's answer; False for a loss that is not finite, whose gradient means nothing and is left out."""
-        self.losses[device] = sent.loss
-        if not math.isfinite(sent.loss):
+        usable = math.isfinite(sent.loss)
+        self.losses[device] = sent.loss if usable else math.inf
+        if not usable:
             return False
         self.mean.add(ModelParameters(parameters=sent.gradients), weight)
         return True
 
     @property
-    def usable(self) -> bool:
-        """Whether there is any gradient."""
-        return any(math.isfinite(loss) for loss in self.losses.values())
+    def finite(self) -> dict[str, float]:
+        """The losses that are finite: those whose gradients are in the mean."""
+        return {device: loss for device, loss in self.losses.items() if math.isfinite(loss)}
 
     def rise_since(self, before: Gradients) -> float:
-        """The devices' mean loss over what it was for the same devices one step before; 0 where there was no step."""
-        earlier = sum(before.losses.get(device, 0.0) for device in self.losses)
-        return sum(self.losses.values()) / earlier if earlier > 0 else 0.0
+        """The mean loss over what it was one step before, for the devices that had a finite one then.
+
+        Infinite where one of them has none any more; 0 where there is nothing to compare with.
+        """
+        both = before.finite.keys() & self.losses.keys()
+        earlier = sum(before.losses[device] for device in both)
+        return sum(self.losses[device] for device in both) / earlier if earlier > 0 else 0.0
 
 
 class FedDKDServer(ServerMethod):
     """Keeps the global model."""
 
     config: FedDKDConfig
+    summary = "averages models, then takes J steps along the devices' gradients"
     same_architecture = True
     steps = {  # noqa: RUF012  (a ClassVar of the base)
         "train": {"parameters": "model_parameters"},
@@ -70,9 +80,18 @@ class FedDKDServer(ServerMethod):
         self.model = model
         self._stays_on_devices = norms if config.variant == "bn" else frozenset[str]()
 
-    def requirements(self) -> contract_pb2.Requirements:
-        columns = ["parameters", "gradients"] if self.config.dkd_steps else ["parameters"]
-        return contract_pb2.Requirements(same_architecture=True, columns=columns)
+    @classmethod
+    def columns(cls, config: FedDKDConfig) -> Sequence[str]:
+        return ["parameters", "gradients"] if config.dkd_steps else ["parameters"]
+
+    @classmethod
+    def exchanges(cls, config: FedDKDConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """feddkd.md, section 8; here the model of every step carries its buffers, and gradients have none."""
+        model, gradient = Content(weights=[sizes.model]), Content(float32=sizes.model.parameters)
+        return [
+            Exchange(step="train", down=model, up=model),
+            Exchange(step="distil", down=model, up=gradient, times=config.dkd_steps, setting="dkd_steps"),
+        ]
 
     def initial(self) -> ModelParameters:
         """The whole model, with FedDKD_BN also the batch-norm that devices keep to themselves from then on."""
@@ -86,33 +105,35 @@ class FedDKDServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         number = cohort.completed + 1
         mean, devices = WeightedMean(), list[str]()
-        async for answer in cohort.ask("train", self._task(number), to=cohort.sample(self.config.fraction)):
+        asked = cohort.sample(self.config.participation_ratio)
+        async for answer in cohort.ask("train", self._task(number), to=asked):
             mean.add(answer.part("parameters", ModelParameters), weight=answer.samples)  # Alg. 1, line 6
             devices.append(answer.device)
         load_parameters(self.model, mean.result(), without=self._stays_on_devices)
         await self._distil(cohort, number, devices)
 
     async def _distil(self, cohort: Cohort, number: int, devices: list[str]) -> None:
-        """Alg. 1, lines 7 to 11, each step with the devices that answered all steps before it."""
-        taken, last = 0, Gradients()
-        before_step = _copy(self.model)
+        """Alg. 1, lines 7 to 11, each step with the devices that have a teacher of this round."""
+        taken, last, before_step = 0, Gradients(), _copy(self.model)
         for step in range(1, self.config.steps_in(number) + 1):
             try:
                 gradients = await self._gradients(cohort, step, devices)
             except QuorumNotReached as reason:
                 cohort.event("distillation-stopped", f"{reason}; the round ends after {taken} distillation steps")
                 break
-            if self._diverges(cohort, step, gradients.rise_since(last)):
+            if taken and self._made_worse(cohort, taken, gradients, last):
                 self.model.load_state_dict(before_step)
                 taken -= 1
                 break
-            if not gradients.usable:
+            if self._too_few(cohort, step, gradients, len(devices)):
                 break
             before_step = _copy(self.model)
-            shortened = limited(gradients.mean.result().parameters, self.config.dkd_max_norm)
-            descend(self.model, shortened, self.config.dkd_rate(number, step))  # line 10
-            taken, last, devices = taken + 1, gradients, list(gradients.losses)
-            cohort.report("distillation_loss", {str(step): sum(last.losses.values()) / len(last.losses)})
+            if undone(partial(self._descend, gradients, self.config.dkd_rate(number, step)), self.model):  # line 10
+                text = f"distillation step {step} led to weights that are not finite; the step is undone"
+                cohort.event("distillation-undone", f"{text}: {_TOO_LARGE}")
+                break
+            taken, last = taken + 1, gradients
+            cohort.report("distillation_loss", {str(step): sum(last.finite.values()) / len(last.finite)})
         cohort.report("distillation_steps", taken)
 
     async def _gradients(self, cohort: Cohort, step: int, devices: list[str]) -> Gradients:
@@ -126,13 +147,29 @@ class FedDKDServer(ServerMethod):
                 cohort.event("gradient-left-out", text, answer.device)
         return gradients
 
-    def _diverges(self, cohort: Cohort, step: int, rise: float) -> bool:
-        """The guard: the step before made the devices' loss worse, so it is undone and no more are taken."""
-        if not (self.config.divergence_guard and rise > self.config.divergence_factor):
-            return False
-        text = f"after distillation step {step - 1} the loss was {rise:.2f} times as large; the step is undone"
-        cohort.event("divergence-guard", f"{text}: distillation rate too large, lower dkd_lr or set dkd_max_norm")
-        return True
+    def _made_worse(self, cohort: Cohort, step: int, now: Gradients, before: Gradients) -> bool:
+        """Whether a step must be undone: the guard, or no device has a finite loss any more, whether guarded or not."""
+        rise = now.rise_since(before)
+        if self.config.divergence_guard and rise > self.config.divergence_factor:
+            text = f"after distillation step {step} the loss was {rise:.2f} times as large; the step is undone"
+            cohort.guard("divergence", f"{text}: {_TOO_LARGE}")
+            return True
+        if not now.finite:
+            text = f"after distillation step {step} no device's loss is finite; the step is undone"
+            cohort.event("distillation-undone", f"{text}: {_TOO_LARGE}")
+        return not now.finite
+
+    def _too_few(self, cohort: Cohort, step: int, gradients: Gradients, asked: int) -> bool:
+        """Whether the finite gradients fall short of the quorum: what a few devices say moves the model of all."""
+        finite, needed = len(gradients.finite), max(1, cohort.needed(asked))
+        if finite < needed:
+            text = f"distillation step {step}: {finite} of {asked} devices have a finite gradient, {needed} are needed"
+            cohort.event("distillation-stopped", f"{text}; the round ends after {step - 1} distillation steps")
+        return finite < needed
+
+    def _descend(self, gradients: Gradients, rate: float) -> None:
+        shortened = limited(gradients.mean.result().parameters, self.config.dkd_max_norm)
+        descend(self.model, shortened, rate)
 
     def _task(self, number: int) -> Parts:
         plan = Plan(values={"learning_rate": self.config.local_rate(number)})
@@ -191,5 +228,7 @@ def _check_variant(config: FedDKDConfig, model: nn.Module, has_batch_norm: bool)
     name = type(model).__name__
     if config.variant == "max" and embedding_tap(model) is None:
         raise ConfigurationError(f"variant 'max' needs a penultimate activation, and {name} has no embedding(x)")
+    if config.dkd_student_mode == "train" and has_batch_norm and config.dkd_batch_size < 2:
+        raise ConfigurationError("dkd_student_mode 'train' needs dkd_batch_size >= 2 for a model with batch-norm")
     if config.variant == "bn" and not has_batch_norm:
         raise ConfigurationError(f"variant 'bn' needs at least one batch-norm layer, and {name} has none")

@@ -18,6 +18,7 @@ from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.link import Link
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.processes import end_with_parent
+from fleetdistill_server.simulation.scores import append_scores
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class DeviceSpec:
         data_file, test_file: `.npz` with `inputs` and `labels`.
         state_dir: Its state directory, where `exported.json` says how its ONNX model turned out.
         run: Name of the run.
+        validation_file: The data that decide whether its model is replaced; empty for none.
     """
 
     name: str
@@ -42,6 +44,12 @@ class DeviceSpec:
     test_file: str
     state_dir: str
     run: str
+    validation_file: str = ""
+
+    @property
+    def scores_file(self) -> Path:
+        """Where the device notes how its model does on the test part, a line a round."""
+        return Path(f"{self.state_dir}-scores.jsonl")
 
     @property
     def exported_file(self) -> Path:
@@ -72,6 +80,8 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
     def note(event: Event) -> None:
         if event.kind == "exported":
             spec.exported_file.write_text(json.dumps(event.values))
+        elif event.kind == "scored" and event.values["split"] == "test":
+            append_scores(spec.scores_file, event.round, event.values["confusion"])
 
     return Device(
         server=server,
@@ -79,6 +89,7 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
         model_name=spec.model,
         data=data,
         test_data=test_data,
+        validation_data=load_arrays(spec.validation_file) if spec.validation_file else None,
         state_dir=spec.state_dir,
         run=spec.run,
         device_id=spec.name,

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,22 @@ from fleetdistill.models import build_model
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.simulation.alone import train_alone
+from fleetdistill_server.simulation.alone import score_start, train_alone
+from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.history import FleetHistory, read_history
 from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
-from fleetdistill_server.simulation.partition import Partition, partition, partition_parameters, proxy_rows
+from fleetdistill_server.simulation.partition import (
+    Ints,
+    Partition,
+    hold_out_validation,
+    partition,
+    partition_parameters,
+    proxy_rows,
+)
 from fleetdistill_server.simulation.report import FleetReport, make_report
+from fleetdistill_server.simulation.scores import START, append_scores
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
@@ -65,12 +75,17 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
+    note_start(config, specs)
     watch = _watcher(wanted.rounds, on_progress)
     store = (run_over_memory if wanted.link == "memory" else run_over_grpc)(config, specs, work, watch)
     try:
-        alone = train_fleet_alone(config, specs) if wanted.with_alone else {}
+        history = read_history(store, RUN, specs)
+        controls = Controls(
+            alone=train_fleet_alone(config, specs, history) if wanted.with_alone else {},
+            fedavg=run_fedavg(wanted, config, data, specs, history),
+        )
         elapsed = time.monotonic() - started
-        return make_report(wanted, store, config, data, split, specs, alone, elapsed)
+        return make_report(wanted, store, config, data, split, specs, history, controls, elapsed)
     finally:
         store.close()
 
@@ -142,21 +157,26 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     specs = []
     for number, rows in enumerate(split.indices):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
-        data_file = work / f"{name}.npz"
-        np.savez(data_file, inputs=data.train_images[rows].numpy(), labels=data.train_labels[rows].numpy())
+        own, held_out = hold_out_validation(data.train_labels.numpy(), rows, wanted.validation_share, wanted.seed)
         specs.append(
             DeviceSpec(
                 name=name,
                 model=models[number % len(models)],
                 seed=wanted.seed,
                 classes=len(data.classes),
-                data_file=str(data_file),
+                data_file=_save_rows(data, own, work / f"{name}.npz"),
+                validation_file=_save_rows(data, held_out, work / f"{name}-validation.npz") if len(held_out) else "",
                 test_file=str(test_file),
                 state_dir=str(work / name),
                 run=RUN,
             )
         )
     return specs
+
+
+def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
+    np.savez(file, inputs=data.train_images[rows].numpy(), labels=data.train_labels[rows].numpy())
+    return str(file)
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
@@ -176,11 +196,43 @@ def _largest_model(wanted: Simulation, data: Dataset) -> str:
     return max(built, key=lambda name: parameter_count(built[name]))
 
 
-def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec]) -> dict[str, list[Counts]]:
+def note_start(config: RunConfig, specs: list[DeviceSpec]) -> None:
+    """Scores the models that the devices start from: that is what a device has that no round takes."""
+    initial = build_method(config).initial()
+    for spec in specs:
+        append_scores(spec.scores_file, START, score_start(spec, initial).confusion.tolist())
+
+
+def run_fedavg(
+    wanted: Simulation, config: RunConfig, data: Dataset, specs: list[DeviceSpec], history: FleetHistory
+) -> FedAvgControl | None:
+    """FedAvg on the same data, in memory; the run itself where FedAvg is what is simulated."""
+    plan = config.method_config()
+    if wanted.method == "fedavg":
+        return FedAvgControl(specs[0].model, asdict(plan), history)
+    if not wanted.with_fedavg:
+        return None
+    model = _largest_model(wanted, data)
+    passes = plan.cross_entropy_epochs(2)  # the first round may have a warm-up
+    settings = {"local_epochs": passes, "participation_ratio": plan.participation_ratio}
+    control = replace(wanted, method="fedavg", models=(model,), settings=settings)
+    work = Path(specs[0].state_dir).parent
+    control_config = make_run_config(control, data, work)
+    (work / "fedavg").mkdir()
+    specs = [replace(spec, model=model, state_dir=str(work / "fedavg" / spec.name)) for spec in specs]
+    note_start(control_config, specs)
+    store = run_over_memory(control_config, specs, work, lambda store: None)
+    try:
+        return FedAvgControl(model, asdict(control_config.method_config()), read_history(store, RUN, specs))
+    finally:
+        store.close()
+
+
+def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec], history: FleetHistory) -> dict[str, list[Counts]]:
     """Trains every device's model by itself, with as many local epochs as in the fleet."""
     torch.set_num_threads(config.run.threads)
     initial = build_method(config).initial()
-    return {spec.name: train_alone(spec, config, initial) for spec in specs}
+    return {spec.name: train_alone(spec, config, initial, history.took_part[spec.name]) for spec in specs}
 
 
 def _check(wanted: Simulation) -> None:
@@ -190,6 +242,8 @@ def _check(wanted: Simulation) -> None:
         value = getattr(wanted, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is {value}, must be at least 1")
+    if not 0 <= wanted.validation_share < 1:
+        raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
 

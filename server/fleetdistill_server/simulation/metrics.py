@@ -15,7 +15,9 @@ import numpy.typing as npt
 from fleetdistill.errors import ConfigurationError
 
 Ints = npt.NDArray[np.int64]
-Score = Callable[[Ints], float]
+Cells = Ints | npt.NDArray[np.float64]
+"""Counted rows, or weighted ones."""
+Score = Callable[[Cells], float]
 """Confusion matrix [C, C] -> a rate in [0, 1], NaN for no rows."""
 
 _BINS = 10
@@ -32,13 +34,13 @@ def confusion(labels: npt.ArrayLike, answers: npt.ArrayLike, classes: int) -> In
     return np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64)
 
 
-def accuracy(counts_cc: Ints) -> float:
+def accuracy(counts_cc: Cells) -> float:
     """Share of rows whose answer is their class."""
-    rows = int(counts_cc.sum())
+    rows = float(counts_cc.sum())
     return float(np.trace(counts_cc)) / rows if rows else float("nan")
 
 
-def f1_by_class(counts_cc: Ints) -> npt.NDArray[np.float64]:
+def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
     """F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`, 0 where that is 0 / 0."""
     hits = np.diag(counts_cc).astype(np.float64)
     either = counts_cc.sum(0) + counts_cc.sum(1)
@@ -46,25 +48,25 @@ def f1_by_class(counts_cc: Ints) -> npt.NDArray[np.float64]:
     return scores
 
 
-def f1_weighted(counts_cc: Ints) -> float:
+def f1_weighted(counts_cc: Cells) -> float:
     """F1 of the classes, weighted by their rows: what CDKT-FL's code reports."""
     rows = counts_cc.sum(1)
     return float((rows * f1_by_class(counts_cc)).sum() / rows.sum()) if rows.sum() else float("nan")
 
 
-def f1_macro(counts_cc: Ints) -> float:
+def f1_macro(counts_cc: Cells) -> float:
     """Mean F1 over the classes that are present or answered."""
     seen = (counts_cc.sum(0) + counts_cc.sum(1)) > 0
     return float(f1_by_class(counts_cc)[seen].mean()) if seen.any() else float("nan")
 
 
-def mean_over_parts(counts_jcc: Ints, score: Score = accuracy) -> float:
+def mean_over_parts(counts_jcc: Cells, score: Score = accuracy) -> float:
     """Unweighted mean of a score over test parts `[J, C, C]`; parts without rows are left out."""
     scores = [score(counts) for counts in counts_jcc if counts.sum()]
     return float(np.mean(scores)) if scores else float("nan")
 
 
-def c_spec(own_kcc: Ints, score: Score = accuracy, average: str = "devices") -> float:
+def c_spec(own_kcc: Cells, score: Score = accuracy, average: str = "devices") -> float:
     """C-Spec: each device model on its own test part, over devices alike (`devices`) or over all rows (`samples`).
 
     With `devices` and accuracy this is FedD2S's average UA as well.
@@ -73,7 +75,7 @@ def c_spec(own_kcc: Ints, score: Score = accuracy, average: str = "devices") -> 
     return mean_over_parts(own_kcc, score) if average == "devices" else score(own_kcc.sum(0))
 
 
-def c_gen(counts_kjcc: Ints, score: Score = accuracy) -> float:
+def c_gen(counts_kjcc: Cells, score: Score = accuracy) -> float:
     """C-Gen: each device model on everybody's test data, the mean over devices.
 
     Accuracy is counted on T; any other score, as F1, is the mean over all pairs of a model and a part.
@@ -104,7 +106,7 @@ class FleetScores:
 
 
 def fleet_scores(
-    counts_kjcc: Ints, server_jcc: Ints | None = None, score: Score = accuracy, average: str = "devices"
+    counts_kjcc: Cells, server_jcc: Cells | None = None, score: Score = accuracy, average: str = "devices"
 ) -> FleetScores:
     """Global, C-Gen, C-Spec and C-Per of one round.
 

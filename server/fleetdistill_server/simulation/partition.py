@@ -77,6 +77,31 @@ def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
     return taken, np.setdiff1d(np.arange(len(y)), taken).astype(np.int64)
 
 
+def hold_out_validation(labels: npt.ArrayLike, rows: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
+    """Holds a share of one device's rows out, class by class as the device has them.
+
+    Args:
+        labels: `[N]` integers, of the whole data set.
+        rows: `[n]` int64 ascending, the device's.
+        share: In [0, 1); of n rows the nearest whole number is wanted.
+        seed: Decides which.
+
+    Returns:
+        The rows to train on and those held out, both ascending. Every class keeps a row to train on, so a device with
+        one row of each class holds none out.
+    """
+    classes_n = np.asarray(labels)[rows]
+    count = round(share * len(rows))
+    if not count:
+        return rows, rows[:0]
+    _, first, sizes = np.unique(classes_n, return_index=True, return_counts=True)
+    wanted = np.minimum(largest_remainder(sizes / len(rows), count), sizes - 1)
+    rng = np.random.default_rng(seed)
+    pools = [rng.permutation(rows[classes_n == classes_n[at]]) for at in first]
+    held_out = np.sort(np.concatenate([pool[:take] for pool, take in zip(pools, wanted, strict=True)]))
+    return np.setdiff1d(rows, held_out), held_out
+
+
 def iid(labels: npt.ArrayLike, devices: int, seed: int) -> Partition:
     """Shuffles all rows and splits them evenly; sizes differ by one at most and every row is used."""
     y = _checked(labels, devices)

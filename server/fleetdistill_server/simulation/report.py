@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fleetdistill.local_training import Counts
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
 from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset
 from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.history import FleetHistory
+from fleetdistill_server.simulation.metrics import Ints, accuracy
 from fleetdistill_server.simulation.partition import Partition
 from fleetdistill_server.simulation.plots import save_report_figure
+from fleetdistill_server.simulation.scores import Figures, FleetFigures, fleet_figures, in_class_mix, late_figures
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Row, Store
+from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +54,21 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """A simulation's outcome; what report.json holds."""
+    """A simulation's outcome; what report.json holds.
+
+    Attributes:
+        mean_accuracy_fedavg_global: FedAvg's global model on the global test part, the control of the comparison.
+        mean_accuracy_fedavg_device: FedAvg's device models after local training there, mean over devices.
+        mean_own_accuracy_fedavg_device: The same on their own classes.
+        fedavg_model: The model that every device has in this control: the largest of the fleet's.
+        fedavg_settings: FedAvg's settings in it.
+        scores: `fleet`, `alone` and `fedavg`, each with CDKT-FL's figures after the last round; see
+            `scores.fleet_figures`.
+        late: What papers report of a fleet's last rounds, in accuracy; see `scores.late_figures`.
+        guards_fired: How often a guard of the method acted.
+        models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
+        global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
+    """
 
     method: str
     settings: dict[str, Any]
@@ -65,13 +83,23 @@ class FleetReport:
     mean_accuracy_fleet: float
     mean_own_accuracy_alone: float | None
     mean_own_accuracy_fleet: float
+    mean_accuracy_fedavg_global: float | None
+    mean_accuracy_fedavg_device: float | None
+    mean_own_accuracy_fedavg_device: float | None
+    fedavg_model: str | None
+    fedavg_settings: dict[str, Any] | None
+    scores: dict[str, FleetFigures]
+    late: Figures
     acknowledged_uploads: int
     used_uploads: int
     reported_uploads: int
     refused_uploads: int
     guards_fired: int
+    models_kept: int
+    models_replaced: int
     devices: list[DeviceReport]
     accuracy_by_round: dict[str, list[float]]
+    global_accuracy_by_round: list[float | None]
     alone_accuracy_by_round: dict[str, list[float]]
 
 
@@ -82,16 +110,18 @@ def make_report(
     data: Dataset,
     split: Partition,
     specs: Sequence[DeviceSpec],
-    alone: Mapping[str, list[Counts]],
+    history: FleetHistory,
+    controls: Controls,
     seconds: float,
 ) -> FleetReport:
     """Gathers the figures of a finished run and writes them under the simulation's `out`."""
     shares = split.class_counts(data.train_labels.numpy(), len(data.classes))
-    curves = _curves(store, config.run.name, specs)
+    alone = controls.alone
     devices = [
-        _device_report(wanted.out, store, config.run.name, spec, shares[number], alone.get(spec.name))
+        _device_report(wanted.out, store, config.run.name, spec, history, shares[[number]], alone.get(spec.name))
         for number, spec in enumerate(specs)
     ]
+    app_models = verdicts(verdict_rows(store, config.run.name))
     report = FleetReport(
         method=wanted.method,
         settings=asdict(config.method_config()),
@@ -106,10 +136,16 @@ def make_report(
         mean_accuracy_fleet=_mean([one.accuracy_fleet for one in devices]) or 0.0,
         mean_own_accuracy_alone=_mean([one.own_accuracy_alone for one in devices]),
         mean_own_accuracy_fleet=_mean([one.own_accuracy_fleet for one in devices]) or 0.0,
+        **_fedavg_figures(controls.fedavg, shares),
+        scores=_scores(history, shares, controls),
+        late=late_figures(history.figures(shares)),
         **_upload_counts(store, config.run.name),
-        guards_fired=sum(one["kind"].endswith("-guard") for one in store.events(config.run.name)),
+        guards_fired=len(guard_events(store, config.run.name)),
+        models_kept=app_models.kept,
+        models_replaced=app_models.replaced,
         devices=devices,
-        accuracy_by_round=curves,
+        accuracy_by_round={name: [accuracy(one) for one in counts] for name, counts in history.devices.items()},
+        global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
     )
     _write(wanted, report, data, split)
@@ -132,12 +168,19 @@ def _write(wanted: Simulation, report: FleetReport, data: Dataset, split: Partit
 
 
 def _device_report(
-    out: Path, store: Store, run: str, spec: DeviceSpec, counts: np.ndarray, alone: list[Counts] | None
+    out: Path,
+    store: Store,
+    run: str,
+    spec: DeviceSpec,
+    history: FleetHistory,
+    samples_jc: Ints,
+    alone: list[Counts] | None,
 ) -> DeviceReport:
     row = store.device(run, spec.name)
     assert row is not None  # the run is finished, so the device was there
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    last = [one for one in store.figures(run, "accuracy", "test") if one["device"] == spec.name][-1]
+    fleet_cc = history.devices[spec.name][-1]
+    alone_cc = alone[-1].confusion.numpy() if alone else None
     traffic = [one for one in store.traffic(run) if one["device"] == spec.name]
     exported = json.loads(spec.exported_file.read_text())
     return DeviceReport(
@@ -145,10 +188,10 @@ def _device_report(
         model=spec.model,
         parameters=profile.parameters,
         samples=profile.samples,
-        accuracy_alone=alone[-1].accuracy if alone else None,
-        accuracy_fleet=last["sum"] / last["count"],
-        own_accuracy_alone=_own(counts, _rates_of_counts(alone[-1])) if alone else None,
-        own_accuracy_fleet=_own(counts, _rates_of_figure(last)),
+        accuracy_alone=_accuracy(alone_cc),
+        accuracy_fleet=accuracy(fleet_cc),
+        own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_jc),
+        own_accuracy_fleet=_own(fleet_cc, samples_jc),
         bytes_up=_bytes(traffic, "up"),
         bytes_down=_bytes(traffic, "down"),
         onnx_file=_collect_model(out, spec),
@@ -156,13 +199,35 @@ def _device_report(
     )
 
 
-def _curves(store: Store, run: str, specs: Sequence[DeviceSpec]) -> dict[str, list[float]]:
-    closed = [row["round"] for row in store.rounds(run) if row["status"] == "closed"]
-    rates = {(r["device"], r["round"]): r["sum"] / r["count"] for r in store.figures(run, "accuracy", "test")}
-    return {spec.name: [rates.get((spec.name, number), float("nan")) for number in closed] for spec in specs}
+def _fedavg_figures(fedavg: FedAvgControl | None, samples_jc: Ints) -> dict[str, Any]:
+    if fedavg is None:
+        names = ("mean_accuracy_fedavg_global", "mean_accuracy_fedavg_device", "mean_own_accuracy_fedavg_device")
+        return dict.fromkeys((*names, "fedavg_model", "fedavg_settings"))
+    history = fedavg.history
+    own = [_own(counts, samples_jc[[j]]) for j, counts in enumerate(history.last())]
+    return {
+        "mean_accuracy_fedavg_global": _accuracy(history.server[-1]),
+        "mean_accuracy_fedavg_device": _mean([accuracy(counts) for counts in history.last()]),
+        "mean_own_accuracy_fedavg_device": _mean(own),
+        "fedavg_model": fedavg.model,
+        "fedavg_settings": fedavg.settings,
+    }
 
 
-def _upload_counts(store: Store, run: str) -> dict[str, int]:
+def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict[str, FleetFigures]:
+    def last(one: FleetHistory) -> FleetFigures:
+        return fleet_figures(one.last(), samples_jc, one.server[-1])
+
+    found = {"fleet": last(history)}
+    if controls.alone:
+        alone_kcc = [controls.alone[name][-1].confusion.numpy() for name in history.devices]
+        found["alone"] = fleet_figures(alone_kcc, samples_jc, None)
+    if controls.fedavg is not None:
+        found["fedavg"] = last(controls.fedavg.history)
+    return found
+
+
+def _upload_counts(store: Store, run: str) -> dict[str, Any]:
     uploads = store.uploads(run)
     by_status = {status: sum(one["status"] == status for one in uploads) for status in ("used", "reported")}
     return {
@@ -173,18 +238,13 @@ def _upload_counts(store: Store, run: str) -> dict[str, int]:
     }
 
 
-def _rates_of_counts(counts: Counts) -> dict[int, float]:
-    pairs = zip(counts.per_class_correct.tolist(), counts.per_class_count.tolist(), strict=True)
-    return {label: correct / count for label, (correct, count) in enumerate(pairs) if count}
+def _accuracy(counts_cc: Ints | None) -> float | None:
+    return None if counts_cc is None else accuracy(counts_cc)
 
 
-def _rates_of_figure(row: Row) -> dict[int, float]:
-    return {int(label): correct / count for label, (correct, count) in json.loads(row["by_class"]).items()}
-
-
-def _own(counts: np.ndarray, rates: Mapping[int, float]) -> float:
-    """Accuracy on the device's own classes: per-class accuracy on the whole test part, weighted by its class shares."""
-    return float(sum(counts[label] * rate for label, rate in rates.items()) / counts.sum())
+def _own(counts_cc: Ints, samples_1c: Ints) -> float:
+    """Accuracy on the device's own classes: on the global test part in the device's mix of classes."""
+    return accuracy(in_class_mix(counts_cc, samples_1c)[0])
 
 
 def _bytes(traffic: Sequence[Row], direction: str) -> int:
@@ -222,8 +282,8 @@ def report_table(report: FleetReport) -> Table:
             f"{one.samples:,}",
             _arrow(one.accuracy_alone, one.accuracy_fleet),
             _arrow(one.own_accuracy_alone, one.own_accuracy_fleet),
-            _size(one.bytes_up),
-            _size(one.bytes_down),
+            readable_bytes(one.bytes_up),
+            readable_bytes(one.bytes_down),
             f"{one.onnx_max_difference:.0e}",
         )
     table.add_section()
@@ -232,8 +292,8 @@ def report_table(report: FleetReport) -> Table:
         *("", "", f"{sum(one.samples for one in report.devices):,}"),
         _arrow(report.mean_accuracy_alone, report.mean_accuracy_fleet),
         _arrow(report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet),
-        _size(sum(one.bytes_up for one in report.devices) // len(report.devices)),
-        _size(sum(one.bytes_down for one in report.devices) // len(report.devices)),
+        readable_bytes(sum(one.bytes_up for one in report.devices) // len(report.devices)),
+        readable_bytes(sum(one.bytes_down for one in report.devices) // len(report.devices)),
         "",
     )
     return table
@@ -241,7 +301,3 @@ def report_table(report: FleetReport) -> Table:
 
 def _arrow(before: float | None, after: float) -> str:
     return f"{after:.1%}" if before is None else f"{before:.1%} -> {after:.1%}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

@@ -27,6 +27,9 @@ class Simulation:
         proxy_per_class: Training images of each class, the last ones, that become the proxy set before the others are
             dealt out. None means 8, or half of a class of fewer than 16, for a method that needs a proxy set and 0 for
             the others; a number holds as many out for any method, so that methods compare on the same data.
+        validation_share: Share of each device's samples, in [0, 1), that is held out as its validation data: its model
+            is replaced only where the accuracy on them does not fall. Stratified; every class keeps a sample to train
+            on. 0 for none: every round's model is taken.
         rounds: Rounds to complete.
         seed: Decides partition, models, batches and everything else.
         link: `memory` or `grpc`.
@@ -35,6 +38,8 @@ class Simulation:
         torch_device: Where the server half computes: auto, cpu, cuda.
         out: Folder for report.json, the figure and the models; its folder `work` is made anew.
         with_alone: Train every device alone too.
+        with_fedavg: Run FedAvg on the same data too, over memory: the device models' largest on every device, as many
+            local passes over the labels as the method makes, and FedAvg's other defaults.
     """
 
     method: str = "feddkc"
@@ -49,6 +54,7 @@ class Simulation:
     alpha: float = 0.5
     classes_per_device: int = 2
     proxy_per_class: int | None = None
+    validation_share: float = 0.0
     rounds: int = 30
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
@@ -57,3 +63,4 @@ class Simulation:
     torch_device: str = "auto"
     out: Path = Path("out/simulation")
     with_alone: bool = True
+    with_fedavg: bool = True

@@ -25,7 +25,8 @@ def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetRepo
     console = Console()
     wide = Console(width=max(console.width, _TABLE_WIDTH))
     wide.print(report_table(report))
-    console.print(verdict(report), soft_wrap=True)
+    for line in (verdict(report), *global_lines(report), *fedavg_lines(report)):
+        console.print(line, soft_wrap=True)
     console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({len(report.devices)} models)", soft_wrap=True)
     return report
 
@@ -38,6 +39,29 @@ def verdict(report: FleetReport) -> str:
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
     return f"{report.seconds:.0f} s; the fleet is {abs(gain):.1f} points {word} than alone on average; {uploads}"
+
+
+def global_lines(report: FleetReport) -> list[str]:
+    """The method's global model, where it has one."""
+    accuracy = report.global_accuracy_by_round[-1]
+    return [] if accuracy is None else [f"{report.method}'s global model: {accuracy:.1%}"]
+
+
+def fedavg_lines(report: FleetReport) -> list[str]:
+    """The control with one model on every device, where it was run beside the method."""
+    if report.fedavg_model is None or report.fedavg_settings is None or report.method == "fedavg":
+        return []
+    how = "{optimizer} {learning_rate}, {local_epochs} local epochs".format_map(report.fedavg_settings)
+    return [
+        f"FedAvg with {report.fedavg_model} on every device ({how}): global model "
+        f"{_percent(report.mean_accuracy_fedavg_global)}, device models after local training "
+        f"{_percent(report.mean_accuracy_fedavg_device)}, on own classes "
+        f"{_percent(report.mean_own_accuracy_fedavg_device)}"
+    ]
+
+
+def _percent(rate: float | None) -> str:
+    return "not scored" if rate is None else f"{rate:.1%}"
 
 
 def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
@@ -56,7 +80,7 @@ def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
             progress.start()  # not before the settings and the data have proved good
             text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
             if done.completed == done.rounds:
-                text += ", now training alone" if wanted.with_alone else ""
+                text += ", now the controls" if wanted.with_alone or wanted.with_fedavg else ""
             progress.update(task, completed=done.completed, accuracy=text)
 
         return simulate(wanted, show)

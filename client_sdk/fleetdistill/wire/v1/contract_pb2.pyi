@@ -66,8 +66,13 @@ class NamedShape(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the feature column, that is of the cut it is taken at."""
+    advice: _builtins.str
+    """In a contract: what to do about a device whose column has another shape, part of a sentence for its refusal;
+    empty for the server's usual advice.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Without the batch axis, each axis at least 1."""
@@ -77,10 +82,11 @@ class NamedShape(_message.Message):
         *,
         name: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        advice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

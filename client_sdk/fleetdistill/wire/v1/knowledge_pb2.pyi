@@ -492,13 +492,15 @@ class Metric(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     BY_CLASS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"accuracy" (sum = correct rows), "loss" (sum in nats), ...; 1 to 64 characters."""
+    """"accuracy" (sum = correct rows), "loss" (sum in nats), "replaced" and "replaced_by_result" (sum = 1 where the app's
+    model is replaced by the round's, or by the run's end result, 0 where it is kept; count = 1), ...; 1 to 64 characters.
+    """
     split: _builtins.str
     """Which data: "train", "validation" or "test"; at most 64 characters."""
     sum: _builtins.float
     """Finite; see `name` for the unit."""
     count: _builtins.int
-    """Rows behind the sum."""
+    """Rows, or whatever else was counted, behind the sum."""
     @_builtins.property
     def by_class(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassCount]:
         """The same by class; classes without rows stay out."""

@@ -98,7 +98,7 @@ class DeviceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Ends the lease.
+        """Ends the lease, or declines an ask.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class DeviceServiceStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_service_pb2.HeartbeatRequest, _service_pb2.HeartbeatResponse]
     """Renews the lease while the device computes."""
     Leave: _grpc.UnaryUnaryMultiCallable[_service_pb2.LeaveRequest, _service_pb2.LeaveResponse]
-    """Ends the lease."""
+    """Ends the lease, or declines an ask."""
     UploadStatus: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadStatusRequest, _service_pb2.UploadStatusResponse]
     """Tells how far an upload has come, to resume or settle it."""
     Upload: _grpc.StreamUnaryMultiCallable[_service_pb2.UploadRequest, _service_pb2.UploadResponse]
@@ -64,7 +64,7 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_service_pb2.HeartbeatRequest, _service_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease while the device computes."""
     Leave: _aio.UnaryUnaryMultiCallable[_service_pb2.LeaveRequest, _service_pb2.LeaveResponse]  # type: ignore[assignment]
-    """Ends the lease."""
+    """Ends the lease, or declines an ask."""
     UploadStatus: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadStatusRequest, _service_pb2.UploadStatusResponse]  # type: ignore[assignment]
     """Tells how far an upload has come, to resume or settle it."""
     Upload: _aio.StreamUnaryMultiCallable[_service_pb2.UploadRequest, _service_pb2.UploadResponse]  # type: ignore[assignment]
@@ -105,7 +105,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.LeaveResponse, _abc.Awaitable[_service_pb2.LeaveResponse]]:
-        """Ends the lease."""
+        """Ends the lease, or declines an ask."""
 
     @_abc_1.abstractmethod
     def UploadStatus(

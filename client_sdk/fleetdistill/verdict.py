@@ -1,0 +1,47 @@
+"""Joining must not hurt: whether a round's model becomes the app's, and how the server counts that."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from fleetdistill.knowledge import Metric
+
+SPLIT = "validation"
+"""Which data a verdict is about."""
+REPLACED = "replaced"
+"""Metric in the last answer of a round: sum 1 where the app's model is replaced, 0 where it is kept; count 1."""
+REPLACED_BY_RESULT = "replaced_by_result"
+"""The same in the answer to a run's end result. It has a name of its own: both can come in one round."""
+VERDICTS = (REPLACED, REPLACED_BY_RESULT)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the app's model is replaced once the answer that reports it has its receipt.
+
+    Attributes:
+        replaced: It is; false: the app keeps what it has, and training goes on.
+        accuracy: Of the round's model on the app's validation data, in [0, 1]; None without such data.
+        accuracy_in_use: Of the app's model until then.
+    """
+
+    replaced: bool
+    accuracy: float | None = None
+    accuracy_in_use: float | None = None
+
+    @property
+    def text(self) -> str:
+        """One sentence for a person."""
+        if self.accuracy is None:
+            return "the app's model is replaced"
+        before = f"{self.accuracy:.3f} on validation data, {self.accuracy_in_use:.3f} before"
+        return f"the app's model is replaced: {before}" if self.replaced else f"the app keeps its model: {before}"
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """Its figures, where there are any."""
+        return {name: value for name, value in asdict(self).items() if name != "replaced" and value is not None}
+
+    def metric(self, name: str) -> Metric:
+        """What the server is told, under a name of `VERDICTS`."""
+        return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)

@@ -1,0 +1,156 @@
+"""The methods side by side, for who has to choose one: made of what their server halves say about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.store import Row
+from fleetdistill_server.traffic import (
+    DOWN,
+    KNOWLEDGE_TYPES,
+    UP,
+    KnowledgeType,
+    Sizes,
+    exchange_formula,
+    readable_bytes,
+    round_bytes,
+)
+from fleetdistill_server.views import View
+
+LABELS = "labels"
+
+_SAYS: Mapping[str, Callable[[str], str]] = {
+    "sample_knowledge": lambda columns: f"{columns} of own samples",
+    "proxy_knowledge": lambda columns: f"{columns} of the proxy set",
+    "weighted_predictions": lambda columns: "predictions on generated samples",
+    "distillation_gradient": lambda columns: "gradients on own samples",
+    "model_parameters": lambda columns: "model",
+    "generator": lambda columns: "generator",
+    "discriminator": lambda columns: "discriminator",
+}
+"""Kind of a part, and what it says about the device, from the columns that the method takes."""
+_ABOUT_SAMPLES = ("features", "logits", LABELS)
+
+
+@dataclass(frozen=True)
+class MethodsView(View):
+    """The rows of `methods` with the facts that their bytes hold for."""
+
+    def tables(self) -> list[Table | str]:
+        """Two narrow tables, what a method is and what it costs, and what the figures hold for."""
+        rows = self.lists["methods"]
+        what = _table("what each method is and needs", [_what(row) for row in rows], right=())
+        costs = _table("what a round costs one device", [_costs(row) for row in rows], right=("up", "down"))
+        return [what, costs, _assumed(self.facts)]
+
+
+def methods(sizes: Sizes, knowledge_type: str) -> MethodsView:
+    """Every method with its default settings, and the bytes of its rounds.
+
+    Args:
+        sizes: Model and data of one device.
+        knowledge_type: float16 or float32.
+
+    Raises:
+        ConfigurationError: The knowledge type is another.
+    """
+    rows = [method_row(name, sizes, _checked(knowledge_type)) for name in sorted(METHODS)]
+    return MethodsView({"methods": rows}, {"knowledge_type": knowledge_type, "sizes": asdict(sizes)})
+
+
+def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType) -> Row:
+    """One method as plain data."""
+    half, config = server_class(name), config_class(name)().for_classes(sizes.classes)
+    exchanges, columns = half.exchanges(config, sizes), list(half.columns(config))
+    cost = round_bytes(exchanges, knowledge_type)
+    return {
+        "method": name,
+        "summary": half.summary,
+        "leaves_the_device": _leaves(half, config, [one.step for one in exchanges if one.times]),
+        "columns": columns,
+        "labels_leave": LABELS in columns,
+        "models": "same" if half.same_architecture else "different",
+        "same_extractor": half.same_extractor,
+        "proxy_set": half.proxy_set,
+        "exchanges": sum(one.times for one in exchanges),
+        "exchanges_formula": exchange_formula(exchanges),
+        "bytes_up": cost[UP],
+        "bytes_down": cost[DOWN],
+    }
+
+
+def _leaves(half: type[ServerMethod], config: Any, asked: Sequence[str]) -> str:
+    about = ", ".join(column for column in half.columns(config) if column in _ABOUT_SAMPLES)
+    steps = half.steps_for(config)
+    kinds = [kind for step in asked for kind in steps[step].values()]
+    return ", ".join(dict.fromkeys(_SAYS[kind](about) for kind in kinds))
+
+
+def _checked(knowledge_type: str) -> KnowledgeType:
+    for known in KNOWLEDGE_TYPES:
+        if known == knowledge_type:
+            return known
+    raise ConfigurationError(f"--knowledge-type is {knowledge_type!r}, expected one of {', '.join(KNOWLEDGE_TYPES)}")
+
+
+def _what(row: Row) -> dict[str, str]:
+    models = f"{row['models']}, one extractor" if row["same_extractor"] else row["models"]
+    return {
+        "method": row["method"],
+        "what it is": row["summary"],
+        "models": models,
+        "proxy set": _yes_or_no(row["proxy_set"]),
+    }
+
+
+def _costs(row: Row) -> dict[str, str]:
+    count, formula = str(row["exchanges"]), row["exchanges_formula"]
+    return {
+        "method": row["method"],
+        "leaves the device": row["leaves_the_device"],
+        "labels leave": _yes_or_no(row["labels_leave"]),
+        "exchanges": count if formula == count else f"{count} = {formula}",
+        "up": readable_bytes(row["bytes_up"]),
+        "down": readable_bytes(row["bytes_down"]),
+    }
+
+
+def _assumed(facts: Mapping[str, Any]) -> str:
+    sizes = {name: value for name, value in facts["sizes"].items() if value is not None}
+    said = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
+    return f"For {facts['knowledge_type']} and, in numbers of one device: {', '.join(said)}.\n{_LEFT_OUT}"
+
+
+_LEFT_OUT = (
+    "Default settings, a usual round; headers (half a kilobyte a message), the first round's initial weights or proxy\n"
+    "set and the end result come on top, and so do figures of test data. docs/methods.md says how to read this."
+)
+
+
+def _number(size: int | Mapping[str, int]) -> str:
+    if isinstance(size, int):
+        return f"{size:,}"
+    buffers = f" + {size['buffer_bytes']:,} bytes" if size["buffer_bytes"] else ""
+    return f"{size['parameters']:,}{buffers}"
+
+
+def _yes_or_no(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*row.values())
+    return table

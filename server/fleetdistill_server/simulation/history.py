@@ -1,0 +1,51 @@
+"""How the models of a simulated fleet did, round after round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.metrics import Ints
+from fleetdistill_server.simulation.scores import Figures, after_rounds, read_scores, round_figures
+from fleetdistill_server.store import Store
+
+
+@dataclass(frozen=True)
+class FleetHistory:
+    """Confusion matrices `[C, C]` on the global test part, after each completed round.
+
+    Attributes:
+        devices: Device -> those of the model that it has after each round.
+        took_part: Device -> whether it trained in the round.
+        server: Those of the global model; None where the method has none, or where it could not be scored.
+    """
+
+    devices: Mapping[str, Sequence[Ints]]
+    took_part: Mapping[str, Sequence[bool]]
+    server: Sequence[Ints | None]
+
+    def figures(self, samples_jc: Ints) -> list[Figures]:
+        """CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
+        rounds = zip(*self.devices.values(), strict=True)
+        return [round_figures(kcc, samples_jc, server) for kcc, server in zip(rounds, self.server, strict=True)]
+
+    def last(self) -> list[Ints]:
+        """Those of the devices after the last round."""
+        return [counts[-1] for counts in self.devices.values()]
+
+
+def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory:
+    """Reads the history of a finished run from its store and from what the devices noted."""
+    closed = [row for row in store.rounds(run) if row["status"] == "closed"]
+    numbers = [row["round"] for row in closed]
+    noted = {spec.name: read_scores(spec.scores_file) for spec in specs}
+    figures = [json.loads(row["figures"] or "{}") for row in closed]
+    return FleetHistory(
+        devices={name: after_rounds(scores, numbers) for name, scores in noted.items()},
+        took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
+        server=[np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures],
+    )

@@ -1,0 +1,150 @@
+"""What a round of a method costs on the wire: its exchanges, counted in numbers by the type that they travel in.
+
+Pure arithmetic over sizes. A server half describes its round in `exchanges`, `fleetdistill methods` prints the bytes,
+and a test holds them against the traffic that the store counts. Tensor bytes only: headers, metrics and plans add about
+half a kilobyte a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import ModelParameters
+
+KnowledgeType = Literal["float16", "float32"]
+KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32")
+UP, DOWN = "up", "down"
+
+_FLOAT32, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.int32, np.int64))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The size of a model, or of a part of one.
+
+    Attributes:
+        parameters: Trainable numbers, which travel as float32 whatever the knowledge type is.
+        buffer_bytes: Bytes of the buffers beside them: 8 a channel and 8 a layer of batch-norm.
+    """
+
+    parameters: int
+    buffer_bytes: int = 0
+
+    @classmethod
+    def of(cls, sent: ModelParameters) -> Weights:
+        """The size of parameters and buffers as they travel."""
+        numbers = sum(one.size for one in sent.parameters.values())
+        return cls(numbers, sum(one.nbytes for one in sent.buffers.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One device's model and data, as far as the bytes of a round depend on them.
+
+    The defaults are sizes to start a comparison from; FedD2S's are those of a run's first rounds.
+
+    Attributes:
+        samples: Of the device: N, in FedD2S K.
+        features: Numbers of one sample's features at the cut: FedDKC's F, FedD2S's s_1.
+        classes: C.
+        model: W, what of the model travels; with FedDKD_BN that is without batch-norm.
+        proxy_samples: P, rows of the proxy set.
+        embedding: Numbers that enter the last layer: the F of CDKT-FL and of DaFKD.
+        generator: DaFKD's G.
+        discriminator: DaFKD's W_d, a discriminator that shares no layers; None: as large as the model.
+        layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer, where a run
+            begins: the logits.
+        head: FedD2S's layers above l; none at the last layer.
+
+    Raises:
+        ConfigurationError: A size is below 0, or is one of `samples`, `features` and `classes` and below 1.
+    """
+
+    samples: int = 1000
+    features: int = 4096
+    classes: int = 10
+    model: Weights = field(default=Weights(500_000))
+    proxy_samples: int = 80
+    embedding: int = 256
+    generator: Weights = field(default=Weights(120_000))
+    discriminator: Weights | None = None
+    layer_features: int | None = None
+    head: Weights = field(default=Weights(0))
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = 1 if one.name in ("samples", "features", "classes") else 0
+            counts = (value.parameters, value.buffer_bytes) if isinstance(value, Weights) else (value,)
+            if any(count is not None and count < least for count in counts):
+                raise ConfigurationError(f"{one.name} is {min(counts)}, must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """The tensors of one message, in numbers by what they are; contents add up.
+
+    Attributes:
+        knowledge: Features, logits, embeddings, soft labels: the run's knowledge type.
+        float32: Gradients and weighted predictions.
+        labels: int32.
+        ids: int64.
+        weights: Parameters (float32) and buffers of models.
+    """
+
+    knowledge: int = 0
+    float32: int = 0
+    labels: int = 0
+    ids: int = 0
+    weights: Sequence[Weights] = ()
+
+    def bytes(self, knowledge_type: KnowledgeType) -> int:
+        """Tensor bytes of the message."""
+        weights = sum(_FLOAT32 * one.parameters + one.buffer_bytes for one in self.weights)
+        fixed = _FLOAT32 * self.float32 + _INT32 * self.labels + _INT64 * self.ids
+        return np.dtype(knowledge_type).itemsize * self.knowledge + fixed + weights
+
+
+NOTHING = Content()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One ask and its answer, or several alike.
+
+    Attributes:
+        step: The step that is asked.
+        down, up: What the ask and the answer carry.
+        times: How often a round asks it.
+        setting: Name of the setting that `times` is; empty for a step that is always asked once.
+    """
+
+    step: str
+    down: Content = NOTHING
+    up: Content = NOTHING
+    times: int = 1
+    setting: str = ""
+
+
+def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
+    """Tensor bytes of a device and round by direction, `up` and `down`."""
+    return {
+        UP: sum(one.times * one.up.bytes(knowledge_type) for one in exchanges),
+        DOWN: sum(one.times * one.down.bytes(knowledge_type) for one in exchanges),
+    }
+
+
+def exchange_formula(exchanges: Sequence[Exchange]) -> str:
+    """How many exchanges a round has, such as `1 + dkd_steps`."""
+    always = sum(one.times for one in exchanges if not one.setting)
+    return " + ".join([str(always), *(one.setting for one in exchanges if one.setting)])
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for people, in powers of ten."""
+    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

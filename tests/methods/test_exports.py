@@ -1,0 +1,73 @@
+"""ONNX of what each method delivers: the server's model, and the model of every device, against PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from support.fleets import RUNS, every_run, prepare, run_in_memory
+from torch import nn
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Array
+from fleetdistill.state_file import unpack_state
+from fleetdistill_server.contract import build_method
+from fleetdistill_server.export import export_server_model
+from fleetdistill_server.simulation.device import build_device_model, load_arrays
+from fleetdistill_server.simulation.fleet import RUN
+
+
+def logits_of(file: Path, inputs: Array) -> Array:
+    session = onnxruntime.InferenceSession(str(file))
+    return np.asarray(session.run(["logits"], {"input": inputs})[0])
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    return {one.key: one.value for one in onnx.load(file).metadata_props}
+
+
+def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
+    with torch.no_grad():
+        expected = model.cpu().eval()(torch.from_numpy(inputs)).numpy()
+    assert expected.std() > 0, "a model that says the same of everything proves nothing"
+    for batch in (inputs, inputs[:3], inputs[:1]):
+        np.testing.assert_allclose(logits_of(file, batch), expected[: len(batch)], atol=1e-4)
+
+
+@every_run
+def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, method = run_in_memory(prepared), build_method(prepared[0])
+    row = store.run(RUN)
+    assert row is not None
+    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    exported = method.export()
+    if exported is None:
+        with pytest.raises(ConfigurationError, match=f"{RUNS[name].method} keeps no model on the server"):
+            export_server_model(store, RUN, tmp_path / "server.onnx")
+        assert not (tmp_path / "server.onnx").exists()
+    else:
+        model, shape = exported
+        report = export_server_model(store, RUN, tmp_path / "server.onnx")
+        assert report.max_difference < 1e-4
+        assert_same(model, report.path, np.random.default_rng(0).random((9, *shape), np.float32))
+        assert metadata_of(report.path).items() >= {"run": RUN, "round": "2", "method": RUNS[name].method}.items()
+    store.close()
+
+
+@every_run
+def test_every_device_exports_the_model_that_its_app_uses(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    run_in_memory(prepared).close()
+    for spec in prepared[1]:
+        state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)
+        model = build_device_model(spec, inputs.shape[1:])
+        first = [parameter.clone() for parameter in model.parameters()]
+        model.load_state_dict(unpack_state((state / "delivered.safetensors").read_bytes())["model"])
+        assert any(not torch.equal(*pair) for pair in zip(first, model.parameters(), strict=True))
+        assert_same(model, state / "model.onnx", inputs)
+        assert metadata_of(state / "model.onnx")["method"] == RUNS[name].method

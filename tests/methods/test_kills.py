@@ -1,0 +1,159 @@
+"""kill -9 over the table of methods: engine and devices die in every gap, and nothing is different at the end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fleets import (
+    RUNS,
+    Prepared,
+    assert_no_upload_lost,
+    device_files,
+    every_run,
+    prepare,
+    record,
+    run_in_memory,
+)
+from support.forked import Doom, ForkedEngine, forked_device
+
+from fleetdistill import Device, Step
+from fleetdistill.methods import METHODS
+from fleetdistill.storage import Storage
+from fleetdistill_server.blobs import FileBlobs
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+pytestmark = pytest.mark.slow
+every_method = pytest.mark.parametrize("name", sorted(METHODS))
+State = tuple[int, int, int]
+"""(round, step number, answers to that step), what a store shows in mid-run."""
+
+
+class Fleet:
+    """An engine process over a store on the disk, and devices that the test lets work."""
+
+    def __init__(self, prepared: Prepared, stack: ExitStack) -> None:
+        self.store = Store.open(Path(prepared[0].server.store))
+        self.engine = ForkedEngine(prepared)
+        stack.callback(self.store.close)
+        stack.callback(self.engine.kill)
+        link = MemoryLink(Desk(self.store, wake_engine=self.engine.pipe.poke))
+        self.devices: list[Device] = [stack.enter_context(make_device(spec, link)) for spec in prepared[1]]
+
+    @property
+    def is_over(self) -> bool:
+        row = self.store.run(RUN)
+        return row is not None and row["status"] == "finished"
+
+    @property
+    def state(self) -> State:
+        """Where the run is; zeros while no step is open."""
+        row = self.store.open_round(RUN)
+        if row is None:
+            return 0, 0, 0
+        number, last = row["round"], 0
+        while self.store.asks(RUN, number, last + 1):
+            last += 1
+        return number, last, sum(ask["status"] == "answered" for ask in self.store.asks(RUN, number, last))
+
+    def answer_one(self) -> None:
+        """One device answers, or all have nothing to do."""
+        row = self.store.run(RUN)
+        if row is not None and row["contract"] is not None:
+            any(device.step(0.0) is Step.ANSWERED for device in self.devices)
+
+    def finish(self) -> None:
+        for device in self.devices:
+            while device.step(0.0) is not Step.FINISHED:
+                pass
+
+
+@contextmanager
+def fleet_of(prepared: Prepared) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(prepared, stack)
+
+
+def assert_like_undisturbed(wanted: Simulation, prepared: Prepared, store: Store, directory: Path) -> set[State]:
+    """Compares with the same run in peace; returns every state in which an engine can wait in it."""
+    peaceful = prepare(wanted, directory)
+    undisturbed = run_in_memory(peaceful)
+    assert record(store) == record(undisturbed)
+    assert device_files(prepared) == device_files(peaceful)
+    assert_no_upload_lost(store)
+    asks = record(undisturbed)["asks"]
+    steps = {(number, step) for number, step, *_ in asks}
+    return {(*step, answers) for step in steps for answers in range(sum(ask[:2] == step for ask in asks))}
+
+
+@every_run
+def test_an_engine_killed_between_any_two_answers_changes_nothing(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    killed_in = set()
+    with fleet_of(prepared) as fleet:
+        while not fleet.is_over:
+            fleet.engine.start()
+            fleet.engine.wait_until_it_waits()
+            assert fleet.engine.is_alive or fleet.is_over
+            killed_in.add(fleet.state)
+            fleet.engine.kill()
+            fleet.answer_one()  # while no engine lives: the last answer to a step is found by an engine that starts
+        fleet.finish()
+        assert assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace") <= killed_in
+
+
+WRITES = ((Store, "transaction"), *((FileBlobs, name) for name in ("put", "put_state", "drop")))
+
+
+@every_method
+def test_an_engine_killed_before_any_of_its_writes_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Each life of the engine gets one write further than the one before; one round, which has all of them."""
+    wanted = replace(RUNS[name], rounds=1)
+    prepared = prepare(wanted, tmp_path / "work")
+    with fleet_of(prepared) as fleet:
+        while not fleet.is_over:
+            fleet.engine.start(Doom(WRITES, number=fleet.engine.lives + 1))
+            fleet.engine.work(fleet.answer_one)
+            assert fleet.engine.was_killed or fleet.is_over
+        fleet.finish()
+        assert fleet.engine.lives > 10
+        assert_like_undisturbed(wanted, prepared, fleet.store, tmp_path / "peace")
+
+
+DEATHS = {
+    "trained, nothing kept": Doom(((Storage, "put_answer"),)),
+    "answer kept, not sent": Doom(((Storage, "put_answer"),), after=True),
+    "answer sent, receipt not seen": Doom(((MemoryLink, "upload"),), after=True),
+    "receipt seen, state not kept": Doom(((Storage, "promote_answer"),)),
+    "state kept": Doom(((Storage, "promote_answer"),), after=True),
+}
+"""Moments of a device between an ask and the next one, in their order."""
+
+
+@every_method
+def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    with fleet_of(prepared) as fleet:
+        fragile = forked_device(prepared[1][0], prepared[0].server.store, fleet.engine.pipe)
+        fleet.devices.pop(0).close()
+        fleet.engine.start()
+        fleet.engine.wait_until_it_waits()
+        for death in itertools.cycle(DEATHS.values()):
+            fragile.start(death)
+            while fragile.is_alive:
+                fleet.answer_one()
+            if not fragile.was_killed:
+                break
+        fleet.finish()
+        answers = sum(row["device"] == prepared[1][0].name for row in fleet.store.uploads(RUN))
+        assert fragile.lives > len(DEATHS) * answers
+        assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace")

@@ -1,0 +1,40 @@
+"""`participation_ratio` of every method: how many of the present devices a round takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fleets import RUNS, prepare, run_in_memory
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill_server.simulation.fleet import RUN
+
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+@every_method
+def test_a_round_takes_the_part_of_the_devices_that_is_wanted(method: str, tmp_path: Path) -> None:
+    half = {**RUNS[method].settings, "participation_ratio": 0.5}
+    store = run_in_memory(
+        prepare(replace(RUNS[method], devices=4, rounds=3, train_limit=200, settings=half), tmp_path / "work")
+    )
+    taken = [[row["device"] for row in store.asks(RUN, number, 1)] for number in (1, 2, 3)]
+    assert [len(set(devices)) for devices in taken] == [2, 2, 2]
+    assert len({tuple(devices) for devices in taken}) > 1, "every round took the same devices"
+    assert len({row["device"] for row in store.devices(RUN)}) == 4
+    store.close()
+
+
+@every_method
+@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.01, float("nan")])
+def test_a_part_that_is_none_is_refused(method: str, ratio: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"participation_ratio must be in \(0, 1\], got"):
+        config_class(method)(participation_ratio=ratio)
+
+
+@every_method
+def test_all_devices_take_part_by_default(method: str) -> None:
+    assert config_class(method)().participation_ratio == 1.0

@@ -1,0 +1,202 @@
+"""What each method declares, refused at check-in where a device does not fit it, with a sentence the app can act on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import RUNS, Prepared, every_run, prepare
+from torch import nn
+
+from fleetdistill import Device
+from fleetdistill.errors import RefusedError
+from fleetdistill.gate import columns_of
+from fleetdistill.model import split_sequential
+from fleetdistill.wire.codec import decode
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.payload import DTYPES
+from fleetdistill.wire.v1 import contract_pb2, tensor_pb2
+from fleetdistill_server.admission import check_profile
+from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays, make_device
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.links import DriveDevices
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+Profile = contract_pb2.DeviceProfile
+Contract = contract_pb2.Contract
+Violation = tuple[Callable[[Profile], None], Code, str]
+"""What a device is changed to, the code of its refusal, and the whole sentence."""
+ABSENT = "a" * 64
+
+
+def open_run(prepared: Prepared) -> tuple[Store, Contract]:
+    """A store whose run waits for devices, as the engine leaves it before its first round."""
+    config, store = prepared[0], Store.in_memory()
+    method = build_method(config)
+    contract, initial = make_contract(config, method)
+    for payload in (initial, method.setting.proxy_payload):
+        if payload is not None:
+            store.blobs.put(payload)
+    store.begin_run(RUN, config.fixed_part())
+    store.publish_contract(RUN, contract.SerializeToString())
+    return store, contract
+
+
+def fitting_profile(store: Store, spec: DeviceSpec) -> Profile:
+    """What a device that fits says of itself; it has checked in."""
+    with make_device(spec, MemoryLink(Desk(store))) as device:
+        device.step(0.0)
+    row = store.device(RUN, spec.name)
+    assert row is not None
+    return Profile.FromString(row["profile"])
+
+
+def changed(**values: Any) -> Callable[[Profile], None]:
+    def change(profile: Profile) -> None:
+        for name, value in values.items():
+            profile.ClearField(name)  # type: ignore[arg-type]
+            profile.MergeFrom(Profile(**{name: value}))
+
+    return change
+
+
+def mismatch(what: str, device: object, run: object, advice: str) -> str:
+    return f"{what}: the device has {device}, run {RUN!r} has {run}; {advice}"
+
+
+def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violation]]:
+    """For each field of `Requirements` that is set, devices that do not fit it."""
+    needs, model = contract.requirements, profile.model_name
+    if needs.same_extractor:
+        advice = f"build the extractor of {model!r} like the one that run.toml names as [model] extractor"
+        sentence = mismatch("extractor", "a" * 12, contract.extractor_fingerprint[:12], advice)
+        yield "same_extractor", (changed(extractor_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
+    if needs.same_architecture:
+        advice = f"{model!r} is another model than all devices run; build the one of run.toml's [model] device"
+        sentence = mismatch("model", "a" * 12, contract.model_fingerprint[:12], advice)
+        yield "same_architecture", (changed(model_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
+    if needs.proxy_set:
+        advice = "update the device's SDK, which fetches the run's proxy set by itself"
+        for has, digest in (("none", b""), ("aa" * 6, b"\xaa" * 32)):
+            sentence = mismatch("proxy set", has, contract.proxy_digest.hex()[:12], advice)
+            yield "proxy_set", (changed(proxy_digest=digest), Code.CONTRACT_MISMATCH, sentence)
+    for column in needs.columns:
+        left = [one for one in profile.allowed_columns if one != column]
+        sentence = (
+            f"{contract.method} sends {', '.join(needs.columns)}; the app keeps back {column}; "
+            "allow them with Device(allow=...) or take part in a run of another method"
+        )
+        yield "columns", (changed(allowed_columns=left), Code.COLUMN_NOT_ALLOWED, sentence)
+
+
+def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
+    """For each term of any contract, and each feature column, devices that do not fit it."""
+    fit = "give the device a model and data that fit the run"
+    shape, code = list(contract.input_shape), Code.CONTRACT_MISMATCH
+    yield changed(classes=3), code, mismatch("number of classes", 3, len(contract.classes), fit)
+    yield changed(input_shape=[3, 2]), code, mismatch("input shape", [3, 2], shape, fit)
+    yield changed(samples=0), code, mismatch("number of samples", 0, "at least 1", "give the device data to train on")
+    (other,) = {tensor_pb2.ELEMENT_TYPE_FLOAT16, tensor_pb2.ELEMENT_TYPE_FLOAT32} - {contract.knowledge_type}
+    advice = "update the device's SDK, or choose another knowledge_type for the run"
+    sentence = mismatch("element type", DTYPES[other].name, DTYPES[contract.knowledge_type].name, advice)
+    yield changed(knowledge_types=[other]), code, sentence
+    for column in contract.features:
+        rest = [one for one in profile.features if one.name != column.name]
+        wrong = contract_pb2.NamedShape(name=column.name, shape=[7, 7, 7, 7])
+        advice = column.advice or f"give the device a model whose features at {column.name!r} have this shape"
+        for has, features in (("no such cut", rest), ("[7, 7, 7, 7]", [*rest, wrong])):
+            sentence = mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), advice)
+            yield changed(features=features), code, sentence
+
+
+@every_run
+def test_a_device_that_violates_one_thing_is_refused_with_a_sentence(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, contract = open_run(prepared)
+    profile = fitting_profile(store, prepared[1][0])
+    check_profile(contract, profile)
+    requirements = list(required(contract, profile))
+    declared = {field.name for field, _ in contract.requirements.ListFields()}
+    assert {field for field, _ in requirements} == declared, "a requirement that no device violates here"
+    for change, code, sentence in (*(one for _, one in requirements), *agreed(contract, profile)):
+        unfit = Profile.FromString(profile.SerializeToString())
+        change(unfit)
+        with pytest.raises(RefusedError) as error:
+            check_profile(contract, unfit)
+        assert (error.value.code, str(error.value)) == (code, sentence)
+    store.close()
+
+
+@every_run
+def test_what_a_method_does_not_declare_may_differ(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, contract = open_run(prepared)
+    needs, profile = contract.requirements, fitting_profile(store, prepared[1][0])
+    free = {"extractor_fingerprint": not needs.same_extractor, "model_fingerprint": not needs.same_architecture}
+    changed(**{field: ABSENT for field, is_free in free.items() if is_free})(profile)
+    changed(allowed_columns=list(needs.columns), features=list(contract.features))(profile)
+    check_profile(contract, profile)
+    store.close()
+
+
+def an_app(spec: DeviceSpec, desk: Desk, **changes: Any) -> Device:
+    data = load_arrays(spec.data_file)
+    settings: dict[str, Any] = {"model": lambda: build_device_model(spec, data[0].shape[1:])}
+    settings |= {"server": MemoryLink(desk), "data": data, "state_dir": spec.state_dir, "device_id": spec.name}
+    return Device(**{**settings, "export_onnx": "never", **changes})
+
+
+@every_run
+def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) -> None:
+    """An app that allows these and no others takes part to the end, and each of them is sent."""
+    config, specs, _ = prepare(RUNS[name], tmp_path / "work")
+    allowed = list(build_method(config).requirements().columns)
+    store = Store.in_memory()
+    desk = Desk(store)
+    with ExitStack() as stack:
+        devices = [stack.enter_context(an_app(spec, desk, allow=allowed)) for spec in specs]
+        asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
+    last = [row for row in store.uploads(RUN) if row["round"] == config.run.rounds]
+    parts = [part for row in last for part in decode(store.blobs.open(row["sha256"])).values()]
+    assert {column for part in parts for column in columns_of(part)} == set(allowed)
+    store.close()
+
+
+def another_model() -> nn.Module:
+    return split_sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.ReLU(), nn.Linear(7, 10)), 2)
+
+
+@every_run
+def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, contract = open_run(prepared)
+    needs = contract.requirements
+    with an_app(prepared[1][0], Desk(store), model=another_model, model_name="mine", allow=needs.columns) as device:
+        if needs.same_architecture or needs.same_extractor or contract.features:
+            with pytest.raises(RefusedError, match=r"the device has .*, run 'simulation' has .*; (build|give|'mine')"):
+                device.step(0.0)
+            assert store.devices(RUN) == []
+            assert len(store.events(RUN, "refused")) == 1
+        else:
+            device.step(0.0)
+            assert [row["device"] for row in store.devices(RUN)] == [prepared[1][0].name]
+    store.close()
+
+
+@every_run
+def test_an_app_that_keeps_everything_back_is_told_what_the_method_sends(name: str, tmp_path: Path) -> None:
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, contract = open_run(prepared)
+    sent = ", ".join(contract.requirements.columns)
+    sentence = rf"^{contract.method} sends {sent}; the app keeps back {sent}; allow them with Device\(allow=...\)"
+    with an_app(prepared[1][0], Desk(store), allow=()) as device, pytest.raises(RefusedError, match=sentence):
+        device.step(0.0)
+    store.close()

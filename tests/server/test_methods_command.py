@@ -1,0 +1,315 @@
+"""`fleetdistill methods`: what it says about every method, and that its bytes are those that travel."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from support.fleets import prepare, run_in_memory
+from support.sizes import sizes_of
+from typer.testing import CliRunner, Result
+
+from fleetdistill.device import COLUMNS
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.gate import _COLUMN_OF
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods.cdkt import CDKTConfig
+from fleetdistill.methods.dafkd import DaFKDConfig
+from fleetdistill.methods.fedd2s import FedD2SConfig
+from fleetdistill.methods.feddkc import FedDKCConfig
+from fleetdistill.methods.feddkd import FedDKDConfig
+from fleetdistill.wire.codec import KINDS
+from fleetdistill_server.cli import app
+from fleetdistill_server.contract import build_method
+from fleetdistill_server.method_table import method_row, methods
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.run_config import ContractSection
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.traffic import (
+    KNOWLEDGE_TYPES,
+    Content,
+    Sizes,
+    Weights,
+    exchange_formula,
+    readable_bytes,
+    round_bytes,
+)
+
+WIDTH = 118
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["methods", *words])
+
+
+def predicted(method: str, sizes: Sizes, knowledge_type: str = "float32", **settings: Any) -> tuple[int, int]:
+    """Bytes of a round up and down."""
+    config = config_class(method)(**settings).for_classes(sizes.classes)
+    found = round_bytes(server_class(method).exchanges(config, sizes), knowledge_type)  # type: ignore[arg-type]
+    return found["up"], found["down"]
+
+
+# --- the bytes are those that travel
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "knowledge_type"),
+    [
+        *((method, {}, "float16") for method in sorted(METHODS)),
+        *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
+        *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
+    ],
+)
+def test_a_round_sends_the_bytes_that_the_table_says(
+    method: str, settings: dict[str, Any], knowledge_type: Any, tmp_path: Path
+) -> None:
+    """The second of three rounds: nothing of the start or the end is in it, and no guard has fired before it."""
+    fleet = Simulation(
+        method=method,
+        settings=settings,
+        knowledge_type=knowledge_type,
+        devices=2,
+        rounds=3,
+        train_limit=600,
+        test_limit=20,
+        alpha=10.0,
+        torch_device="cpu",
+    )
+    prepared = prepare(fleet, tmp_path / "work")
+    half = build_method(prepared[0])
+    store = run_in_memory(prepared)
+    assert [one for one in store.events(RUN) if one["round"] < 3] == []
+    counted = {
+        (one["device"], one["direction"]): one["tensor_bytes"] for one in store.traffic(RUN) if one["round"] == 2
+    }
+    store.close()
+    assert len(counted) == 4
+    for spec in prepared[1]:
+        sizes = sizes_of(half, len(np.load(spec.data_file)["labels"]))
+        up, down = predicted(method, sizes, knowledge_type, **settings)
+        assert (counted[spec.name, "up"], counted[spec.name, "down"]) == (up, down)
+        assert up > 0
+
+
+# --- the specifications' examples
+
+
+@pytest.mark.parametrize(("features", "up"), [(4096, 16_428_000), (16_384, 65_580_000)])
+def test_dkc_17_bytes(features: int, up: int) -> None:
+    ids = 8 * 1000  # which the specification counts apart
+    assert predicted("feddkc", Sizes(samples=1000, features=features)) == (up + ids, 40_000 + ids)
+
+
+def test_d2s_10_bytes() -> None:
+    last = Sizes(samples=800, features=2048)
+    third = Sizes(samples=800, features=2048, layer_features=512, head=Weights(17_114))
+    ids = 8 * 800
+    assert predicted("fedd2s", last) == (6_588_800 + ids, 32_000 + ids)
+    assert predicted("fedd2s", third) == (8_195_200 + ids, 100_456 + ids)
+    assert predicted("fedd2s", third, s2c_mode="feature_grad") == (8_195_200 + ids, 1_638_400 + ids)
+
+
+def test_d2s_10_at_the_first_layer_features_travel_once() -> None:
+    first = Sizes(samples=800, features=2048, layer_features=0, head=Weights(22_922))
+    assert predicted("fedd2s", first)[0] == 800 * (4 * 2048 + 4 + 8)
+    assert predicted("fedd2s", first, distance="mse")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "knowledge", "up"),
+    [
+        (Sizes(proxy_samples=330), "full", 13_200),
+        (Sizes(proxy_samples=330, embedding=512), "rep", 675_840),
+        (Sizes(proxy_samples=330, embedding=512), "repfull", 689_040),
+        (Sizes(proxy_samples=4200), "full", 168_000),
+        (Sizes(proxy_samples=4200, embedding=64), "repfull", 1_243_200),
+        (Sizes(proxy_samples=4200, embedding=64, classes=100), "repfull", 2_755_200),
+    ],
+)
+def test_cdk_11_bytes(sizes: Sizes, knowledge: str, up: int) -> None:
+    assert predicted("cdkt", sizes, knowledge=knowledge)[0] == up
+
+
+def test_dkd_11_bytes() -> None:
+    """Both directions: FEMNIST's CNN without batch-norm, and the digits' CNN with FedDKD_BN (W without batch-norm)."""
+    digits = Sizes(model=Weights(14_213_578))
+    assert sum(predicted("feddkd", digits, dkd_steps=10, variant="bn")) == 2 * 11 * 4 * 14_213_578
+    assert sum(predicted("feddkd", Sizes(model=Weights(200_666)), dkd_steps=10)) == 17_658_608
+
+
+@pytest.mark.parametrize(
+    ("settings", "up"),
+    [
+        ({}, 1_681_028),
+        ({"sharing": False}, 2_880_000),
+        ({"discriminator_location": "device"}, 1_731_200),
+        ({"discriminator_location": "device", "upload_model": False}, 531_200),
+    ],
+)
+def test_daf_12_bytes(settings: dict[str, Any], up: int) -> None:
+    sizes = Sizes(model=Weights(300_000), generator=Weights(120_000), embedding=256)
+    assert predicted("dafkd", sizes, kd_samples=1280, **settings) == (up, 1_680_000)
+
+
+def test_daf_12_the_exact_mode_adds_the_generator_down() -> None:
+    sizes = Sizes(model=Weights(300_000), generator=Weights(120_000))
+    lagged, exact = (
+        predicted("dafkd", sizes, discriminator_location="device", sync=one) for one in ("lagged", "exact")
+    )
+    assert (exact[0] - lagged[0], exact[1] - lagged[1]) == (0, 4 * 120_000)
+
+
+# --- laws
+
+counts = st.integers(1, 10_000)
+
+
+@given(samples=counts, features=counts, classes=st.integers(2, 100), model=counts, more=counts)
+def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
+    samples: int, features: int, classes: int, model: int, more: int
+) -> None:
+    small = Sizes(samples=samples, features=features, classes=classes, model=Weights(model))
+    large = Sizes(samples=samples + more, features=features + more, classes=classes, model=Weights(model + more))
+    for method in METHODS:
+        half, single = (predicted(method, small, one) for one in KNOWLEDGE_TYPES)
+        assert all(a <= b <= 2 * a for a, b in zip(half, single, strict=True))
+        assert all(a <= b for a, b in zip(single, predicted(method, large), strict=True))
+
+
+@given(knowledge=counts, floats=counts, labels=counts, ids=counts, weights=counts, buffers=counts)
+def test_a_messages_bytes_are_those_of_its_types(
+    knowledge: int, floats: int, labels: int, ids: int, weights: int, buffers: int
+) -> None:
+    content = Content(
+        knowledge=knowledge, float32=floats, labels=labels, ids=ids, weights=[Weights(weights, buffers), Weights(1)]
+    )
+    fixed = 4 * floats + 4 * labels + 8 * ids + 4 * weights + buffers + 4
+    assert [content.bytes(one) for one in KNOWLEDGE_TYPES] == [2 * knowledge + fixed, 4 * knowledge + fixed]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_feddkd_has_an_exchange_more_for_every_step(steps: int) -> None:
+    exchanges = server_class("feddkd").exchanges(FedDKDConfig(dkd_steps=steps).for_classes(10), Sizes())
+    assert sum(one.times for one in exchanges) == 1 + steps
+    assert exchange_formula(exchanges) == "1 + dkd_steps"
+
+
+def test_sizes_below_their_least_are_refused() -> None:
+    for bad in ({"samples": 0}, {"proxy_samples": -1}, {"model": Weights(-1)}, {"head": Weights(0, -2)}):
+        with pytest.raises(ConfigurationError, match=r"is -?\d, must be at least [01]"):
+            Sizes(**bad)
+
+
+# --- what a method says about itself
+
+
+@every_method
+def test_a_method_describes_itself(method: str) -> None:
+    half, config = server_class(method), config_class(method)().for_classes(10)
+    assert 0 < len(half.summary) <= 66
+    assert "\n" not in half.summary
+    assert not half.summary.endswith(".")
+    steps = half.steps_for(config)
+    exchanges = half.exchanges(config, Sizes())
+    assert [one.step for one in exchanges if one.times] == list(steps)
+    for one in exchanges:
+        assert bool(steps[one.step]) == (one.up.bytes("float32") > 0), one.step
+
+
+@every_method
+def test_what_leaves_is_what_the_answers_hold(method: str) -> None:
+    """The gate names the column of a part: each must be one that the method asks the app for."""
+    half, config = server_class(method), config_class(method)().for_classes(10)
+    columns = set(half.columns(config))
+    assert columns <= set(COLUMNS)
+    kinds = {KINDS[kind] for parts in half.steps_for(config).values() for kind in parts.values()}
+    assert {_COLUMN_OF[kind] for kind in kinds if kind in _COLUMN_OF} <= columns
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "says"),
+    [
+        ("cdkt", CDKTConfig(knowledge="repfull"), ["features", "logits"]),
+        ("cdkt", CDKTConfig(exchange=False), []),
+        ("dafkd", DaFKDConfig(discriminator_location="device"), ["parameters", "logits"]),
+        ("fedd2s", FedD2SConfig(), ["features", "labels"]),
+        ("feddkc", FedDKCConfig(), ["features", "logits", "labels"]),
+        ("feddkd", FedDKDConfig(dkd_steps=0), ["parameters"]),
+    ],
+)
+def test_the_columns_follow_the_settings(method: str, config: Any, says: list[str]) -> None:
+    assert list(server_class(method).columns(config.for_classes(10))) == says
+
+
+# --- the command
+
+
+def test_json_has_a_row_for_every_method() -> None:
+    said = json.loads(call("--json").stdout)
+    assert [row["method"] for row in said["methods"]] == sorted(METHODS)
+    assert said["knowledge_type"] == "float16"
+    rows = {row["method"]: row for row in said["methods"]}
+    assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
+    assert {name for name, row in rows.items() if row["models"] == "different"} == {"cdkt", "feddkc"}
+    assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}
+    assert {name: row["exchanges"] for name, row in rows.items()} == {
+        **dict.fromkeys(("cdkt", "dafkd", "fedavg", "feddkc"), 1),
+        "fedd2s": 2,
+        "feddkd": 4,
+    }
+
+
+def test_options_reach_the_bytes() -> None:
+    words = "--samples 10 --features 20 --classes 3 --parameters 100 --buffer-bytes 7 --knowledge-type float32"
+    said = {row["method"]: row for row in json.loads(call(*words.split(), "--json").stdout)["methods"]}
+    assert said["fedavg"]["bytes_up"] == 407
+    assert said["feddkc"]["bytes_up"] == 10 * (4 * 20 + 4 * 3 + 4 + 8)
+    more = "--proxy-samples 5 --embedding 9 --generator-parameters 11 --layer-features 6 --head-parameters 13"
+    said = {row["method"]: row for row in json.loads(call(*words.split(), *more.split(), "--json").stdout)["methods"]}
+    assert said["cdkt"]["bytes_up"] == 4 * 5 * 3
+    assert said["dafkd"]["bytes_up"] == 4 * 100 + 7 + 4 * 11 + 4 * 9 + 4
+    assert (said["fedd2s"]["bytes_up"], said["fedd2s"]["bytes_down"]) == (10 * (4 * 26 + 12), 10 * 20 + 4 * 13)
+
+
+def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
+    console = Console(width=WIDTH, file=io.StringIO())
+    largest = Sizes(samples=10**6, features=10**6, model=Weights(10**9), layer_features=512)
+    console.print(*methods(largest, "float32").tables())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) <= WIDTH for line in lines)
+    for name in METHODS:
+        what, costs = (line for line in lines if line.split()[:1] == [name])
+        row = method_row(name, largest, "float32")
+        assert row["summary"] in what
+        assert row["leaves_the_device"] in costs
+        assert readable_bytes(row["bytes_up"]) in costs
+    assert sum(line.startswith("  ") and bool(line.strip()) for line in lines) == 0  # no cell went on in a second line
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--samples 0", "samples is 0, must be at least 1"),
+        ("--parameters -1", "model is -1, must be at least 0"),
+        ("--knowledge-type int8", "'int8', expected one of float16, float32"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(words: str, sentence: str) -> None:
+    result = call(*words.split())
+    assert result.exit_code == 1
+    assert sentence in result.stderr
+
+
+def test_the_knowledge_types_and_the_default_are_those_of_a_run() -> None:
+    field = ContractSection.model_fields["knowledge_type"]
+    assert get_args(field.annotation) == KNOWLEDGE_TYPES
+    assert json.loads(call("--json").stdout)["knowledge_type"] == field.default

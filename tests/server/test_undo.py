@@ -1,0 +1,68 @@
+"""Training that comes to nothing finite is taken back."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
+from fleetdistill_server.undo import check_says, undone
+
+
+def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str, bool]:
+    """What `undone` says, and whether weights, statistics and momentum are those of before."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).pow(2).sum().backward()
+        optimizer.step()
+
+    def train() -> None:
+        step()
+        with torch.no_grad():
+            model[0].weight[0, 0] *= after  # type: ignore[index, operator, union-attr]
+        if error is not None:
+            raise error
+
+    step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reason = undone(train, model, optimizer)
+    momentum = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values()]
+    was = [one["momentum_buffer"] for one in before[1]["state"].values()]
+    pairs = [*zip(model.state_dict().values(), before[0].values(), strict=True), *zip(momentum, was, strict=True)]
+    return reason, all(torch.equal(now, then) for now, then in pairs)
+
+
+def test_training_that_works_stays() -> None:
+    assert trained() == ("", False)
+
+
+@pytest.mark.parametrize("error", [KnowledgeError("the loss is inf"), DataError("one row only")])
+def test_training_that_fails_leaves_everything_as_it_was(error: Exception) -> None:
+    assert trained(error=error) == (str(error), True)
+
+
+@pytest.mark.parametrize("after", [math.inf, math.nan])
+def test_weights_that_are_not_finite_are_taken_back(after: float) -> None:
+    reason, same = trained(after)
+    assert same
+    assert reason.startswith("0.weight is not finite after training")
+
+
+def test_what_is_wrong_with_the_run_itself_is_not_hidden() -> None:
+    with pytest.raises(ConfigurationError):
+        trained(error=ConfigurationError("epochs is 0"))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 65505.0, -1e5])
+def test_what_a_model_says_must_fit_the_smallest_type_on_the_wire(value: float) -> None:
+    with pytest.raises(KnowledgeError, match="after training the model says up to"):
+        check_says(torch.tensor([[0.0, value]]))
+    check_says(torch.tensor([[0.0, -65504.0]]))
+    check_says(torch.empty(0, 3))

@@ -1,0 +1,171 @@
+"""Joining must not hurt, in a whole fleet: verdicts and guards are counted, and shown; a device may decline an ask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fleets import assert_no_upload_lost, prepare, run_in_memory
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods.feddkd import FedDKDDevice
+from fleetdistill_server import views
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.joining import Verdicts, guard_events, guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.simulation.device import load_arrays
+from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.partition import hold_out_validation
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+SMALL = Simulation(
+    models=("digits_mlp_small",), devices=3, rounds=3, train_limit=240, test_limit=60, alpha=0.5, validation_share=0.25
+)
+
+
+# --- the device's own validation data
+
+
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    share=st.floats(0, 0.99),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_held_out_rows_are_the_devices_own_and_every_class_keeps_one(
+    labels: list[int], share: float, seed: int, data: st.DataObject
+) -> None:
+    rows = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
+    kept, held_out = hold_out_validation(labels, rows, share, seed)
+    assert sorted([*kept, *held_out]) == list(rows)
+    assert len(held_out) <= round(share * len(rows))
+    y = np.array(labels)
+    assert set(y[kept]) == set(y[rows])
+    for one in (kept, held_out):
+        assert list(one) == sorted(one)
+
+
+def test_held_out_rows_have_the_devices_mix_of_classes() -> None:
+    labels = np.repeat([0, 1, 2], [40, 20, 8])
+    _, held_out = hold_out_validation(labels, np.arange(68), 0.25, seed=1)
+    assert list(np.bincount(labels[held_out])) == [10, 5, 2]
+    assert not np.array_equal(held_out, hold_out_validation(labels, np.arange(68), 0.25, seed=2)[1])
+
+
+def test_without_a_share_the_rows_are_untouched() -> None:
+    rows = np.array([1, 3, 5])
+    kept, held_out = hold_out_validation([0, 1, 0, 1, 0, 1], rows, 0.0, seed=1)
+    assert kept is rows
+    assert not len(held_out)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_share_out_of_range_is_refused(share: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"validation_share is .*, must be at least 0 and below 1"):
+        simulate(replace(SMALL, validation_share=share, out=tmp_path))
+
+
+def test_a_simulated_device_trains_on_the_rest_of_its_samples(tmp_path: Path) -> None:
+    _, whole, _ = prepare(replace(SMALL, validation_share=0.0), tmp_path / "whole")
+    _, parted, _ = prepare(SMALL, tmp_path / "parted")
+    for before, after in zip(whole, parted, strict=True):
+        assert before.validation_file == ""
+        all_, kept, held = (load_arrays(f)[0] for f in (before.data_file, after.data_file, after.validation_file))
+        assert len(kept) + len(held) == len(all_)
+        assert 0.15 * len(all_) < len(held) < 0.3 * len(all_)
+
+
+# --- verdicts, counted
+
+
+@pytest.mark.parametrize(("method", "each"), [("feddkc", 3), ("fedd2s", 3), ("fedavg", 3 + 1), ("feddkd", 3 + 1)])
+def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: str, each: int, tmp_path: Path) -> None:
+    """One verdict a device and round, and one on the end result where the method brings one."""
+    models = ("fedd2s_digits",) if method == "fedd2s" else SMALL.models
+    store = run_in_memory(prepare(replace(SMALL, method=method, models=models), tmp_path / "work"))
+    counted = verdicts(verdict_rows(store, RUN))
+    assert counted.kept + counted.replaced == SMALL.devices * each
+    shown = views.run(store, RUN)
+    assert (shown.facts["models_kept"], shown.facts["models_replaced"]) == (counted.kept, counted.replaced)
+    for rows in (shown.lists["rounds"], views.devices(store, RUN).lists["devices"]):
+        assert sum(row["kept"] for row in rows) == counted.kept
+        assert sum(row["replaced"] for row in rows) == counted.replaced
+    assert [row["kept"] + row["replaced"] for row in shown.lists["rounds"][:2]] == [SMALL.devices] * 2
+    assert [row["kept"] + row["replaced"] for row in views.devices(store, RUN).lists["devices"]] == [each] * 3
+
+
+def test_the_report_counts_them_and_nothing_is_counted_without_validation_data(tmp_path: Path) -> None:
+    wanted = replace(SMALL, with_alone=False, with_fedavg=False, rounds=2)
+    report = simulate(replace(wanted, out=tmp_path / "with"))
+    assert report.models_kept + report.models_replaced == 3 * 2
+    without = simulate(replace(wanted, validation_share=0.0, out=tmp_path / "without"))
+    assert (without.models_kept, without.models_replaced) == (0, 0)
+
+
+def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
+    rows = [{"sum": 1e300, "count": 10**18}, {"sum": -5.0, "count": 0}, {"sum": 0.0, "count": 1}]
+    assert verdicts(rows) == Verdicts(kept=2, replaced=1)
+
+
+# --- guards, counted
+
+
+def cohort_of(store: Store, number: int) -> Cohort:
+    terms: Any = SimpleNamespace(run="r", seed=1)
+    return Cohort(store, terms, waker=None, number=number, completed=0, devices=["a", "b"])  # type: ignore[arg-type]
+
+
+def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not() -> None:
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": 3}})
+    for _ in range(2):
+        store.start_round("r", ["a", "b"])
+        store.close_short_round("r", store.rounds("r")[-1]["round"], "quorum")
+    for _ in range(2):  # a replayed round says the same again
+        cohort_of(store, 1).guard("teacher", "held back", "a")
+        cohort_of(store, 1).guard("teacher", "held back", "b")
+        cohort_of(store, 2).guard("maturity", "two classes")
+    cohort_of(store, 2).event("member-left-out", "not finite", "a")
+    store.add_event("r", "refused", "a wrong label", number=2)
+    kinds = [row["kind"] for row in guard_events(store, "r")]
+    assert kinds == ["teacher-guard", "teacher-guard", "maturity-guard"]
+    assert guards_by_round(store, "r") == {1: 2, 2: 1}
+    shown = views.run(store, "r")
+    assert shown.facts["guards_fired"] == 3
+    assert [row["guards"] for row in shown.lists["rounds"]] == [2, 1]
+    assert [row["kept"] for row in shown.lists["rounds"]] == [None, None]
+    store.close()
+
+
+# --- declining
+
+
+def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that lost its last writes with the power: the server has the receipt, the device knows nothing of it."""
+    take_step = FedDKDDevice._take_step
+    lost: list[int] = []
+
+    def forgetful(self: FedDKDDevice, ask: Any) -> None:
+        if not lost:
+            lost.append(ask.round)
+            self.load_state_dict({"round": 0, "step": 0, "teacher_logits": None})
+        take_step(self, ask)
+
+    monkeypatch.setattr(FedDKDDevice, "_take_step", forgetful)
+    store = run_in_memory(prepare(replace(SMALL, method="feddkd", rounds=2), tmp_path / "work"))
+    (event,) = store.events(RUN, "declined")
+    assert event["round"] == 1
+    assert "needs a teacher of that round, but it has not trained yet" in event["text"]
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed", "closed"]
+    asked = [len([ask for ask in store.asks(RUN, 1, step) if ask["status"] == "answered"]) for step in (1, 2, 3, 4)]
+    assert asked == [3, 2, 3, 3], "out for the step; with its committed state, which has the teacher, it goes on"
+    assert len(store.asks(RUN, 2, 2)) == 3, "not for the run"
+    assert_no_upload_lost(store)

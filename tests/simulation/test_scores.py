@@ -1,0 +1,171 @@
+"""CDKT-FL's figures of a simulated fleet: hand-worked confusion matrices, and a run's report with all controls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill_server import engine
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.metrics import accuracy
+from fleetdistill_server.simulation.scores import (
+    START,
+    after_rounds,
+    append_scores,
+    fleet_figures,
+    in_class_mix,
+    late_figures,
+    read_scores,
+)
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.show import fedavg_lines, global_lines
+
+SURE_OF_0 = np.array([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
+SURE_OF_1 = np.array([[2, 8], [0, 5]])
+SAMPLES = np.array([[30, 10], [0, 20]])  # device 0 has mostly class 0, device 1 class 1 only
+
+
+def test_a_part_weighs_classes_as_the_device_has_them() -> None:
+    """Rates are 1 and .2; device 0 has 30 and 10 samples: 30 + 2 of 40 right."""
+    parts = in_class_mix(SURE_OF_0, SAMPLES)
+    assert parts.tolist() == [[[30, 0], [8, 2]], [[0, 0], [16, 4]]]
+    assert accuracy(parts[0]) == pytest.approx(32 / 40)
+    assert accuracy(parts[1]) == pytest.approx(4 / 20)
+
+
+def test_figures_by_hand() -> None:
+    """C-Spec: .8 and 1. C-Gen on 30 rows of class 0 and 30 of class 1: (30 + 6)/60 = .6 and (6 + 30)/60 = .6."""
+    figures = fleet_figures([SURE_OF_0, SURE_OF_1], SAMPLES, SURE_OF_0)["accuracy"]
+    by_samples = (32 + 20) / 60
+    expected = {"global": 0.6, "c_gen": 0.6, "c_spec": 0.9, "c_spec_samples": by_samples, "c_per": 0.75}
+    assert figures == pytest.approx(expected)
+
+
+def test_f1_by_hand() -> None:
+    """Device 1's model on part 1: class 1 only, all right, F1 1. Device 0's on part 0: TP 30, FP 8; TP 2, FN 8."""
+    figures = fleet_figures([SURE_OF_0, SURE_OF_1], SAMPLES, None)
+    first = 30 / 40 * (60 / 68) + 10 / 40 * (4 / 12)
+    assert figures["f1_weighted"]["c_spec"] == pytest.approx((first + 1) / 2)
+    assert figures["f1_weighted"]["global"] is None
+    assert figures["f1_macro"]["c_spec"] == pytest.approx(((60 / 68 + 4 / 12) / 2 + 1) / 2)
+
+
+def test_a_class_without_test_rows_counts_for_nothing() -> None:
+    parts = in_class_mix(np.array([[4, 1], [0, 0]]), np.array([[10, 90]]))
+    assert accuracy(parts[0]) == pytest.approx(0.8)
+
+
+@given(
+    counts=hnp.arrays(np.int64, (3, 3), elements=st.integers(0, 50)),
+    samples=hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 50)),
+)
+@settings(deadline=None)
+def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
+    for figures in fleet_figures([counts, counts], samples, counts).values():
+        assert all(value is None or 0 <= value <= 1 + 1e-12 for value in figures.values())
+        assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+
+
+def test_the_last_line_of_a_round_counts(tmp_path: Path) -> None:
+    for number, confusion in ((START, SURE_OF_0), (2, SURE_OF_0), (2, SURE_OF_1)):
+        append_scores(tmp_path / "scores.jsonl", number, confusion.tolist())
+    noted = read_scores(tmp_path / "scores.jsonl")
+    assert {number: counts.tolist() for number, counts in noted.items()} == {
+        START: SURE_OF_0.tolist(),
+        2: SURE_OF_1.tolist(),
+    }
+
+
+def test_a_device_that_a_round_did_not_take_has_the_model_of_before() -> None:
+    noted = {START: SURE_OF_0, 3: SURE_OF_1}
+    assert [counts is SURE_OF_1 for counts in after_rounds(noted, [1, 3, 4])] == [False, True, True]
+
+
+def test_late_figures_by_hand() -> None:
+    """C-Per is taken per round, then its median over rounds: (.1, .9, .5) has .5, not the mean of other medians."""
+    rows = [(0.1, 0.1), (0.9, 0.9), (0.2, 0.8)]
+    by_round: Any = [{"c_gen": gen, "c_spec": spec, "c_per": (gen + spec) / 2} for gen, spec in rows]
+    assert late_figures(by_round) == pytest.approx(
+        {"c_gen_median": 0.2, "c_spec_median": 0.8, "c_per_median": 0.5, "ua_mean": 0.6}
+    )
+    many: Any = [{"c_gen": 0.0, "c_spec": 0.0, "c_per": 0.0}] * 11 + [{"c_gen": 1.0, "c_spec": 1.0, "c_per": 1.0}] * 9
+    assert late_figures(many)["ua_mean"] == pytest.approx(0.9)
+    assert late_figures(many)["c_per_median"] == 0
+
+
+def test_a_report_has_all_controls(tmp_path: Path) -> None:
+    """FedAvg of the control is FedAvg: the figures of a run of its own with the same data, model and passes."""
+    shared: dict[str, Any] = {"devices": 2, "train_limit": 200, "rounds": 2, "seed": 5, "alpha": 0.5}
+    models = ("digits_linear", "digits_mlp_small")
+    report = simulate(Simulation(method="feddkc", models=models, out=tmp_path / "a", **shared))
+    alone_too: dict[str, Any] = {"with_alone": False, "models": ("digits_mlp_small",)}
+    fedavg = simulate(Simulation(method="fedavg", out=tmp_path / "b", **alone_too, **shared))
+    assert report.fedavg_model == "digits_mlp_small"
+    assert report.mean_accuracy_fedavg_global == fedavg.mean_accuracy_fedavg_global
+    assert report.mean_accuracy_fedavg_global == fedavg.global_accuracy_by_round[-1]
+    assert report.mean_accuracy_fedavg_device == pytest.approx(fedavg.mean_accuracy_fleet)
+    assert report.mean_own_accuracy_fedavg_device == pytest.approx(fedavg.mean_own_accuracy_fleet)
+    assert report.scores["fedavg"] == fedavg.scores["fleet"]
+    assert report.scores["fleet"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_fleet)
+    assert report.scores["alone"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_alone)
+    assert "digits_mlp_small on every device (sgd 0.02, 2 local epochs)" in fedavg_lines(report)[0]
+    assert fedavg_lines(fedavg) == []
+    assert f"{fedavg.global_accuracy_by_round[-1] or 0:.1%}" in global_lines(fedavg)[0]
+    assert global_lines(report) == []
+    saved = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert saved["mean_accuracy_fedavg_global"] == report.mean_accuracy_fedavg_global
+
+
+def test_no_controls(tmp_path: Path) -> None:
+    report = simulate(
+        Simulation(devices=2, train_limit=100, rounds=1, with_alone=False, with_fedavg=False, out=tmp_path)
+    )
+    assert (report.mean_accuracy_alone, report.mean_accuracy_fedavg_global, report.fedavg_model) == (None, None, None)
+    assert set(report.scores) == {"fleet"}
+
+
+@pytest.mark.parametrize("method", ["fedd2s", "dafkd"])
+def test_devices_that_no_round_takes_are_scored_and_train_alone_as_often(tmp_path: Path, method: str) -> None:
+    """One of four devices a round, two rounds: at least two devices never take part and keep their first model."""
+    wanted = Simulation(
+        method=method,
+        devices=4,
+        rounds=2,
+        train_limit=200,
+        alpha=1.0,
+        settings={"participation_ratio": 0.25},
+        with_fedavg=False,
+        out=tmp_path,
+    )
+    report = simulate(wanted)
+    idle = [one for one in report.devices if len(set(report.alone_accuracy_by_round[one.name])) == 1]
+    assert len(idle) >= 2
+    for one in idle:
+        assert len(set(report.accuracy_by_round[one.name])) == 1
+        assert one.accuracy_alone == one.accuracy_fleet == report.accuracy_by_round[one.name][0]
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_global_model_that_cannot_be_scored_is_a_missing_figure_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite weights can be so large that logits are not."""
+
+    def not_finite(*given: Any) -> Any:
+        raise KnowledgeError("logits are not finite")
+
+    monkeypatch.setattr(engine, "evaluate", not_finite)
+    wanted = Simulation(method="fedavg", devices=2, train_limit=100, rounds=2, out=tmp_path)
+    report = simulate(wanted)
+    assert report.global_accuracy_by_round == [None, None]
+    assert report.mean_accuracy_fedavg_global is None
+    assert report.scores["fleet"]["accuracy"]["global"] is None
+    assert report.scores["fleet"]["accuracy"]["c_gen"] is not None

@@ -1,0 +1,205 @@
+"""Engine and devices as real processes that start in milliseconds, for tests that kill many of them. Not for Windows.
+
+Each process is forked from one that has imported torch. It can be told to kill itself (SIGKILL) at a call of its own
+code, so that a test meets a moment that is too short to be hit from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support.processes import wait_until
+
+from fleetdistill import Step
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
+from fleetdistill_server.simulation.links import as_toml
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+if TYPE_CHECKING:
+    from support.fleets import Prepared
+
+_context = multiprocessing.get_context("forkserver")
+_PRELOAD = (
+    *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
+    *("fleetdistill.worker", "fleetdistill_server.engine"),
+    *("fleetdistill_server.simulation.device", "fleetdistill_server.simulation.links"),
+)
+_context.set_forkserver_preload([*_PRELOAD])
+
+
+@dataclass(frozen=True)
+class Doom:
+    """Kills the process at a call of one of its own methods.
+
+    Attributes:
+        calls: The methods, as (class, name).
+        number: At which of their calls, counted together from 1.
+        after: Once the call has returned, not before it is made.
+    """
+
+    calls: tuple[tuple[type, str], ...]
+    number: int = 1
+    after: bool = False
+
+    def arm(self) -> None:
+        """Wraps the methods in this process."""
+        left = self.number
+
+        def tick() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for owner, name in self.calls:
+            setattr(owner, name, self._doomed(getattr(owner, name), tick))
+
+    def _doomed(self, call: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def doomed(*args: Any, **kwargs: Any) -> Any:
+            if not self.after:
+                tick()
+            result = call(*args, **kwargs)
+            if self.after:
+                tick()
+            return result
+
+        return doomed
+
+
+class Pipe:
+    """A wake-up pipe with a name, so that a process that is not our child can open it too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        self.end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        weakref.finalize(self, os.close, self.end)
+
+    def poke(self) -> None:
+        """Wakes the reader."""
+        os.write(self.end, b"x")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the reader has taken everything."""
+        return not select.select([self.end], [], [], 0)[0]
+
+
+class Forked:
+    """One process at a time, started again after each death."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self._target, self._args = target, args
+        self.process: ForkServerProcess | None = None
+        self.lives = 0
+
+    def start(self, doom: Doom | None = None) -> None:
+        """Starts it."""
+        assert not self.is_alive
+        self.lives += 1
+        self.process = _context.Process(target=self._target, args=(doom, *self._args), daemon=True)
+        self.process.start()
+
+    def kill(self) -> None:
+        """SIGKILL, if it lives."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+
+    def work(self, other: Callable[[], None]) -> None:
+        """Lets something else go on again and again until the process has died or ended."""
+        while self.is_alive:
+            other()
+            assert self.process is not None
+            self.process.join(0.01)
+
+    def wait_for_the_end(self, seconds: float = 120.0) -> None:
+        """Waits until the process has ended well."""
+        assert self.process is not None
+        self.process.join(seconds)
+        assert self.process.exitcode == 0, f"the process ended with {self.process.exitcode} (None: not yet)"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.process is not None and self.process.is_alive()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it died of SIGKILL; fails if it ended in any other way than well."""
+        assert self.process is not None
+        assert self.process.exitcode in (0, -signal.SIGKILL), f"the process ended with {self.process.exitcode}"
+        return self.process.exitcode != 0
+
+
+class ForkedEngine(Forked):
+    """The engine's own `main` over the run's store on the disk."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        config, _, work = prepared
+        (work / "run.toml").write_text(as_toml(config))
+        self.pipe = Pipe(work / "engine.fifo")
+        self.front_pipe = Pipe(work / "front.fifo")
+        super().__init__(_run_engine, work / "run.toml", config.server.store, self.pipe.path, self.front_pipe.path)
+
+    def wait_until_it_waits(self) -> None:
+        """Returns once the engine has done everything that it can do without another answer, or has ended."""
+        self.pipe.poke()  # its event loop, and so the pipe, has its turn only while the engine waits
+        wait_until(lambda: self.pipe.is_empty or not self.is_alive, "the engine to wait")
+
+
+def _run_engine(doom: Doom | None, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
+    from fleetdistill_server.engine import main
+
+    ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]
+    if doom is not None:
+        doom.arm()
+    sys.argv = ["engine", str(config), "--store", store, "--wakeups", f"{ends[0]},{ends[1]}"]
+    sys.exit(main())
+
+
+def forked_device(spec: DeviceSpec, store: str, pipe: Pipe) -> Forked:
+    """A device that reaches the store on the disk through a desk of its own."""
+    return Forked(_run_device, spec, store, pipe.path)
+
+
+def _run_device(doom: Doom | None, spec: DeviceSpec, store: str, pipe: Path) -> None:
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+
+    def wake_engine() -> None:
+        os.write(end, b"x")
+
+    desk = Desk(Store.open(Path(store)), wake_engine=wake_engine)
+    if doom is not None:
+        doom.arm()
+    with make_device(spec, MemoryLink(desk)) as device:
+        while device.step(0.0) is not Step.FINISHED:
+            select.select([], [], [], 0.005)
+
+
+def forked_grpc_device(spec: DeviceSpec, port: int) -> Forked:
+    """A simulated device's own `main`, which calls a front."""
+    return Forked(_run_grpc_device, save_spec(spec), port)
+
+
+def _run_grpc_device(doom: Doom | None, spec: Path, port: int) -> None:
+    from fleetdistill_server.simulation.device import main
+
+    if doom is not None:
+        doom.arm()
+    sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]
+    sys.exit(main())

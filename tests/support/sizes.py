@@ -1,0 +1,52 @@
+"""What `fleetdistill_server.traffic` needs to know about a run, read from its own models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import nn
+
+from fleetdistill.local_training import extract
+from fleetdistill.model import SplitModel
+from fleetdistill.models.discriminators import shared_features
+from fleetdistill.tensors import model_parameters
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Sizes, Weights
+
+
+def weights(module: nn.Module) -> Weights:
+    """Parameters and buffers of a module as they travel."""
+    return Weights.of(model_parameters(module))
+
+
+def sizes_of(half: ServerMethod, samples: int) -> Sizes:
+    """The sizes of a run for a device with so many samples; at FedD2S's last layer."""
+    setting = half.setting
+    generator = getattr(half, "generator", None)
+    model = setting.device_model() if setting.models.device else nn.Module()
+    return Sizes(
+        samples=samples,
+        features=next((prod(shape) for shape in half.features().values()), 1),
+        classes=setting.classes,
+        model=weights(model),
+        proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
+        embedding=_shared_numbers(model, setting) if generator is not None else 0,
+        generator=Weights(0) if generator is None else weights(generator),
+    )
+
+
+def at_layer(sizes: Sizes, model: SplitModel, cut: str, input_shape: tuple[int, ...]) -> Sizes:
+    """The same with FedD2S's distillation layer at a stage of the model."""
+    above = model.stages[model.depth_of(cut) :]
+    if not len(above):
+        return sizes
+    numbers = prod(model.stage_shapes(input_shape)[cut]) if model.depth_of(cut) > 1 else 0
+    return replace(sizes, layer_features=numbers, head=weights(above))
+
+
+def _shared_numbers(model: nn.Module, setting: Setting) -> int:
+    zeros = torch.zeros(1, *setting.input_shape)
+    return prod(extract(lambda x: shared_features(model, x), zeros, model=model).shape[1:])
