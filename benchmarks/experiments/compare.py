@@ -101,7 +101,7 @@ COMPARISONS = {
     "fedd2s-digits": _fedd2s(Simulation(devices=10)),
     "fedd2s-fashion": _fedd2s(replace(_FASHION, devices=12, train_limit=1920)),
     "dafkd-digits": _dafkd(Simulation(devices=10, rounds=12, models=("digits_mlp_large",))),
-    "dafkd-mnist": _dafkd(replace(_FASHION, dataset="mnist", rounds=10, models=("fedd2s_digits",))),
+    "dafkd-mnist": _dafkd(replace(_FASHION, dataset="mnist", rounds=10, models=("dafkd_cnn",))),
 }
 
 
@@ -185,9 +185,8 @@ def _print_row(name: str, rows: list[Any]) -> None:
     rounds = min(row["rounds"] for row in rows)
     for at in sorted({one for one in (5, 10, 20, 30) if one < rounds} | {rounds}):
         last = at == rounds
-        server = _mean_text(
-            [row["global_curve"][at - 1] for row in rows if row["global_curve"][at - 1 : at] not in ([], [None])]
-        )
+        scored = [row["global_curve"][at - 1] for row in rows if row["global_curve"]]
+        server = _mean_text([value for value in scored if value is not None])
         fleet = _mean_text([row["fleet_curve"][at - 1] for row in rows])
         own = _spread(rows, "fleet_own") if last else ""
         size = ", ".join(f"{statistics.mean(row[way] for row in rows) / 1e3:.1f}" for way in ("bytes_up", "bytes_down"))
