@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from compare_tables import Headline, print_tables
+
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report import FleetReport
 from fleetdistill_server.simulation.settings import Simulation
@@ -29,11 +31,13 @@ class Comparison:
 
     Attributes:
         base: What all runs share.
+        headline: The figure that the method's claim is about.
         runs: Name to what differs; `with_alone` is set for the first one only, since it is the same for all.
         settings: Name to what differs between the comparison's settings, each a table of its own.
     """
 
     base: Simulation
+    headline: Headline
     runs: dict[str, dict[str, Any]]
     settings: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
 
@@ -47,8 +51,9 @@ _ADAM: dict[str, Any] = {"optimizer": "adam", "learning_rate": 1e-3, "weight_dec
 def _feddkd(base: Simulation, rounds: int, steps: tuple[int, ...]) -> Comparison:
     """FedAvg runs as many rounds as FedDKD with J = 3 has exchanges, so that its curve serves for both."""
     fedavg = {"method": "fedavg", "rounds": 4 * rounds, "settings": {"local_epochs": 5}}
-    feddkd = {f"J={j}": {"rounds": rounds, "settings": {"dkd_steps": j}} for j in steps}
-    return Comparison(replace(base, method="feddkd"), {"fedavg": fedavg, **feddkd}, ALPHAS)
+    decay = {"learning_rate_round_decay": 0.99}  # of the paper's CIFAR runs
+    feddkd = {f"J={j}": {"rounds": rounds, "settings": {"dkd_steps": j, **decay}} for j in steps}
+    return Comparison(replace(base, method="feddkd"), "global", {"fedavg": fedavg, **feddkd}, ALPHAS)
 
 
 def _cdkt(base: Simulation, model: str) -> Comparison:
@@ -60,7 +65,7 @@ def _cdkt(base: Simulation, model: str) -> Comparison:
         "fedavg m 0.9": {"method": "fedavg", "settings": {"local_epochs": 2, "batch_size": 20}},
         "local + proxy labels": {"settings": {"exchange": False}},
     }
-    return Comparison(base, {**kinds, **controls})
+    return Comparison(base, "c_per", {**kinds, **controls})
 
 
 def _fedd2s(base: Simulation) -> Comparison:
@@ -68,6 +73,7 @@ def _fedd2s(base: Simulation) -> Comparison:
     base = replace(base, method="fedd2s", partition="dirichlet_per_device", models=("fedd2s_digits",), rounds=15)
     return Comparison(
         base,
+        "own",
         {
             "fedd2s": {"settings": {"batch_size": 32}},
             "without dropping": {"settings": {"batch_size": 32, "drop_every": 1000}},
@@ -81,6 +87,7 @@ def _fedd2s(base: Simulation) -> Comparison:
 def _dafkd(base: Simulation) -> Comparison:
     return Comparison(
         replace(base, method="dafkd"),
+        "global",
         {
             "dafkd": {},
             "no correlation": {"settings": {"correlation": False}},
@@ -143,6 +150,7 @@ def _figures(report: FleetReport) -> dict[str, Any]:
         "fleet": report.mean_accuracy_fleet,
         "fleet_own": report.mean_own_accuracy_fleet,
         "fleet_curve": _mean_curve(list(report.accuracy_by_round.values())),
+        "own_curve": [figures["c_spec"] for figures in report.figures_by_round],
         "global_curve": report.global_accuracy_by_round,
         "bytes_up": sum(one.bytes_up for one in report.devices) / per_device_round,
         "bytes_down": sum(one.bytes_down for one in report.devices) / per_device_round,
@@ -155,55 +163,6 @@ def _figures(report: FleetReport) -> dict[str, Any]:
 
 def _mean_curve(curves: list[list[float]]) -> list[float]:
     return [statistics.mean(values) for values in zip(*curves, strict=True)]
-
-
-def print_tables(given: argparse.Namespace, known: dict[Any, Any]) -> None:
-    """One table for each setting: every run beside the controls, with paired differences to FedAvg and to alone."""
-    comparison = COMPARISONS[given.comparison]
-    for setting in comparison.settings:
-        found = {(name, seed): row for (where, name, seed), row in known.items() if where == setting}
-        _print_setting(given.comparison, setting, found, list(comparison.runs), given.seeds)
-
-
-def _print_setting(
-    title: str, setting: str, found: dict[tuple[str, int], Any], names: list[str], seeds: list[int]
-) -> None:
-    first = names[0]
-    alone = [found[first, seed] for seed in seeds if (first, seed) in found]
-    print(f"\n{title} {setting}, seeds {[row['seed'] for row in alone]}: accuracy in %, mean ± deviation over seeds")
-    print("| | global model | devices, global test | own classes | kB up, down a round | guards |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    if alone:
-        print(f"| alone | | {_spread(alone, 'alone')} | {_spread(alone, 'alone_own')} | 0, 0 | |")
-    for name in names:
-        rows = [found[name, seed] for seed in seeds if (name, seed) in found]
-        if rows:
-            _print_row(name, rows)
-
-
-def _print_row(name: str, rows: list[Any]) -> None:
-    rounds = min(row["rounds"] for row in rows)
-    for at in sorted({one for one in (5, 10, 20, 30) if one < rounds} | {rounds}):
-        last = at == rounds
-        scored = [row["global_curve"][at - 1] for row in rows if row["global_curve"]]
-        server = _mean_text([value for value in scored if value is not None])
-        fleet = _mean_text([row["fleet_curve"][at - 1] for row in rows])
-        own = _spread(rows, "fleet_own") if last else ""
-        size = ", ".join(f"{statistics.mean(row[way] for row in rows) / 1e3:.1f}" for way in ("bytes_up", "bytes_down"))
-        guards = str(sum(row["guards"] for row in rows)) if last else ""
-        print(f"| {name}, round {at} | {server} | {fleet} | {own} | {size} | {guards} |")
-
-
-def _spread(rows: list[Any], figure: str) -> str:
-    return _mean_text([row[figure] for row in rows])
-
-
-def _mean_text(values: list[float]) -> str:
-    if not values:
-        return ""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    each = ", ".join(f"{100 * value:.1f}" for value in values)
-    return f"{100 * statistics.mean(values):.1f} ± {100 * deviation:.1f} ({each})"
 
 
 def main() -> None:
@@ -225,7 +184,10 @@ def main() -> None:
     known = {(row["setting"], row["run"], row["seed"]): row for row in rows}
     if not given.table:
         measure(given, known)
-    print_tables(given, known)
+    comparison = COMPARISONS[given.comparison]
+    for setting in comparison.settings:
+        found = {(name, seed): row for (where, name, seed), row in known.items() if where == setting}
+        print_tables(f"{given.comparison} {setting}".strip(), found, list(comparison.runs), comparison.headline)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ class FleetReport:
         fedavg_settings: FedAvg's settings in it.
         scores: `fleet`, `alone` and `fedavg`, each with CDKT-FL's figures after the last round; see
             `scores.fleet_figures`.
+        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy.
         late: What papers report of a fleet's last rounds, in accuracy; see `scores.late_figures`.
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
@@ -89,6 +90,7 @@ class FleetReport:
     fedavg_model: str | None
     fedavg_settings: dict[str, Any] | None
     scores: dict[str, FleetFigures]
+    figures_by_round: list[Figures]
     late: Figures
     acknowledged_uploads: int
     used_uploads: int
@@ -121,6 +123,7 @@ def make_report(
         _device_report(wanted.out, store, config.run.name, spec, history, shares[[number]], alone.get(spec.name))
         for number, spec in enumerate(specs)
     ]
+    by_round = history.figures(shares)
     app_models = verdicts(verdict_rows(store, config.run.name))
     report = FleetReport(
         method=wanted.method,
@@ -138,7 +141,8 @@ def make_report(
         mean_own_accuracy_fleet=_mean([one.own_accuracy_fleet for one in devices]) or 0.0,
         **_fedavg_figures(controls.fedavg, shares),
         scores=_scores(history, shares, controls),
-        late=late_figures(history.figures(shares)),
+        figures_by_round=by_round,
+        late=late_figures(by_round),
         **_upload_counts(store, config.run.name),
         guards_fired=len(guard_events(store, config.run.name)),
         models_kept=app_models.kept,
