@@ -4,22 +4,26 @@
     python benchmarks/experiments/compare.py cdkt-fashion --data-dir data --results out/experiments/compare.jsonl
 
 Every run of one (setting, seed) shares data, partition and first weights, so differences are paired. Results are
-appended to a file as they come; a run that is there already is not repeated. `--table` prints the tables and runs
-nothing. Each fleet runs through the product: real engine, store, messages and device halves, over the in-memory link.
+appended to a file as they come; a run that is there already, with the settings of today, is not repeated. Rows of other
+settings are left out unless `--any-settings` takes them. `--table` prints the tables and runs nothing. Each fleet runs
+through the product: real engine, store, messages and device halves, over the in-memory link.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from compare_tables import Headline, print_tables
 
+from fleetdistill.methods import config_class
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report import FleetReport
 from fleetdistill_server.simulation.settings import Simulation
@@ -112,48 +116,97 @@ COMPARISONS = {
 }
 
 
-def runs(given: argparse.Namespace) -> Iterator[tuple[tuple[str, str, int], Simulation]]:
-    """Every run with its key (setting, name, seed), seeds outermost so that a stopped experiment has whole seeds."""
+Key = tuple[str, str, int]
+"""(setting, run, seed)"""
+_DECIDES_NOTHING = ("out", "data_dir", "torch_device", "link")
+"""Settings of a simulation that do not change what comes out of it."""
+
+
+def simulation_of(given: argparse.Namespace, key: Key) -> Simulation:
+    """What is run under a key. Raises KeyError where the comparison has no such setting or run."""
     comparison = COMPARISONS[given.comparison]
-    first = next(iter(comparison.runs))
-    for seed in given.seeds:
-        for setting, shared in comparison.settings.items():
-            for name, own in comparison.runs.items():
-                if setting not in (given.settings or [setting]) or name not in (given.runs or [name]):
-                    continue
-                shape = {"seed": seed, "data_dir": given.data_dir, "out": given.out, "torch_device": given.torch_device}
-                wanted = replace(
-                    comparison.base, **{**shape, **shared, **own, "with_alone": name == first, "with_fedavg": False}
-                )
-                yield (setting, name, seed), wanted
+    setting, name, seed = key
+    alone = name == next(iter(comparison.runs))
+    where = {"seed": seed, "data_dir": given.data_dir, "out": given.out, "torch_device": given.torch_device}
+    changed = {**where, **comparison.settings[setting], **comparison.runs[name]}
+    return replace(comparison.base, **changed, with_alone=alone, with_fedavg=False)
 
 
-def measure(given: argparse.Namespace, known: dict[Any, Any]) -> None:
+def digest(wanted: Simulation) -> str:
+    """Names all that decides the result of a simulation, the method's defaults of today included."""
+    shown = {name: value for name, value in asdict(wanted).items() if name not in _DECIDES_NOTHING}
+    shown["settings"] = asdict(config_class(wanted.method).from_settings(wanted.settings))
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keys(given: argparse.Namespace) -> Iterator[Key]:
+    """Every run that is wanted, seeds outermost so that a stopped experiment has whole seeds."""
+    comparison = COMPARISONS[given.comparison]
+    for seed, setting, name in itertools.product(given.seeds, comparison.settings, comparison.runs):
+        if setting in (given.settings or [setting]) and name in (given.runs or [name]):
+            yield setting, name, seed
+
+
+def read_results(given: argparse.Namespace) -> dict[Key, dict[str, Any]]:
+    """The rows of this comparison that still say something about it; prints how many do not."""
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["comparison"] == given.comparison]
+    used = rows if given.any_settings else [row for row in rows if _fits(given, row)]
+    if len(used) < len(rows):
+        bare = sum("digest" not in row for row in rows)
+        print(
+            f"{len(rows) - len(used)} of {len(rows)} rows of {given.results} are not of today's settings and ignored; "
+            f"{bare} of all have no digest to tell by; --any-settings takes them"
+        )
+    return {_key(row): row for row in used}
+
+
+def _key(row: dict[str, Any]) -> Key:
+    return row["setting"], row["run"], row["seed"]
+
+
+def _fits(given: argparse.Namespace, row: dict[str, Any]) -> bool:
+    try:
+        return bool(row.get("digest") == digest(simulation_of(given, _key(row))))
+    except KeyError:  # the comparison had such a run once
+        return False
+
+
+def measure(given: argparse.Namespace, known: dict[Key, dict[str, Any]]) -> None:
     """Runs what is missing and appends it to the results."""
-    for (setting, name, seed), wanted in runs(given):
-        if (setting, name, seed) in known:
+    for key in keys(given):
+        if key in known:
             continue
-        row = {"comparison": given.comparison, "setting": setting, "run": name, "seed": seed}
+        wanted = simulation_of(given, key)
+        row = {"comparison": given.comparison, **dict(zip(("setting", "run", "seed"), key, strict=True))}
         report = simulate(wanted)
-        known[setting, name, seed] = row | _figures(report)
+        known[key] = row | {"digest": digest(wanted)} | figures(report)
         with given.results.open("a") as file:
-            file.write(json.dumps(known[setting, name, seed]) + "\n")
+            file.write(json.dumps(known[key]) + "\n")
         print(f"{row}: {report.mean_accuracy_fleet:.4f}, {report.seconds:.0f} s", flush=True)
 
 
-def _figures(report: FleetReport) -> dict[str, Any]:
-    """What is kept of a run; bytes are of one device and round, the mean over both."""
+def figures(report: FleetReport) -> dict[str, Any]:
+    """What is kept of a run.
+
+    `bytes_up` and `bytes_down` are of one device and round, the mean over both; `bytes_curve` has what a device sent
+    and was sent until each round, the mean over devices. C-Per is the report's, in the devices' mix of classes.
+    """
     per_device_round = report.rounds * len(report.devices)
+    alone = report.scores.get("alone")
     return {
         "alone": report.mean_accuracy_alone,
         "alone_own": report.mean_own_accuracy_alone,
+        "alone_c_per": alone["accuracy"]["c_per"] if alone else None,
         "fleet": report.mean_accuracy_fleet,
         "fleet_own": report.mean_own_accuracy_fleet,
         "fleet_curve": _mean_curve(list(report.accuracy_by_round.values())),
-        "own_curve": [figures["c_spec"] for figures in report.figures_by_round],
+        "own_curve": [one["c_spec"] for one in report.figures_by_round],
+        "c_per_curve": [one["c_per"] for one in report.figures_by_round],
         "global_curve": report.global_accuracy_by_round,
         "bytes_up": sum(one.bytes_up for one in report.devices) / per_device_round,
         "bytes_down": sum(one.bytes_down for one in report.devices) / per_device_round,
+        "bytes_curve": list(itertools.accumulate(one["up"] + one["down"] for one in report.bytes_by_round)),
         "guards": report.guards_fired,
         "rounds": report.rounds,
         "method_settings": report.settings,
@@ -165,8 +218,8 @@ def _mean_curve(curves: list[list[float]]) -> list[float]:
     return [statistics.mean(values) for values in zip(*curves, strict=True)]
 
 
-def main() -> None:
-    """Measures what is missing and prints the tables."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("--data-dir", type=Path)
@@ -177,11 +230,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
     parser.add_argument("--results", type=Path, default=Path("out/experiments/compare.jsonl"))
     parser.add_argument("--table", action="store_true", help="run nothing")
-    given = parser.parse_args()
+    parser.add_argument("--any-settings", action="store_true", help="take results whatever settings they are of")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures what is missing and prints the tables."""
+    given = arguments(words)
     given.results.parent.mkdir(parents=True, exist_ok=True)
-    lines = given.results.read_text().splitlines() if given.results.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["comparison"] == given.comparison]
-    known = {(row["setting"], row["run"], row["seed"]): row for row in rows}
+    known = read_results(given)
     if not given.table:
         measure(given, known)
     comparison = COMPARISONS[given.comparison]

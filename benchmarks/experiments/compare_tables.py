@@ -6,10 +6,17 @@ import statistics
 from typing import Any, Literal
 
 Headline = Literal["global", "c_per", "own"]
-Found = dict[tuple[str, int], dict[str, Any]]
+Row = dict[str, Any]
+"""What was kept of a run; see `compare.figures`."""
+Found = dict[tuple[str, int], Row]
 """(run, seed) -> what was kept of it."""
-ALONE, CONTROLS = "alone", ("fedavg", "local + proxy labels", "no correlation", "without dropping")
+Pairs = list[tuple[Row, Row]]
+CONTROLS = ("fedavg", "local + proxy labels", "no correlation", "without dropping")
 _NAMES = {"global": "global model", "c_per": "C-Per", "own": "own classes"}
+_COLUMNS = ("global", "devices", "own", "c_per")
+_CURVES = {"global": "global_curve", "devices": "fleet_curve", "own": "own_curve", "c_per": "c_per_curve"}
+_NEARLY = 1 + 1e-9
+"""Bytes of older rows are a mean times rounds, and that is not exact."""
 
 
 def print_tables(title: str, found: Found, names: list[str], headline: Headline) -> None:
@@ -26,46 +33,73 @@ def print_tables(title: str, found: Found, names: list[str], headline: Headline)
         for at in _rounds_shown(rows):
             _print_row(name, rows, at)
     _print_differences(found, names, seeds, headline)
+    _print_what_older_rows_lack(list(found.values()))
 
 
-def _print_alone(rows: list[dict[str, Any]]) -> None:
-    per = [(row["alone"] + row["alone_own"]) / 2 for row in rows]
-    own, all_classes = ([row[figure] for row in rows] for figure in ("alone_own", "alone"))
-    print(f"| alone | | {_text(all_classes)} | {_text(own)} | {_text(per)} | 0 | |")
+def _print_alone(rows: list[Row]) -> None:
+    cells = [_text([value for row in rows if (value := _alone(row, one)) is not None]) for one in _COLUMNS[1:]]
+    print(f"| alone | | {' | '.join(cells)} | 0 | |")
 
 
-def _rounds_shown(rows: list[dict[str, Any]]) -> list[int]:
+def _rounds_shown(rows: list[Row]) -> list[int]:
     if not rows:
         return []
     last = min(row["rounds"] for row in rows)
     return sorted({one for one in (5, 10) if one < last} | {last})
 
 
-def _print_row(name: str, rows: list[dict[str, Any]], at: int) -> None:
+def _print_row(name: str, rows: list[Row], at: int) -> None:
     figures = [_text([value for row in rows if (value := _figure(row, one, at)) is not None]) for one in _COLUMNS]
-    bytes_so_far = statistics.mean(at * _bytes_a_round(row) for row in rows) / 1e3
+    bytes_so_far = statistics.mean(bytes_curve(row)[at - 1] for row in rows) / 1e3
     guards = sum(row["guards"] for row in rows) if at == rows[0]["rounds"] else ""
     print(f"| {name}, round {at} | {' | '.join(figures)} | {bytes_so_far:,.0f} | {guards} |")
 
 
-_COLUMNS = ("global", "devices", "own", "c_per")
+# --- what a row says
 
 
-def _figure(row: dict[str, Any], figure: str, at: int) -> float | None:
+def _figure(row: Row, figure: str, at: int) -> float | None:
     """A figure of a run after a round; None where it was not kept or there is none."""
-    if figure == "c_per":
-        generic, own = _figure(row, "devices", at), _figure(row, "own", at)
-        return None if generic is None or own is None else (generic + own) / 2
-    curve = row.get({"global": "global_curve", "devices": "fleet_curve", "own": "own_curve"}[figure])
+    curve = row.get(_CURVES[figure])
     if curve:
         value: float | None = curve[at - 1]
         return value
+    if figure == "c_per":
+        return _halves(_figure(row, "devices", at), _figure(row, "own", at))
     return row["fleet_own"] if figure == "own" and at == row["rounds"] else None
 
 
-def _bytes_a_round(row: dict[str, Any]) -> float:
-    total: float = row["bytes_up"] + row["bytes_down"]
-    return total
+def _alone(row: Row, figure: str) -> float | None:
+    """A figure of training alone, where this run was the one to have it; there is no global model."""
+    own, all_classes = row["alone_own"], row["alone"]
+    older = _halves(all_classes, own)
+    found = {"own": own, "devices": all_classes, "global": all_classes, "c_per": row.get("alone_c_per", older)}
+    value: float | None = found[figure]
+    return value
+
+
+def _halves(all_classes: float | None, own: float | None) -> float | None:
+    """C-Per of older rows, which do not have the report's: C-Gen there is on all classes alike, as the test part is."""
+    return None if all_classes is None or own is None else (all_classes + own) / 2
+
+
+def bytes_curve(row: Row) -> list[float]:
+    """Bytes of a device, up and down, until each round; of older rows the mean times the rounds."""
+    known: list[float] | None = row.get("bytes_curve")
+    each = row["bytes_up"] + row["bytes_down"]
+    return known or [each * number for number in range(1, row["rounds"] + 1)]
+
+
+def _print_what_older_rows_lack(rows: list[Row]) -> None:
+    for name, curve, instead in (
+        ("C-Per", "c_per_curve", "(devices on all classes + own classes) / 2, not the report's"),
+        ("kB", "bytes_curve", "the run's mean times the rounds, not what was counted"),
+    ):
+        if older := sum(curve not in row for row in rows):
+            print(f"{name} of {older} of {len(rows)} runs, which are older, is {instead}")
+
+
+# --- differences
 
 
 def _print_differences(found: Found, names: list[str], seeds: list[int], headline: Headline) -> None:
@@ -84,31 +118,44 @@ def _print_against_alone(name: str, found: Found, seeds: list[int], headline: He
     alone = {seed: row for (_, seed), row in found.items() if row["alone"] is not None}
     gains = []
     for seed in (one for one in seeds if one in alone and (name, one) in found):
-        mine, own = found[name, seed], alone[seed]["alone_own"]
-        base = {"own": own, "c_per": (alone[seed]["alone"] + own) / 2, "global": alone[seed]["alone"]}[headline]
-        value = _figure(mine, headline, mine["rounds"])
-        gains += [value - base] if value is not None else []
+        mine = found[name, seed]
+        value, base = _figure(mine, headline, mine["rounds"]), _alone(alone[seed], headline)
+        gains += [value - base] if value is not None and base is not None else []
     if gains:
         print(f"| {name} - alone | {_text(gains, signed=True)} | |")
 
 
-def _equal_rounds(pairs: list[tuple[dict[str, Any], dict[str, Any]]], headline: Headline) -> str:
+def _equal_rounds(pairs: Pairs, headline: Headline) -> str:
     at = min(row["rounds"] for pair in pairs for row in pair)
-    return f"{_gains(pairs, headline, at, at)}, round {at}"
+    return f"{_gains(pairs, headline, [(at, at)] * len(pairs))}, round {at}"
 
 
-def _equal_bytes(pairs: list[tuple[dict[str, Any], dict[str, Any]]], headline: Headline) -> str:
-    """Both as far as they get with what the cheaper one sends and is sent in all its rounds."""
-    a, b = pairs[0]
-    budget = min(row["rounds"] * _bytes_a_round(row) for row in (a, b))
-    rounds = [int(budget / _bytes_a_round(row) + 1e-9) for row in (a, b)]
-    if min(rounds) < 1:
-        return f"{['a', 'b'][rounds.index(min(rounds))]} has not had a round"
-    return f"{_gains(pairs, headline, *rounds)}, rounds {rounds[0]} and {rounds[1]}"
+def rounds_at_equal_bytes(a: Row, b: Row) -> tuple[int, int]:
+    """How far each of a pair gets with what the cheaper one sends and is sent in all its rounds."""
+    curves = bytes_curve(a), bytes_curve(b)
+    budget = min(curve[-1] for curve in curves) * _NEARLY
+    first, second = (sum(so_far <= budget for so_far in curve) for curve in curves)
+    return first, second
 
 
-def _gains(pairs: list[tuple[dict[str, Any], dict[str, Any]]], headline: Headline, at: int, control_at: int) -> str:
-    found = [(_figure(a, headline, at), _figure(b, headline, control_at)) for a, b in pairs]
+def _equal_bytes(pairs: Pairs, headline: Headline) -> str:
+    rounds = [rounds_at_equal_bytes(a, b) for a, b in pairs]
+    for name, each in zip("ab", zip(*rounds, strict=True), strict=True):
+        if min(each) < 1:
+            return f"{name} has not had a round"
+    shown = " and ".join(_one_or_all(each) for each in zip(*rounds, strict=True))
+    return f"{_gains(pairs, headline, rounds)}, rounds {shown}"
+
+
+def _one_or_all(rounds: tuple[int, ...]) -> str:
+    return str(rounds[0]) if len(set(rounds)) == 1 else "/".join(map(str, rounds))
+
+
+def _gains(pairs: Pairs, headline: Headline, rounds: list[tuple[int, int]]) -> str:
+    found = [
+        (_figure(a, headline, at), _figure(b, headline, control_at))
+        for (a, b), (at, control_at) in zip(pairs, rounds, strict=True)
+    ]
     return _text([a - b for a, b in found if a is not None and b is not None], signed=True) or "not kept"
 
 

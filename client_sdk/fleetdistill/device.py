@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import re
 import secrets
@@ -28,7 +29,9 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
+    ExportError,
     FleetDistillError,
+    KnowledgeError,
     LinkError,
     RefusedError,
     StateError,
@@ -106,6 +109,8 @@ class Device:
         device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
         allow: What may leave the device, of `COLUMNS`. The default keeps labels back; FedDKC needs them, so an app
             that takes part in it says `allow=COLUMNS`.
+            The number of samples leaves with every answer, the training loss with `metrics`; with `counts` beside it
+            the figures of `test_data` and `validation_data` come by class, with the samples of each class.
         test_data: Data whose figures are reported to the server after each round.
         validation_data: Data that decide whether the app's model is replaced: it is not when its accuracy falls. The
             server is told which (a metric).
@@ -364,15 +369,12 @@ class Device:
                 return
             try:
                 pending, answer = self._work(worker, ask, parts)
-            except CannotAnswer as reason:
+            except (CannotAnswer, KnowledgeError) as reason:  # also what training has made of numbers is no answer
                 self._decline(worker, ask, reason)
                 return
             except BaseException:
                 worker.forget_state()  # half an answer's training must not enter the next one
                 raise
-        for split, counts in worker.scores.items():
-            values = {"split": split, "accuracy": counts.accuracy, "confusion": counts.confusion.tolist()}
-            self._tell("scored", ask.round, f"round {ask.round}: {counts.accuracy:.1%} on {split} data", values)
         if any(answer.notes.values()):
             self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
         self._settle(pending)
@@ -385,15 +387,20 @@ class Device:
         payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
         attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
         self._attempts = {(ask.round, ask.step_number): attempt}
-        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict)
+        scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
+        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores)
         self._storage.put_answer(pending, payload, work.state, work.delivered)
         self._in_memory = pending
         return pending, answer
 
-    def _decline(self, worker: Worker, ask: service_pb2.Ask, reason: CannotAnswer) -> None:
-        """Out for the round, not for the run: the server closes the open ask, and the next call brings it back."""
+    def _decline(self, worker: Worker, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
+        """Out for the step, not for the run: the server closes this ask and does not wait for it."""
         worker.forget_state()
-        self._link.leave(self._identity, str(reason))
+        self._link.decline(
+            service_pb2.DeclineRequest(
+                identity=self._identity, round=ask.round, step_number=ask.step_number, reason=str(reason)
+            )
+        )
         self._tell("dropped", ask.round, str(reason))
 
     def _settle(self, pending: Pending) -> None:
@@ -411,9 +418,17 @@ class Device:
         if receipt is None or receipt.name.attempt != pending.attempt:
             self._drop(pending, None)
             return
+        self._tell_scores(pending)  # before promoting: after a crash in between they are told again, not lost
         self._promote(pending)
         self._tell("answered", pending.round, f"round {pending.round}: receipt {receipt.id}", {"receipt": receipt.id})
         self._deliver(pending)
+
+    def _tell_scores(self, pending: Pending) -> None:
+        for split, confusion in pending.scores.items():
+            correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
+            accuracy = correct / count if count else math.nan
+            values = {"split": split, "accuracy": accuracy, "confusion": confusion}
+            self._tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
 
     def _promote(self, pending: Pending) -> None:
         """The receipt makes the answer's state the device's, and its model the app's if the verdict says so."""
@@ -468,9 +483,15 @@ class Device:
     def _export_due(self) -> None:
         """Exports the delivered model where a round has replaced it and the file is still the one of before."""
         number = self._storage.load(_EXPORT_DUE)
-        if number is not None:
-            self._export(int(number))
-            self._storage.remove(_EXPORT_DUE)
+        if number is None:
+            return
+        try:
+            if self._export_onnx == "round":
+                self._export(int(number) if number.isdigit() else 0)
+        except ExportError:
+            self._storage.remove(_EXPORT_DUE)  # the app is told once; the next delivered round tries again
+            raise
+        self._storage.remove(_EXPORT_DUE)
 
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":

@@ -80,9 +80,13 @@ class GrpcLink:
         with self._errors():
             self._stub.Heartbeat(service_pb2.HeartbeatRequest(identity=identity), timeout=CALL_SECONDS)
 
-    def leave(self, identity: service_pb2.Identity, reason: str = "") -> None:
+    def leave(self, identity: service_pb2.Identity) -> None:
         with self._errors():
-            self._stub.Leave(service_pb2.LeaveRequest(identity=identity, reason=reason), timeout=5.0)
+            self._stub.Leave(service_pb2.LeaveRequest(identity=identity), timeout=5.0)
+
+    def decline(self, request: service_pb2.DeclineRequest) -> None:
+        with self._errors():
+            self._stub.Decline(request, timeout=CALL_SECONDS)
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName

@@ -28,8 +28,11 @@ class Link(Protocol):
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         """Says that the device lives."""
 
-    def leave(self, identity: service_pb2.Identity, reason: str = "") -> None:
-        """Says that the device goes, or with a reason that it cannot answer its open ask."""
+    def leave(self, identity: service_pb2.Identity) -> None:
+        """Says that the device goes."""
+
+    def decline(self, request: service_pb2.DeclineRequest) -> None:
+        """Says that the device cannot answer an ask."""
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName

@@ -5,7 +5,7 @@
     profile.bin             the last accepted profile, so that an idle device needs no torch
     state.safetensors       state after the last answer that has a receipt
     proxy/                  header.bin, data.bin: the run's proxy set, fetched once and held against its digest
-    delivered.safetensors   the model that the app uses, and its validation figure
+    delivered.safetensors   the model that the app uses
     model.onnx              the same as ONNX, where the app wants it
     model.onnx.due          the round whose delivered model is still to be exported
     outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors where the app's model is
@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +44,8 @@ class Pending:
         round, step_number, attempt: Name of the upload.
         samples: Weight of the answer.
         verdict: What becomes of the app's model with the receipt; None where the device's round goes on.
+        scores: Confusion matrices of the round's model by split of the app's data, which the app is told with the
+            receipt.
     """
 
     round: int
@@ -51,6 +53,7 @@ class Pending:
     attempt: int
     samples: int
     verdict: Verdict | None = None
+    scores: dict[str, list[list[int]]] = field(default_factory=dict)
 
 
 class Storage:
@@ -147,9 +150,9 @@ class Storage:
         path = self._outbox / "manifest.json"
         try:
             found = _json_object(path, data)
-            verdict = found.pop("verdict", None)
+            verdict = found.pop("verdict")
             return Pending(**found, verdict=Verdict(**verdict) if verdict else None)
-        except TypeError as error:
+        except (TypeError, KeyError) as error:
             raise _damaged(path, error) from error
 
     @contextlib.contextmanager

@@ -38,13 +38,15 @@ class Work:
         answer: What goes to the server.
         state: Model and method after it; counts once the answer has its receipt.
         verdict: What becomes of the app's model then; None where the round goes on.
-        delivered: The app's new model with its figure, where the verdict replaces it.
+        delivered: The app's new model, where the verdict replaces it.
+        scores: How the model does on the app's test and validation data, by split, where the round ends with it.
     """
 
     answer: Answer
     state: bytes
     verdict: Verdict | None
     delivered: bytes | None
+    scores: Mapping[str, Counts]
 
 
 class Worker:
@@ -53,7 +55,6 @@ class Worker:
     Attributes:
         contract: The run's terms.
         has_state: Whether model and method hold the device's committed state.
-        scores: How the model does on the app's test and validation data, by split, where the last answer has metrics.
 
     Raises:
         ModelError, DataError: The app's model or data do not fit each other or the contract.
@@ -72,7 +73,6 @@ class Worker:
     ) -> None:
         self.contract = contract
         self.has_state = False
-        self.scores: dict[str, Counts] = {}
         self._classes = len(contract.classes)
         self._data = _load(data, contract, "data")
         if not len(self._data):
@@ -154,16 +154,15 @@ class Worker:
         return pack_state({"model": self._module.state_dict(), "method": self._method.state_dict()})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Takes up committed state, and the delivered model with its figure."""
+        """Takes up committed state, and the delivered model; how good that is on today's data is judged anew."""
         state = unpack_state(saved)
         try:
             self._module.load_state_dict(state["model"])
             self._method.load_state_dict(state["method"])
+            self._delivered.load_state_dict(state["model"] if delivered is None else unpack_state(delivered)["model"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
-        known = unpack_state(delivered) if delivered is not None else {"model": state["model"], "accuracy": None}
-        self._delivered.load_state_dict(known["model"])
-        self._delivered_accuracy = known["accuracy"]
+        self._delivered_accuracy = None
         self.has_state = True
 
     def forget_state(self) -> None:
@@ -178,17 +177,17 @@ class Worker:
             self._method.trained = None
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
             measured, told = ask.step == self._method.metrics_step, "metrics" in allow
-            self.scores = self._score() if measured and told else {}
-            verdict = self._judge() if measured or ask.step == DELIVER else None
-        figures = [metric for split, counts in self.scores.items() for metric in _metrics(split, counts, allow)]
-        if told and (trained := self._method.trained) is not None:
+            scores = self._score() if measured else {}
+            verdict = self._judge(scores) if measured or ask.step == DELIVER else None
+        figures = [metric for split, counts in scores.items() for metric in _metrics(split, counts, allow)]
+        if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
-        if told and verdict is not None and verdict.accuracy is not None:
+        if verdict is not None and verdict.accuracy is not None:
             figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
-        if figures:
+        if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = _delivery(self._module, verdict.accuracy) if verdict is not None and verdict.replaced else None
-        return Work(answer, self.state(), verdict, delivered)
+        delivered = _delivery(self._module) if verdict is not None and verdict.replaced else None
+        return Work(answer, self.state(), verdict, delivered, scores)
 
     def _score(self) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}
@@ -208,13 +207,13 @@ class Worker:
 
     # --- delivery
 
-    def _judge(self) -> Verdict:
+    def _judge(self, scores: Mapping[str, Counts]) -> Verdict:
         """The app's model is replaced unless the accuracy on its validation data would fall."""
         data = self._scored[SPLIT]
         if data is None:
             return Verdict(replaced=True)
-        counts = self.scores.get(SPLIT) or evaluate(self._module, data, self._classes)
-        if self._delivered_accuracy is None:  # the model that the app joined with
+        counts = scores.get(SPLIT) or evaluate(self._module, data, self._classes)
+        if self._delivered_accuracy is None:  # the model that the app joined with, or has since before a restart
             self._delivered_accuracy = evaluate(self._delivered, data, self._classes).accuracy
         return Verdict(counts.accuracy >= self._delivered_accuracy, counts.accuracy, self._delivered_accuracy)
 
@@ -229,8 +228,8 @@ class Worker:
         return self._delivered.eval()
 
     def delivered_state(self) -> bytes:
-        """The app's model and its figure, as `restore` takes them."""
-        return _delivery(self._delivered, self._delivered_accuracy)
+        """The app's model, as `restore` takes it."""
+        return _delivery(self._delivered)
 
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered model as ONNX and compares it with PyTorch on the device's own samples."""
@@ -243,8 +242,8 @@ class Worker:
         return export_onnx(self._delivered, path, self._data.inputs[:_PARITY_SAMPLES], metadata)
 
 
-def _delivery(model: nn.Module, accuracy: float | None) -> bytes:
-    return pack_state({"model": model.state_dict(), "accuracy": accuracy})
+def _delivery(model: nn.Module) -> bytes:
+    return pack_state({"model": model.state_dict()})
 
 
 def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:

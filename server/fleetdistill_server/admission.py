@@ -37,11 +37,12 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     if list(profile.input_shape) != list(contract.input_shape):
         _mismatch("input shape", list(profile.input_shape), list(contract.input_shape), contract)
     given = {column.name: list(column.shape) for column in profile.features}
+    methods_advice = {one.column: one.text for one in contract.requirements.advice}
     for column in contract.features:
         has = given.get(column.name, "no such cut")
         if has != list(column.shape):
             usual = f"give the device a model whose features at {column.name!r} have this shape"
-            advice = column.advice or usual
+            advice = methods_advice.get(column.name, usual)
             _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract, advice)
     if contract.knowledge_type not in profile.knowledge_types:
         names = ", ".join(DTYPES[one].name for one in profile.knowledge_types if one in DTYPES)

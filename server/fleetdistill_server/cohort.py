@@ -241,9 +241,16 @@ class Cohort:
             "expects": expects,
             "payload": encoded.sha256 if encoded else None,
             "payload_bytes": encoded.data_bytes if encoded else 0,
+            **self._status_of(device),
             "seed": derive_seed(self._terms.seed, self.round, step, number, device),
             "deadline_at": time.time() + self._terms.deadline_seconds,
         }
+
+    def _status_of(self, device: str) -> Row:
+        """A device that has gone is not waited for; one that comes back is asked again by the next step."""
+        row = self._store.device(self._terms.run, device)
+        gone = row is not None and not row["present"]
+        return {"status": "out", "reason": "device not present"} if gone else {"status": "open"}
 
     async def _answer_to(self, ask: Row) -> DeviceAnswer | None:
         name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])

@@ -40,10 +40,7 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
         config=encode({"config": config_to_plan(method.config)}).parts.parts[0].plan,
         classes=config.contract.class_names(),
         input_shape=config.contract.input_shape,
-        features=[
-            contract_pb2.NamedShape(name=name, shape=shape, advice=method.advice.get(name, ""))
-            for name, shape in method.features().items()
-        ],
+        features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.features().items()],
         knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
         requirements=needs,
         extractor_fingerprint=fingerprint(setting.extractor()) if needs.same_extractor else "",

@@ -138,14 +138,20 @@ class Desk:
         return service_pb2.HeartbeatResponse(ask_open=self.store.next_ask(run, device) is not None)
 
     def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
-        """Ends the lease at the device's wish; one that gives a reason declines its open ask, which is an event."""
+        """Ends the lease at the device's wish."""
         run, device = self.authenticate(request.identity)
-        ask = self.store.next_ask(run, device) if request.reason else None
-        if ask is not None:
-            text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
-            self._commit(lambda store: store.add_event(run, "declined", text, number=ask["round"], device=device))
-        self._gone(run, device, "declined" if request.reason else "device left")
+        self._gone(run, device, "device left")
         return service_pb2.LeaveResponse()
+
+    def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
+        """Closes an ask that a device cannot answer, with an event; the device stays present and is asked again."""
+        run, device = self.authenticate(request.identity)
+        ask = self.store.ask(run, request.round, request.step_number, device)
+        if ask is not None and ask["status"] == "open":
+            text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
+            self._commit(partial(_close_declined, run, ask, text))
+            self.wake_engine()
+        return service_pb2.DeclineResponse()
 
     def adopt_present_devices(self) -> None:
         """Gives every device that was present before a restart a fresh lease."""
@@ -430,6 +436,12 @@ def _id_taken(device: str) -> RefusedError:
     return RefusedError(
         Code.BAD_IDENTITY, f"device id {device!r} belongs to another device; choose another id or restore its secret"
     )
+
+
+def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
+    with store.transaction():
+        store.close_ask(ask["id"], "declined")
+        store.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
 
 
 def _note_lease_end(run: str, device: str, text: str, store: Store) -> None:

@@ -75,6 +75,9 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def Leave(self, request: service_pb2.LeaveRequest, context: Any) -> service_pb2.LeaveResponse:
         return await self._call(context, lambda: self._desk.leave(request))
 
+    async def Decline(self, request: service_pb2.DeclineRequest, context: Any) -> service_pb2.DeclineResponse:
+        return await self._call(context, lambda: self._desk.decline(request))
+
     async def UploadStatus(
         self, request: service_pb2.UploadStatusRequest, context: Any
     ) -> service_pb2.UploadStatusResponse:

@@ -7,17 +7,16 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
-    with_config,
 )
 
 from fleetdistill.errors import ConfigurationError
@@ -127,14 +126,15 @@ class RunConfig(_Section):
             cls = config_class(self.run.method)
         except ConfigurationError as error:
             raise ConfigurationError(f"[run] method: {error}") from error
-        # By default pydantic takes unknown keys of a dataclass silently; strict and JSON, so that 1 is no bool.
-        strict = with_config(ConfigDict(extra="forbid", strict=True))(cls)
+        types = get_type_hints(cls)
+        settings: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
+        section = create_model(cls.__name__, __base__=_Section, **settings)
         try:
-            config = TypeAdapter(strict).validate_json(json.dumps(cls.spelled_out(self.method), default=str))
-            return config.for_classes(len(self.contract.class_names()))
+            # In JSON, where strict takes 1 for a float and not for a bool.
+            given = section.model_validate_json(json.dumps(self.method, default=str)).model_dump(exclude_unset=True)
+            return cls.from_settings(given).for_classes(len(self.contract.class_names()))
         except ValidationError as error:
-            names = [field.name for field in dataclasses.fields(cls)]
-            raise ConfigurationError(_sentence(error, {"method": names}, "method")) from error
+            raise ConfigurationError(_sentence(error, {"method": list(settings)}, "method")) from error
         except ConfigurationError as error:
             raise ConfigurationError(f"[method] {error}") from error
 

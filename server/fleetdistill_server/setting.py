@@ -33,6 +33,7 @@ class Setting:
         models: Names of the models, from [model].
         torch_device: Where the server half computes.
         seed: Root of the run's seed tree.
+        knowledge_type: float16 or float32, what knowledge travels in.
         proxy: The labelled proxy set, where the run has one.
         proxy_payload: The same as devices fetch it.
     """
@@ -42,6 +43,7 @@ class Setting:
     models: ModelSection
     torch_device: torch.device
     seed: int
+    knowledge_type: str = "float16"
     proxy: TensorData | None = None
     proxy_payload: Payload | None = None
 
@@ -55,6 +57,7 @@ class Setting:
             models=config.model,
             torch_device=pick_torch_device(config.server.torch_device),
             seed=config.run.seed,
+            knowledge_type=config.contract.knowledge_type,
             proxy=proxy,
             proxy_payload=proxy_payload,
         )

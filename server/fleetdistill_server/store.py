@@ -331,10 +331,10 @@ class Store:
     # --- asks and answers
 
     def write_asks(self, rows: Sequence[Row]) -> None:
-        """Writes the asks of one step; those that are there already are left as they are."""
+        """Writes the asks of one step, open unless a row says otherwise; those that are there are left as they are."""
         with self.transaction():
             for row in rows:
-                full = {**row, "expects": json.dumps(row["expects"]), "status": "open"}
+                full = {"status": "open", **row, "expects": json.dumps(row["expects"])}
                 self._insert("asks", full, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
 
     def asks(self, run: str, number: int, step_number: int) -> list[Row]:

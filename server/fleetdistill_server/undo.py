@@ -6,10 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from fleetdistill.errors import DataError, KnowledgeError
+
+Rate = tuple[str, float]
+"""The setting that training goes wrong with, and its value: what a failure names."""
 
 
 class Stateful(Protocol):
@@ -22,44 +25,64 @@ class Stateful(Protocol):
         """Takes a state."""
 
 
-def undone(train: Callable[[], object], *changed: Stateful) -> str:
+def way_back(*changed: Stateful) -> Callable[[], None]:
+    """Remembers states as they are now; the function that it returns puts them back."""
+    before = [copy.deepcopy(one.state_dict()) for one in changed]
+
+    def restore() -> None:
+        for one, state in zip(changed, before, strict=True):
+            one.load_state_dict(state)
+
+    return restore
+
+
+def reason_undone(train: Callable[[], object], *changed: Stateful, rate: Rate) -> str | None:
     """Trains, and puts everything back to where it was if that failed.
 
     Args:
         train: Raises KnowledgeError or DataError where it fails; what it returns is not used.
         changed: What it changes. A module whose weights are not finite afterwards counts as a failure too.
+        rate: The setting that is then to blame.
 
     Returns:
-        Why it was taken back; empty if it was not.
+        Why it was taken back; None if it was not.
     """
-    before = [copy.deepcopy(one.state_dict()) for one in changed]
+    restore = way_back(*changed)
     try:
         train()
         for one in changed:
             if isinstance(one, nn.Module):
-                check_finite(one)
+                check_weights(one, rate)
     except (KnowledgeError, DataError) as error:
-        for one, state in zip(changed, before, strict=True):
-            one.load_state_dict(state)
+        restore()
         return str(error)
-    return ""
+    return None
 
 
-def check_finite(module: nn.Module) -> None:
+def check_weights(module: nn.Module, rate: Rate) -> None:
     """Raises KnowledgeError for weights or statistics that are not finite after training."""
     for name, tensor in module.state_dict().items():
         if not bool(tensor.isfinite().all()):
-            raise KnowledgeError(f"{name} is not finite after training; the learning rate is probably too large")
+            raise KnowledgeError(f"{name} is not finite after training; {_too_large(rate)}")
 
 
-def check_says(values: Tensor) -> None:
-    """Raises KnowledgeError for what a model says after training, if it is not finite or too large for float16."""
-    largest = float(values.abs().max()) if len(values) else 0.0
-    if not largest <= _LARGEST:
+def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
+    """Raises KnowledgeError for what a model says after training, if a value is not finite or does not fit the wire.
+
+    Args:
+        values: Of any shape.
+        knowledge_type: float16 or float32, the run's; goes up to 65504 or 3.4e38.
+        rate: The setting that is then to blame.
+    """
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    limit = float(np.finfo(knowledge_type).max)
+    if not largest <= limit:
         raise KnowledgeError(
-            f"after training the model says up to {largest:g}, knowledge goes up to {_LARGEST:g}; "
-            "the learning rate is probably too large"
+            f"after training the model says up to {largest:g}, {knowledge_type} goes up to {limit:g}; "
+            f"{_too_large(rate)}"
         )
 
 
-_LARGEST = torch.finfo(torch.float16).max
+def _too_large(rate: Rate) -> str:
+    name, value = rate
+    return f"{name} = {value:g} is probably too large"

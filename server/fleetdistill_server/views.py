@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.joining import guard_events, guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store import Row, Store
 
 
@@ -58,13 +58,15 @@ def run(store: Store, name: str) -> View:
     found = {row["name"]: row for row in store.runs()}
     if name not in found:
         raise ConfigurationError(f"there is no run {name!r}; the store has {', '.join(found) or 'none'}")
+    told = _Told.by("round", store, name)
+    guards = guards_by_round(store, name)
     lists = {
-        "rounds": [_round_row(store, row) for row in store.rounds(name)],
+        "rounds": [_round_row(row, guards[row["round"]], told) for row in store.rounds(name)],
         "bytes": _bytes_by_device(store, name),
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
-    return View(lists, {**_run_row(found[name]), **_joining_facts(store, name)})
+    return View(lists, {**_run_row(found[name]), "guards_fired": guards.total(), **told.totals()})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -72,7 +74,8 @@ def devices(store: Store, only: str | None) -> View:
     names = [row["name"] for row in store.runs() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(f"there is no run {only!r}")
-    return View({"devices": [_device_row(store, row) for name in names for row in store.devices(name)]})
+    told = {name: _Told.by("device", store, name) for name in names}
+    return View({"devices": [_device_row(row, told[name]) for name in names for row in store.devices(name)]})
 
 
 def _run_row(row: Row) -> Row:
@@ -89,40 +92,65 @@ def _run_row(row: Row) -> Row:
     }
 
 
-def _joining_facts(store: Store, name: str) -> Row:
-    """What protected the devices, over the whole run."""
-    counted = verdicts(verdict_rows(store, name))
-    guards = len(guard_events(store, name))
-    return {"guards_fired": guards, "models_replaced": counted.replaced, "models_kept": counted.kept}
+Groups = Mapping[Any, list[Row]]
 
 
-def _verdict_cells(store: Store, run: str, column: str, value: Any) -> Row:
+@dataclass(frozen=True)
+class _Told:
+    """What the devices of a run reported, read once: rows of figures by round, or by device."""
+
+    verdicts: Groups
+    train_loss: Groups
+    test_accuracy: Groups
+
+    @classmethod
+    def by(cls, column: str, store: Store, run: str) -> _Told:
+        return cls(
+            verdicts=_grouped(verdict_rows(store, run), column),
+            train_loss=_grouped(store.figures(run, "loss", "train"), column),
+            test_accuracy=_grouped(store.figures(run, "accuracy", "test"), column),
+        )
+
+    def totals(self) -> Row:
+        """Verdicts over the whole run."""
+        counted = verdicts([row for rows in self.verdicts.values() for row in rows])
+        return {"models_replaced": counted.replaced, "models_kept": counted.kept}
+
+
+def _grouped(rows: Iterable[Row], column: str) -> Groups:
+    groups = defaultdict[Any, list[Row]](list)
+    for row in rows:
+        groups[row[column]].append(row)
+    return groups
+
+
+def _verdict_cells(rows: Sequence[Row] | None) -> Row:
     """Verdicts of one round or one device; empty where its apps gave no validation data."""
-    rows = [row for row in verdict_rows(store, run) if row[column] == value]
     return asdict(verdicts(rows)) if rows else {"kept": None, "replaced": None}
 
 
-def _mean_figure(store: Store, row: Row, name: str, split: str) -> float | None:
+def _mean_figure(rows: Iterable[Row]) -> float | None:
     """Mean over the devices of what they reported for a round; None if none did."""
-    told = [one for one in store.figures(row["run"], name, split) if one["round"] == row["round"] and one["count"]]
-    return round(sum(one["sum"] / one["count"] for one in told) / len(told), 4) if told else None
+    rates = [row["sum"] / row["count"] for row in rows if row["count"]]
+    return round(sum(rates) / len(rates), 4) if rates else None
 
 
-def _round_row(store: Store, row: Row) -> Row:
+def _round_row(row: Row, guards: int, told: _Told) -> Row:
     figures = json.loads(row["figures"] or "{}")
     seconds = (row["ended_at"] - row["started_at"]) if row["ended_at"] else None
     teacher = figures.get("teacher_accuracy", {})
+    number = row["round"]
     return {
-        "round": row["round"],
+        "round": number,
         "status": row["status"] + (f": {row['reason']}" if row["reason"] else ""),
         "cohort": len(json.loads(row["cohort"])),
         "used": row["used"],
         "reported": row["reported"],
-        "guards": guards_by_round(store, row["run"])[row["round"]],
-        **_verdict_cells(store, row["run"], "round", row["round"]),
+        "guards": guards,
+        **_verdict_cells(told.verdicts.get(number)),
         "seconds": round(seconds, 2) if seconds is not None else None,
-        "train_loss": _mean_figure(store, row, "loss", "train"),
-        "test_accuracy": _mean_figure(store, row, "accuracy", "test"),
+        "train_loss": _mean_figure(told.train_loss.get(number, ())),
+        "test_accuracy": _mean_figure(told.test_accuracy.get(number, ())),
         "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
         "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
         "distillation_steps": figures.get("distillation_steps"),
@@ -150,9 +178,9 @@ def _event_row(row: Row) -> Row:
     return {**{name: row[name] for name in names}, "at": _when(row["at"])}
 
 
-def _device_row(store: Store, row: Row) -> Row:
+def _device_row(row: Row, told: _Told) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    scored = [one for one in store.figures(row["run"], "accuracy", "test") if one["device"] == row["device"]]
+    scored = told.test_accuracy.get(row["device"], [])
     return {
         "run": row["run"],
         "device": row["device"],
@@ -160,8 +188,8 @@ def _device_row(store: Store, row: Row) -> Row:
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test_accuracy": round(scored[-1]["sum"] / scored[-1]["count"], 4) if scored else None,
-        **_verdict_cells(store, row["run"], "device", row["device"]),
+        "test_accuracy": _mean_figure(scored[-1:]),
+        **_verdict_cells(told.verdicts.get(row["device"])),
         "sdk": profile.sdk_version,
         "last_seen": _when(row["last_seen"]),
     }

@@ -440,7 +440,7 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], sentence: s
 
 
 def test_paper_switches_every_deviation_off_and_leaves_the_variant() -> None:
-    paper = CDKTConfig(paper=True, knowledge="rep", alpha=0.1, momentum=0.9).for_classes(10)
+    paper = CDKTConfig.from_settings({"paper": True, "knowledge": "rep", "alpha": 0.1, "momentum": 0.9}).for_classes(10)
     assert (paper.outcome_space, paper.norm2_reduction, paper.teacher_guard) == ("logits", "frobenius", False)
     assert (paper.device_metric, paper.joint_pass, paper.server_epochs(80)) == ("norm2", False, 2)
     assert (paper.knowledge, paper.alpha, paper.momentum) == ("rep", 0.1, 0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ VERDICTS = torch.tensor([[2.0], [0.0], [-1.0]], dtype=torch.float64)
 
 
 def config_of(**settings: Any) -> DaFKDConfig:
-    return DaFKDConfig(**{**QUICK, **settings}).for_classes(CLASSES)
+    return DaFKDConfig.from_settings({**QUICK, **settings}).for_classes(CLASSES)
 
 
 def make_server(model: str = "digits_mlp_small", **settings: Any) -> DaFKDServer:
@@ -762,6 +763,17 @@ def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -
     assert server._weighted_ensemble(answers[1:], samples, 5, cohort) is None  # type: ignore[arg-type]
 
 
+def test_where_all_importance_vanishes_no_figure_is_made_up() -> None:
+    server, cohort = make_server(**VARIANTS["lagged"]), SmallCohort({})
+    nowhere = WeightedPredictions(noise_seed=5, values=np.zeros((64, 10), np.float32))
+    found = server._weighted_ensemble([FakeAnswer("a", 1, {"predictions": nowhere})], server._samples(5), 5, cohort)  # type: ignore[list-item, arg-type]
+    assert found is not None
+    assert [len(one) for one in found] == [0, 0]
+    assert cohort.figures == {"likelihood": {"a": 0.0}, "dropped_samples": 64}
+    assert not server._mature(found, cohort)  # type: ignore[arg-type]
+    json.dumps(cohort.figures, allow_nan=False)
+
+
 def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> None:
     server, cohort = make_server(), SmallCohort({})
     sent = model_parameters(server.model)
@@ -856,7 +868,7 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], sentence: s
 
 
 def test_paper_switches_every_deviation_off() -> None:
-    ours, paper = DaFKDConfig().for_classes(10), DaFKDConfig(paper=True).for_classes(10)
+    ours, paper = DaFKDConfig().for_classes(10), DaFKDConfig.from_settings({"paper": True}).for_classes(10)
     assert (paper.generator_loss, paper.kd_start_round, paper.maturity_guard) == ("minimax", 1, False)
     assert (paper.freeze_batch_norm, paper.local_epochs, paper.kd_lr) == (False, 20, 0.01)
     assert (paper.weight_decay, paper.adversarial_weight_decay) == (1e-3, 1e-3)

@@ -115,3 +115,10 @@ def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_pat
     assert set(told) == {(number, row["device"]) for number in closed for row in store.devices(RUN)}
     assert all(0 < loss < 10 for loss in told.values())
     store.close()
+
+
+@pytest.mark.parametrize("knowledge_type", ["float16", "float32"])
+def test_a_server_half_knows_the_type_that_its_knowledge_travels_in(knowledge_type: str) -> None:
+    config = small_run("feddkc")
+    contract = config.contract.model_copy(update={"knowledge_type": knowledge_type})
+    assert build_method(config.model_copy(update={"contract": contract})).setting.knowledge_type == knowledge_type

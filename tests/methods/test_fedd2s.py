@@ -731,6 +731,38 @@ def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from
     assert calm.events == []
 
 
+MODES = [{"distance": "mse"}, {"s2c_mode": "feature_grad"}, {}]
+
+
+@pytest.mark.parametrize("settings", MODES)
+def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str, Any]) -> None:
+    """Finite weights of such a size that features, gradients or soft labels do not fit the wire."""
+    server, fleet = make_server(**settings), Fleet({})
+    device = make_device(**settings)
+    sent = triplets_of(server, device, 3)
+    with torch.no_grad():
+        for weight in server.network.parameters():
+            weight.mul_(1e20)
+    reply = server._reply(sent, 0.9, fleet)  # type: ignore[arg-type]
+    assert [(kind, name) for kind, name, _ in fleet.events] == [("knowledge-left-out", "d0")]
+    assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in fleet.events[0][2]
+    assert set(reply) == {"plan", "teacher"}
+    arrived = decode(encode(reply, np.float16))
+    assert device._distillation(Ask(round=1, step="learn", seed=1, parts=arrived), 3) == (None, 0)
+
+
+def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
+    for knowledge_type, kinds in (("float16", ["knowledge-left-out"]), ("float32", [])):
+        server, fleet = make_server(make_setting(knowledge_type=knowledge_type), distance="mse"), Fleet({})
+        sent = triplets_of(server, make_device(distance="mse"), 2)
+        with torch.no_grad():
+            for weight in server.network.parameters():
+                weight.mul_(1e6)
+        reply = server._reply(sent, 0.9, fleet)  # type: ignore[arg-type]
+        assert ([kind for kind, _, _ in fleet.events], "features" in reply) == (kinds, not kinds)
+        encode(reply, knowledge_type)
+
+
 # --- what is declared, and how it is checked
 
 
@@ -843,7 +875,7 @@ def test_the_defaults_are_the_specifications_and_paper_switches_ours_off() -> No
     assert (config.local_epochs, config.distill_epochs, config.label_epochs) == (4, 2, 2)
     assert (config.optimizer, config.learning_rate, config.batch_size) == ("adam", 0.01, 128)
     assert (config.drop_every, config.temperature, config.warmup_epochs, config.steps) == (3, 1.0, 1, "joint")
-    paper = FedD2SConfig(paper=True).for_classes(10)
+    paper = FedD2SConfig.from_settings({"paper": True}).for_classes(10)
     assert (paper.steps, paper.warmup_epochs, paper.shared_initial, paper.teacher_guard) == (
         "alternating",
         0,

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import math
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.methods.feddkd import FedDKDServer, descend, limited
+from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.device import make_device as make_simulated_device
@@ -96,7 +97,7 @@ def make_setting(model: str = "test_feddkd:tiny_model", **changes: Any) -> Setti
 
 
 def make_config(**settings: Any) -> FedDKDConfig:
-    return FedDKDConfig(**{"batch_size": 8, "local_epochs": 2, **settings}).for_classes(CLASSES)
+    return FedDKDConfig.from_settings({"batch_size": 8, "local_epochs": 2, **settings}).for_classes(CLASSES)
 
 
 def make_server(model: str = "test_feddkd:tiny_model", **settings: Any) -> FedDKDServer:
@@ -396,7 +397,8 @@ def test_dkd_8_the_schedules_of_both_rates() -> None:
     [(98, 10, 1, 1078), (271, 3, 1, 1084), (60, 10, 1, 660), (87, 3, 1, 348), (274, 3, 31, 1006), (110, 3, 31, 350)],
 )
 def test_dkd_9_exchanges_of_the_papers_runs(rounds: int, steps: int, start: int, exchanges: int) -> None:
-    assert FedDKDConfig(dkd_steps=steps, dkd_start_round=start).exchanges(rounds) == exchanges
+    config = FedDKDConfig(dkd_steps=steps, dkd_start_round=start)
+    assert sum(1 + config.steps_in(number) for number in range(1, rounds + 1)) == exchanges
 
 
 def test_dkd_10_the_entropy_term_of_feddkd_max() -> None:
@@ -617,6 +619,34 @@ def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: boo
     fleet = run_round(server, Fleet({"a": scripted(0, 1), "b": scripted(0, 1)}))
     assert weight_of(server) == pytest.approx(-2e38)
     assert (fleet.kinds, fleet.figures["distillation_steps"]) == (["distillation-undone"], 1)
+    assert re.fullmatch(
+        r"distillation step 2 is undone: \w+ is not finite after training; "
+        r"this step's dkd_lr = 2e\+38 is probably too large; lower it or set dkd_max_norm",
+        fleet.events[0][2],
+    )
+
+
+@given(
+    before=st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e6)),
+    now=st.dictionaries(st.sampled_from("abc"), st.floats(0, math.inf)),
+)
+def test_a_step_never_hides_that_a_loss_became_infinite(before: dict[str, float], now: dict[str, float]) -> None:
+    rise = Gradients(losses=now).rise_since(Gradients(losses=before))
+    both = before.keys() & now.keys()
+    assert not math.isnan(rise)
+    if any(math.isinf(now[device]) for device in both):
+        assert rise == math.inf
+    elif not any(now[device] for device in both):
+        assert rise == 0
+
+
+def test_losses_of_zero_that_become_infinite_undo_the_step() -> None:
+    lost = scripted(0, 1, losses=[0.0, math.inf])
+    fleet = run_round(
+        scalar_server(dkd_steps=2, dkd_lr=0.1), Fleet({"a": lost, "b": scripted(0, 1, losses=[0.0, 0.0])})
+    )
+    assert fleet.kinds == ["gradient-left-out", "divergence-guard"]
+    assert fleet.figures["distillation_steps"] == 0
 
 
 def test_a_gradient_without_a_finite_loss_is_left_out_of_the_mean_and_of_the_figures() -> None:
@@ -1026,7 +1056,7 @@ def test_a_setting_out_of_range_says_so(settings: dict[str, Any], sentence: str)
 
 
 def test_paper_switches_ours_off_at_once() -> None:
-    paper = FedDKDConfig(paper=True).for_classes(10)
+    paper = FedDKDConfig.from_settings({"paper": True}).for_classes(10)
     assert (paper.divergence_guard, paper.dkd_max_norm, paper.temperature) == (False, None, 1.0)
     assert (paper.dkd_weighting, paper.fedmax_form, paper.nesterov) == ("uniform", "a_to_u", False)
     assert FedDKDConfig().for_classes(10).divergence_guard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ PAPER: dict[str, dict[str, Any]] = {
     },
     "feddkd": {"nesterov": False, "learning_rate_round_decay": 0.99, "dkd_lr": 0.1, "divergence_guard": False},
 }
-"""What `paper = true` changes of the defaults; C = 10."""
+"""What `paper = true` changes of the defaults; C = 10. docs/methods.md is held against it."""
 
 every_paper = pytest.mark.parametrize("method", PAPER)
 
@@ -65,7 +67,7 @@ def guards(config: Any) -> dict[str, bool]:
 
 
 def complete(method: str, **settings: Any) -> Any:
-    return config_class(method)(**settings).for_classes(10)
+    return config_class(method).from_settings(settings).for_classes(10)
 
 
 def test_every_method_but_the_yardstick_has_the_switch() -> None:
@@ -123,6 +125,25 @@ def test_what_paper_came_to_travels_and_is_not_worked_out_again(method: str) -> 
     assert config_from_plan(method, plan) == mixed  # type: ignore[arg-type]
     assert replace(mixed, batch_size=7).batch_size == 7
     assert replace(replace(mixed, batch_size=7), batch_size=mixed.batch_size) == mixed
+
+
+@every_paper
+def test_the_constructor_takes_values_that_are_spelled_out_and_records_paper(method: str) -> None:
+    cls = config_class(method)
+    assert cls(paper=True) == replace(cls(), paper=True)
+    assert replace(cls(), paper=True).for_classes(10) == replace(complete(method), paper=True)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@every_paper
+def test_the_papers_values_on_the_page_are_those_of_paper(method: str) -> None:
+    """The paper's column of *What differs*, down to the row that says all of these at once."""
+    own = (ROOT / "docs/methods.md").read_text(encoding="utf-8").split(f"## {method}\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[-2] for line in own.split("### What differs")[1].splitlines() if line[:1] == "|"]
+    named = re.findall(r"`(\w+ = [^`]+)`", "".join(cells[: cells.index(" `paper = true` ")]))
+    assert tomllib.loads("\n".join(named)) == PAPER[method]
 
 
 @every_paper

@@ -88,6 +88,11 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
         for has, digest in (("none", b""), ("aa" * 6, b"\xaa" * 32)):
             sentence = mismatch("proxy set", has, contract.proxy_digest.hex()[:12], advice)
             yield "proxy_set", (changed(proxy_digest=digest), Code.CONTRACT_MISMATCH, sentence)
+    for one in needs.advice:
+        (shape,) = [list(column.shape) for column in contract.features if column.name == one.column]
+        rest = [feature for feature in profile.features if feature.name != one.column]
+        sentence = mismatch(f"feature shape at cut {one.column!r}", "no such cut", shape, one.text)
+        yield "advice", (changed(features=rest), Code.CONTRACT_MISMATCH, sentence)
     for column in needs.columns:
         left = [one for one in profile.allowed_columns if one != column]
         sentence = (
@@ -111,7 +116,8 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
     for column in contract.features:
         rest = [one for one in profile.features if one.name != column.name]
         wrong = contract_pb2.NamedShape(name=column.name, shape=[7, 7, 7, 7])
-        advice = column.advice or f"give the device a model whose features at {column.name!r} have this shape"
+        usual = f"give the device a model whose features at {column.name!r} have this shape"
+        advice = next((one.text for one in contract.requirements.advice if one.column == column.name), usual)
         for has, features in (("no such cut", rest), ("[7, 7, 7, 7]", [*rest, wrong])):
             sentence = mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), advice)
             yield changed(features=features), code, sentence

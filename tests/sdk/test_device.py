@@ -21,6 +21,8 @@ from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
     DataError,
+    ExportError,
+    KnowledgeError,
     LinkError,
     ModelError,
     RefusedError,
@@ -30,6 +32,7 @@ from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
 from fleetdistill.model import split_sequential
 from fleetdistill.storage import Storage
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill.worker import Worker
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
 from fleetdistill_server.run_config import RunConfig, run_config
@@ -389,6 +392,83 @@ class CrashingLink(MemoryLink):
         return receipt
 
 
+def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise ExportError("onnx is not installed")
+
+    with make_device(fleet, tmp_path, export_onnx="round") as device:
+        fleet.ask("d")
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "export", fail)
+            with pytest.raises(ExportError):
+                device.step(0)
+            assert device.step(0) is Step.WAITED, "not again at every call"
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        assert_exported(device, tmp_path / "model.onnx", "2")
+
+
+def test_an_export_that_is_due_is_forgotten_by_an_app_that_wants_none(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx.due").write_bytes(b"damaged")
+    with make_device(fleet, tmp_path, export_onnx="never") as device:
+        device.step(0)
+    assert not (tmp_path / "model.onnx.due").exists()
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(*given: Any, **settings: Any) -> None:
+        raise KnowledgeError("the loss is not finite")
+
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        fleet.ask("d")
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "answer", diverge)
+            assert device.step(0) is Step.ANSWERED
+        (declined,) = fleet.store.events(RUN, "declined")
+        assert "the loss is not finite" in declined["text"]
+        assert "dropped" in events.kinds()
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.uploads(RUN)) == 1
+
+
+def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path: Path) -> None:
+    """The model goes back to what it was, so an app must not be told how good it had been."""
+
+    class TooLate(MemoryLink):
+        def upload_status(self, identity: Any, name: Any) -> Any:
+            fleet.store.expire_asks(RUN, time.time() + 1e6)
+            return super().upload_status(identity, name)
+
+    events = Events()
+    with make_device(fleet, tmp_path, events, link=TooLate(fleet.desk)) as device:
+        fleet.ask("d")
+        device.step(0)
+    assert "dropped" in events.kinds()
+    assert "scored" not in events.kinds()
+
+
+def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet: Fleet, tmp_path: Path) -> None:
+    """An accuracy of 1 on the data of before must not keep every later model out."""
+    easy = tiny_data(1, seed=3)
+    hard = (tiny_data(60, seed=4)[0], np.arange(60) % 3)
+    with make_device(fleet, tmp_path, validation_data=easy) as device:
+        fleet.ask("d")
+        device.step(0)
+    events = Events()
+    with make_device(fleet, tmp_path, events, validation_data=hard) as device:
+        fleet.ask("d")
+        device.step(0)
+    (verdict,) = [event for event in events if event.kind in ("kept", "delivered")]
+    assert 0 < verdict.values["accuracy_in_use"] < 0.9
+
+
 @pytest.mark.parametrize("moment", ["promote_answer", "_export"])
 def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -440,7 +520,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
     with make_device(fleet, tmp_path / "a", events) as device:
         device.step(0)
         assert "ask" not in events.kinds(), "the answer is in the outbox: nothing is computed again"
-        assert events.kinds() == ["checked-in", "answered", "delivered"]
+        assert events.kinds() == ["checked-in", "scored", "answered", "delivered"]
         again = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
     assert len(fleet.store.uploads(RUN)) == 1
     other = Fleet()

@@ -339,7 +339,9 @@ def test_malformed_ids_are_refused(fleet: Fleet, device: str) -> None:
     assert fleet.store.devices(RUN) == []
 
 
-@pytest.mark.parametrize("call", ["next_ask", "heartbeat", "leave", "upload_status", "begin_upload", "download"])
+@pytest.mark.parametrize(
+    "call", ["next_ask", "heartbeat", "leave", "decline", "upload_status", "begin_upload", "download"]
+)
 @pytest.mark.parametrize("who", [make_identity("d1", b"x" * 32), make_identity("d1"), make_identity("d2", b"x" * 32)])
 def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.Identity) -> None:
     fleet.join("d1")
@@ -348,6 +350,7 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
         "next_ask": who,
         "heartbeat": service_pb2.HeartbeatRequest(identity=who),
         "leave": service_pb2.LeaveRequest(identity=who),
+        "decline": service_pb2.DeclineRequest(identity=who, round=1, step_number=1),
         "upload_status": service_pb2.UploadStatusRequest(identity=who),
         "begin_upload": service_pb2.UploadHeader(identity=who),
         "download": service_pb2.DownloadRequest(identity=who),
@@ -463,18 +466,22 @@ def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
     assert fleet.store.events(RUN) == []  # leaving is nothing out of the ordinary
 
 
-def test_a_device_that_declines_is_out_for_the_round_and_says_why(fleet: Fleet) -> None:
+def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
-    fleet.desk.leave(service_pb2.LeaveRequest(identity=identity, reason="no teacher " * 1000))
+    decline = service_pb2.DeclineRequest(identity=identity, round=1, step_number=1, reason="no teacher " * 1000)
+    other = service_pb2.DeclineRequest(identity=identity, round=1, step_number=2, reason="of another ask")
+    fleet.desk.decline(other)
+    assert fleet.ask_state() == ("open", None), "a device that is late must not close what it was asked since"
+    fleet.desk.decline(decline)
     assert fleet.ask_state() == ("out", "declined")
     (event,) = fleet.store.events(RUN)
     assert (event["kind"], event["device"]) == ("declined", identity.device)
     assert event["text"].startswith("step 'train': no teacher no teacher")
     assert len(event["text"]) < 600
+    assert fleet.store.present_devices(RUN) == [identity.device], "present all the time: the next round takes it"
     assert fleet.desk.next_ask(identity) is None
-    assert fleet.store.present_devices(RUN) == [identity.device], "its next call brings it back"
-    fleet.desk.leave(service_pb2.LeaveRequest(identity=identity, reason="nothing to decline"))
+    fleet.desk.decline(decline)
     assert len(fleet.store.events(RUN)) == 1
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
-from fleetdistill_server.undo import check_says, undone
+from fleetdistill_server.undo import check_can_be_sent, reason_undone, way_back
+
+RATE = ("server_learning_rate", 0.1)
 
 
-def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str, bool]:
-    """What `undone` says, and whether weights, statistics and momentum are those of before."""
+def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str | None, bool]:
+    """What `reason_undone` says, and whether weights, statistics and momentum are those of before."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -32,7 +34,7 @@ def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str, bo
 
     step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    reason = undone(train, model, optimizer)
+    reason = reason_undone(train, model, optimizer, rate=RATE)
     momentum = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values()]
     was = [one["momentum_buffer"] for one in before[1]["state"].values()]
     pairs = [*zip(model.state_dict().values(), before[0].values(), strict=True), *zip(momentum, was, strict=True)]
@@ -40,7 +42,7 @@ def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str, bo
 
 
 def test_training_that_works_stays() -> None:
-    assert trained() == ("", False)
+    assert trained() == (None, False)
 
 
 @pytest.mark.parametrize("error", [KnowledgeError("the loss is inf"), DataError("one row only")])
@@ -52,7 +54,7 @@ def test_training_that_fails_leaves_everything_as_it_was(error: Exception) -> No
 def test_weights_that_are_not_finite_are_taken_back(after: float) -> None:
     reason, same = trained(after)
     assert same
-    assert reason.startswith("0.weight is not finite after training")
+    assert reason == "0.weight is not finite after training; server_learning_rate = 0.1 is probably too large"
 
 
 def test_what_is_wrong_with_the_run_itself_is_not_hidden() -> None:
@@ -61,8 +63,25 @@ def test_what_is_wrong_with_the_run_itself_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 65505.0, -1e5])
-def test_what_a_model_says_must_fit_the_smallest_type_on_the_wire(value: float) -> None:
-    with pytest.raises(KnowledgeError, match="after training the model says up to"):
-        check_says(torch.tensor([[0.0, value]]))
-    check_says(torch.tensor([[0.0, -65504.0]]))
-    check_says(torch.empty(0, 3))
+def test_what_a_model_says_must_fit_the_runs_type_on_the_wire(value: float) -> None:
+    with pytest.raises(KnowledgeError, match=r"up to .*, float16 goes up to 65504; server_learning_rate = 0\.1 is"):
+        check_can_be_sent(torch.tensor([[0.0, value]]), "float16", RATE)
+    check_can_be_sent(torch.tensor([[0.0, -65504.0]]), "float16", RATE)
+    check_can_be_sent(torch.empty(0, 3), "float16", RATE)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_float32_run_takes_what_float16_cannot_hold_and_nothing_infinite(value: float) -> None:
+    with pytest.raises(KnowledgeError, match=r"float32 goes up to 3\.40282e\+38"):
+        check_can_be_sent(torch.tensor([value]), "float32", RATE)
+    check_can_be_sent(torch.tensor([1e5, -3.4e38]), "float32", RATE)
+
+
+def test_a_way_back_leads_to_where_it_was_made_more_than_once() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    restore = way_back(model)
+    for value in (3.0, 5.0):
+        nn.init.constant_(model.weight, value)
+        restore()
+        assert model.weight.item() == before

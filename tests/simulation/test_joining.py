@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,8 +118,20 @@ def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
 
 
 def cohort_of(store: Store, number: int) -> Cohort:
-    terms: Any = SimpleNamespace(run="r", seed=1)
-    return Cohort(store, terms, waker=None, number=number, completed=0, devices=["a", "b"])  # type: ignore[arg-type]
+    terms: Any = SimpleNamespace(
+        run="r", seed=1, quorum=0.5, deadline_seconds=60.0, knowledge_type=np.dtype("float32"), steps={}
+    )
+    return Cohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
+
+
+class Never:
+    """A waker of tests in which nothing is waited for."""
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        pytest.fail("waited for a device")
+
+    def wake_other(self) -> None:
+        return
 
 
 def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not() -> None:
@@ -169,3 +182,22 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     assert asked == [3, 2, 3, 3], "out for the step; with its committed state, which has the teacher, it goes on"
     assert len(store.asks(RUN, 2, 2)) == 3, "not for the run"
     assert_no_upload_lost(store)
+
+
+def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """Else every further step of its round would last until the deadline."""
+
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r"}})
+    store.register_device("r", "a", b"", b"")
+    store.device_gone("r", "a", "lease ended")
+    store.start_round("r", ["a"])
+    cohort = cohort_of(store, 1)
+
+    async def answers() -> list[Any]:
+        return [answer async for answer in cohort.ask("train", quorum=0.0, to=["a"])]
+
+    assert asyncio.run(answers()) == []
+    (ask,) = store.asks("r", 1, 1)
+    assert (ask["status"], ask["reason"]) == ("out", "device not present")
+    store.close()

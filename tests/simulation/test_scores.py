@@ -16,6 +16,7 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill_server import engine
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.metrics import accuracy
+from fleetdistill_server.simulation.report import _bytes_by_round
 from fleetdistill_server.simulation.scores import (
     START,
     after_rounds,
@@ -116,12 +117,29 @@ def test_a_report_has_all_controls(tmp_path: Path) -> None:
     assert report.scores["fedavg"] == fedavg.scores["fleet"]
     assert report.scores["fleet"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_fleet)
     assert report.scores["alone"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_alone)
+    own = [(one.own_accuracy_alone, one.own_accuracy_fleet) for one in report.devices]
+    means = (report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet)
+    assert means == pytest.approx(tuple(np.mean(own, axis=0)))
+    for direction in ("up", "down"):
+        total = sum(getattr(one, f"bytes_{direction}") for one in report.devices) / len(report.devices)
+        assert sum(one[direction] for one in report.bytes_by_round) == pytest.approx(total)
+    assert [sorted(one) for one in report.bytes_by_round] == [["down", "up"]] * 2
     assert "digits_mlp_small on every device (sgd 0.02, 2 local epochs)" in fedavg_lines(report)[0]
     assert fedavg_lines(fedavg) == []
     assert f"{fedavg.global_accuracy_by_round[-1] or 0:.1%}" in global_lines(fedavg)[0]
     assert global_lines(report) == []
     saved = json.loads((tmp_path / "a" / "report.json").read_text())
     assert saved["mean_accuracy_fedavg_global"] == report.mean_accuracy_fedavg_global
+
+
+def test_bytes_between_completed_rounds_count_with_the_next_one() -> None:
+    """Round 2 fell short; 0 is what no round asked for."""
+
+    def row(number: int, device: str, direction: str, size: int) -> dict[str, Any]:
+        return {"round": number, "device": device, "direction": direction, "tensor_bytes": size, "envelope_bytes": 1}
+
+    traffic = [row(0, "a", "down", 9), row(1, "a", "up", 5), row(2, "b", "up", 7), row(3, "a", "up", 3)]
+    assert _bytes_by_round(traffic, [1, 3], devices=2) == [{"up": 3.0, "down": 5.0}, {"up": 6.0, "down": 0.0}]
 
 
 def test_no_controls(tmp_path: Path) -> None:

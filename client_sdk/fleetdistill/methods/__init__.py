@@ -43,7 +43,7 @@ def config_to_plan(config: Any) -> Plan:
 
 
 def config_from_plan(method: str, plan: Plan) -> Any:
-    """The configuration that a contract carries.
+    """The configuration that a contract carries, by the constructor: the server has spelled every setting out.
 
     Raises:
         ConfigurationError: The contract has settings that this SDK does not know.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -61,6 +61,8 @@ class FedD2SConfig(LocalTraining):
         paper: The paper's values of all settings that are not given: alternating steps, no warm-up, a model of its own
             for every device, no teacher guard.
     """
+
+    keeps_optimizer: ClassVar[bool] = True
 
     local_epochs: int = 4
     batch_size: int = 128

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class FedDKCConfig(LocalTraining):
             guard, and the paper's plain SGD with rates of 0.03, weight decay 0.0005 and batches of 1024. Refinement,
             T, E and epochs stay: the paper leaves them open.
     """
+
+    keeps_optimizer: ClassVar[bool] = True
 
     refinement: str = "skr"
     target_peak: float | None = None

@@ -119,10 +119,6 @@ class FedDKDConfig(LocalTraining):
         """Distillation steps of a round, numbered from 1."""
         return self.dkd_steps if number >= self.dkd_start_round else 0
 
-    def exchanges(self, rounds: int) -> int:
-        """Synchronous exchanges of a whole run: one for the local training of each round, one for each step."""
-        return sum(1 + self.steps_in(number) for number in range(1, rounds + 1))
-
     def local_rate(self, number: int) -> float:
         """eta_t, the local learning rate of a round, numbered from 1."""
         return self.learning_rate * self.learning_rate_round_decay ** (number - 1)

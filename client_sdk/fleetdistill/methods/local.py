@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_range, check_share
@@ -15,32 +15,12 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("sgd", "adam")
 
 
-class PaperDefaults(type):
-    """Gives configurations a second set of defaults: with `paper=True` they are `paper_values`.
-
-    What a caller gives always wins, so this must happen where it is still known what was given: when an instance is
-    made. The instance has every setting spelled out, so copies of it, and what travels, do not change any more.
-    """
-
-    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's values of settings that we deviate in; a method's configuration says them of itself.
-
-        Args:
-            given: What the caller gives, for values that depend on it.
-        """
-        return {}
-
-    def spelled_out(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, and if `paper` is among it, the paper's values of what was not."""
-        return {**cls.paper_values(given), **given} if given.get("paper") is True else dict(given)
-
-    def __call__(cls, **given: Any) -> Any:
-        return super().__call__(**cls.spelled_out(given))
-
-
 @dataclass(frozen=True, kw_only=True)
-class LocalTraining(metaclass=PaperDefaults):
+class LocalTraining:
     """How devices train on their own data, and how many a round takes; configurations of methods inherit it.
+
+    `from_settings` makes one of what an operator writes. The constructor takes values that are spelled out: `paper` is
+    then a record of how they came about and changes none of them.
 
     Attributes:
         local_epochs: Passes over the device's samples in a round.
@@ -51,6 +31,9 @@ class LocalTraining(metaclass=PaperDefaults):
         nesterov: Whether this momentum is Nesterov's.
         participation_ratio: Part of the present devices that a round takes, in (0, 1]; at least one device.
     """
+
+    keeps_optimizer: ClassVar[bool] = False
+    """Whether a device's optimiser, with its momentum, lives on from round to round; if not, each has a new one."""
 
     local_epochs: int = 2
     batch_size: int = 32
@@ -71,9 +54,36 @@ class LocalTraining(metaclass=PaperDefaults):
         check_range("batch_size", self.batch_size, 1)
         check_share("participation_ratio", self.participation_ratio)
 
+    @classmethod
+    def from_settings(cls, given: Mapping[str, Any]) -> Self:
+        """The configuration of an operator's settings: what is given wins, with `paper` true over the paper's values.
+
+        Args:
+            given: Settings by name; those that are left out take the paper's values or else our defaults.
+
+        Raises:
+            ConfigurationError: A value is out of its range.
+            TypeError: There is no such setting.
+        """
+        papers = cls.paper_values(given) if given.get("paper") is True else {}
+        return cls(**{**papers, **given})
+
+    @classmethod
+    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The paper's values of settings that we deviate in; a method's configuration says them of itself.
+
+        Args:
+            given: What the operator gives, for values that depend on it.
+        """
+        return {}
+
     def cross_entropy_epochs(self, participation: int) -> int:
         """Passes towards its labels that a device makes in its n-th round, from 1: what controls must match."""
         return self.local_epochs
+
+    def local_rate(self, number: int) -> float:
+        """Learning rate of local training in a round, numbered from 1: what controls must match too."""
+        return self.learning_rate
 
 
 def make_local_optimizer(config: LocalTraining, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

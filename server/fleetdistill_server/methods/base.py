@@ -85,6 +85,11 @@ class ServerMethod:
             same_extractor=self.same_extractor,
             proxy_set=self.proxy_set,
             columns=self.columns(self.config),
+            advice=[
+                contract_pb2.Advice(column=name, text=self.advice[name])
+                for name in self.features()
+                if name in self.advice
+            ],
         )
 
     def features(self) -> Mapping[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import check_says, undone
+from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 
 class CDKTServer(ServerMethod):
@@ -84,7 +85,8 @@ class CDKTServer(ServerMethod):
                 embeddings.add(embeddings_pf, weight)
             own[answer.device] = None if logits_pc is None else self._accuracy(logits_pc)
         collective = self._collective(outcomes.result(), embeddings.result())
-        failure = undone(lambda: self._transfer(collective, cohort.generator("transfer")), self.model)
+        transfer = partial(self._transfer, collective, cohort.generator("transfer"))
+        failure = reason_undone(transfer, self.model, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the global model stays as it was before the round: {failure}")
         self._guard(own, cohort)
@@ -139,7 +141,11 @@ class CDKTServer(ServerMethod):
         said = self._knowledge()
         for values in (said.logits, said.embeddings):
             if values is not None:
-                check_says(torch.from_numpy(values))
+                check_can_be_sent(torch.from_numpy(values), self.setting.knowledge_type, self._rate)
+
+    @property
+    def _rate(self) -> Rate:
+        return "server_learning_rate", self.config.server_learning_rate
 
     def _say(self, x: Tensor, with_embedding: bool) -> tuple[Tensor, Tensor | None]:
         return logits_and_embedding(self.model, x) if with_embedding else (self.model(x), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fleetdistill_server.importance import (
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes, Weights
-from fleetdistill_server.undo import undone
+from fleetdistill_server.undo import reason_undone
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]
@@ -131,7 +132,8 @@ class DaFKDServer(ServerMethod):
         else:
             teacher = self._weighted_ensemble(answers, samples, noise_seed, cohort)
         if teacher is not None and self._mature(teacher, cohort):
-            failure = undone(lambda: self._distil(*teacher, cohort.generator("distil")), self.model)  # eq. (8)
+            distil = partial(self._distil, *teacher, cohort.generator("distil"))  # eq. (8)
+            failure = reason_undone(distil, self.model, rate=("kd_lr", config.kd_lr))
             if failure:
                 cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
 
@@ -211,7 +213,8 @@ class DaFKDServer(ServerMethod):
             return None
         teacher_mc, usable_m = ensemble_of_weighted(total_mc)
         importance_km = torch.stack(importance)[:, usable_m]
-        cohort.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
+        if bool(usable_m.any()):  # a mean over no sample is no number
+            cohort.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
         cohort.report("dropped_samples", int((~usable_m).sum()))
         return samples[usable_m.to(samples.device)], teacher_mc[usable_m]
 

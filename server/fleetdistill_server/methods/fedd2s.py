@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import (
     PROBABILITIES,
     Array,
@@ -41,9 +42,10 @@ from fleetdistill_server.layer_dropping import distillation_layer, shallowest_la
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import NOTHING, Content, Exchange, Sizes
-from fleetdistill_server.undo import undone
+from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 _GRADIENT_ROWS = 1024
+_NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class FedD2SServer(ServerMethod):
             generator=cohort.generator(f"clients to server {sent.device}"),
             device=self.setting.torch_device,
         )
-        failure = undone(training, trained)
+        failure = reason_undone(training, trained, rate=self._rate)
         if failure:
             text = f"training on what {sent.device} sent failed and is left out of the mean: {failure}"
             cohort.event("copy-left-out", text, sent.device)
@@ -188,29 +190,47 @@ class FedD2SServer(ServerMethod):
         plan = self._plan(sent.device, sent.layer)
         t_bc = self.soft_labels(self.network, sent.first)
         teaches = own_accuracy is not None and self._teaches(sent, _accuracy(t_bc, sent.labels), own_accuracy, cohort)
-        if not teaches:
-            return {"plan": plan, "teacher": RefinedKnowledge(valid=False)}
-        return {"plan": plan, **self._knowledge(sent, t_bc)}
+        knowledge = self._knowledge_that_fits(sent, t_bc, cohort) if teaches else None
+        return {"plan": plan, **(knowledge or _NOTHING_TO_LEARN)}
 
-    def _knowledge(self, sent: Triplets, t_bc: Tensor) -> dict[str, Kind]:
+    def _knowledge_that_fits(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
+        """`_knowledge`; None with an event where a number cannot be sent: that may not end the run."""
+        try:
+            return self._knowledge(sent, t_bc)
+        except KnowledgeError as error:
+            text = f"what the global network says about the rows of {sent.device} is held back: {error}"
+            cohort.event("knowledge-left-out", text, sent.device)
+            return None
+
+    def _knowledge(self, sent: Triplets, t_bc: Tensor) -> Mapping[str, Kind]:
+        """Raises KnowledgeError for numbers that are not finite or too large for the run's wire."""
         if self.config.distance == "mse":
             return self._features_reply(sent)
         if self.config.s2c_mode == "feature_grad" and sent.layer < len(self.names):
             return {"features": self._column(sent, self._feature_gradient(sent, t_bc))}
+        self._check(t_bc)
         teacher = RefinedKnowledge(valid=True, sample_ids=sent.sample_ids, values=t_bc.numpy(), scale=PROBABILITIES)
         if sent.layer == len(self.names):
             return {"teacher": teacher}
         return {"teacher": teacher, "head": model_parameters(self.head(sent.layer), scope="head")}
 
-    def _features_reply(self, sent: Triplets) -> dict[str, Kind]:
+    def _features_reply(self, sent: Triplets) -> Mapping[str, Kind]:
         """The ablation's target: the global network's own features at layer l."""
         below = self.network[: sent.layer - 1]
         if not len(below):
-            return {"teacher": RefinedKnowledge(valid=False)}
+            return _NOTHING_TO_LEARN
         return {"features": self._column(sent, extract(below, sent.first, model=below))}
 
     def _column(self, sent: Triplets, values: Tensor) -> SampleKnowledge:
+        self._check(values)
         return SampleKnowledge(sample_ids=sent.sample_ids, features={self.names[sent.layer - 1]: values.numpy()})
+
+    def _check(self, values: Tensor) -> None:
+        check_can_be_sent(values, self.setting.knowledge_type, self._rate)
+
+    @property
+    def _rate(self) -> Rate:
+        return "learning_rate", self.config.learning_rate
 
     def _feature_gradient(self, sent: Triplets, t_bc: Tensor) -> Tensor:
         """dJ/dH_l at the uploaded H_l, of each row by itself, with tau^2 in it: `[K, ...]`."""

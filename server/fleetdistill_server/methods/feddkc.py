@@ -28,7 +28,7 @@ from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import check_says, undone
+from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FedDKCServer(ServerMethod):
         uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for, to=asked)]
         refined = [self._refine(upload.logits) for upload in uploads]
         distil = partial(self._distil, uploads, refined, cohort.generator("distil"))
-        failure = undone(distil, self.predictor, self._optimizer)
+        failure = reason_undone(distil, self.predictor, self._optimizer, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
         for upload in uploads:
@@ -139,7 +139,11 @@ class FedDKCServer(ServerMethod):
         for _ in range(self.config.server_epochs):
             for rows in self._batches([len(upload.labels) for upload in uploads], generator):
                 self._step(features[rows].float(), labels[rows], targets[rows])
-        check_says(self._predict(features))
+        check_can_be_sent(self._predict(features), self.setting.knowledge_type, self._rate)
+
+    @property
+    def _rate(self) -> Rate:
+        return "server_learning_rate", self.config.server_learning_rate
 
     def _batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
         """Row positions of every mini-batch of one epoch; a batch of one row would break batch-norm."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan
@@ -25,7 +25,7 @@ from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import undone
+from fleetdistill_server.undo import reason_undone, way_back
 
 _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 
@@ -54,11 +54,14 @@ class Gradients:
     def rise_since(self, before: Gradients) -> float:
         """The mean loss over what it was one step before, for the devices that had a finite one then.
 
-        Infinite where one of them has none any more; 0 where there is nothing to compare with.
+        Infinite where one of them has none any more or their losses were all 0 and are not; 0 where there is nothing
+        to compare with.
         """
         both = before.finite.keys() & self.losses.keys()
-        earlier = sum(before.losses[device] for device in both)
-        return sum(self.losses[device] for device in both) / earlier if earlier > 0 else 0.0
+        earlier, now = (sum(one.losses[device] for device in both) for one in (before, self))
+        if earlier > 0:
+            return now / earlier
+        return math.inf if now > 0 else 0.0
 
 
 class FedDKDServer(ServerMethod):
@@ -114,7 +117,7 @@ class FedDKDServer(ServerMethod):
 
     async def _distil(self, cohort: Cohort, number: int, devices: list[str]) -> None:
         """Alg. 1, lines 7 to 11, each step with the devices that have a teacher of this round."""
-        taken, last, before_step = 0, Gradients(), _copy(self.model)
+        taken, last, undo_step = 0, Gradients(), way_back(self.model)
         for step in range(1, self.config.steps_in(number) + 1):
             try:
                 gradients = await self._gradients(cohort, step, devices)
@@ -122,15 +125,17 @@ class FedDKDServer(ServerMethod):
                 cohort.event("distillation-stopped", f"{reason}; the round ends after {taken} distillation steps")
                 break
             if taken and self._made_worse(cohort, taken, gradients, last):
-                self.model.load_state_dict(before_step)
+                undo_step()
                 taken -= 1
                 break
             if self._too_few(cohort, step, gradients, len(devices)):
                 break
-            before_step = _copy(self.model)
-            if undone(partial(self._descend, gradients, self.config.dkd_rate(number, step)), self.model):  # line 10
-                text = f"distillation step {step} led to weights that are not finite; the step is undone"
-                cohort.event("distillation-undone", f"{text}: {_TOO_LARGE}")
+            undo_step, rate = way_back(self.model), self.config.dkd_rate(number, step)
+            descend_once = partial(self._descend, gradients, rate)
+            failure = reason_undone(descend_once, self.model, rate=("this step's dkd_lr", rate))  # line 10
+            if failure:
+                text = f"distillation step {step} is undone: {failure}"
+                cohort.event("distillation-undone", f"{text}; lower it or set dkd_max_norm")
                 break
             taken, last = taken + 1, gradients
             cohort.report("distillation_loss", {str(step): sum(last.finite.values()) / len(last.finite)})
@@ -218,10 +223,6 @@ def limited(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[s
         return gradients
     norm = math.sqrt(sum(float((one.astype("f8") ** 2).sum()) for one in gradients.values()))
     return gradients if norm <= max_norm else {name: one * (max_norm / norm) for name, one in gradients.items()}
-
-
-def _copy(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def _check_variant(config: FedDKDConfig, model: nn.Module, has_batch_norm: bool) -> None:

@@ -1,8 +1,9 @@
-"""The first control of every comparison: the same model, trained alone with the same number of local epochs."""
+"""The first control of every comparison: the same model, trained alone with the local training of the method."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,11 @@ def score_start(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
 def train_alone(
     spec: DeviceSpec, config: RunConfig, initial: ModelParameters | None, took_part: Sequence[bool]
 ) -> list[Counts]:
-    """Trains one device without the fleet, from the weights that the fleet starts from, in the fleet's batches.
+    """Trains one device without the fleet, from the weights that the fleet starts from.
+
+    Passes over the labels, batch size, optimiser and learning rate of each round are the method's, and so is whether
+    the optimiser is kept from round to round. The order of the rows is drawn from the run's seed, as the fleet's is;
+    it is that of the fleet's batches only where a method trains in a first step `train` and no round fell short.
 
     Args:
         spec: The device.
@@ -49,18 +54,20 @@ def train_alone(
     data, test = _load(spec, spec.data_file), _load(spec, spec.test_file)
     model = start_model(spec, initial, tuple(data.inputs.shape[1:]))
     plan = config.method_config()
-    optimizer = make_local_optimizer(plan, model.parameters())
+    optimizer: torch.optim.Optimizer | None = None
     figures = [evaluate(model, test, spec.classes)]
     for number, active in enumerate(took_part, start=1):
-        if not active:
+        epochs = plan.cross_entropy_epochs(sum(took_part[:number])) if active else 0
+        if not epochs:  # not in the round, or in one that makes no pass over the labels
             figures.append(figures[-1])
             continue
+        optimizer = _optimizer_in(plan, number, model, optimizer)
         seed = derive_seed(config.run.seed, number, "train", 1, spec.name)
         torch.manual_seed(seed)
         train_epochs(
             model,
             data,
-            epochs=plan.cross_entropy_epochs(sum(took_part[:number])),
+            epochs=epochs,
             batch_size=plan.batch_size,
             optimizer=optimizer,
             loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
@@ -69,6 +76,17 @@ def train_alone(
         )
         figures.append(evaluate(model, test, spec.classes))
     return figures[1:]
+
+
+def _optimizer_in(
+    plan: Any, number: int, model: nn.Module, last: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """The one of last time where the method keeps it, otherwise a new one; with the learning rate of the round."""
+    kept = last if plan.keeps_optimizer else None
+    optimizer = kept or make_local_optimizer(plan, model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = plan.local_rate(number)
+    return optimizer
 
 
 def _load(spec: DeviceSpec, file: str) -> TensorData:

@@ -7,6 +7,7 @@ front, engine and devices are processes of their own on the loopback. For one se
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.knowledge import ModelParameters
 from fleetdistill.local_training import Counts
 from fleetdistill.model import parameter_count
 from fleetdistill.models import build_model
@@ -38,7 +40,7 @@ from fleetdistill_server.simulation.partition import (
     partition_parameters,
     proxy_rows,
 )
-from fleetdistill_server.simulation.report import FleetReport, make_report
+from fleetdistill_server.simulation.report import FleetReport, Outcome, make_report
 from fleetdistill_server.simulation.scores import START, append_scores
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
@@ -75,17 +77,30 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
-    note_start(config, specs)
+    _check_fedavg(wanted, config)
+    initial = build_method(config).initial()
+    note_start(initial, specs)
     watch = _watcher(wanted.rounds, on_progress)
     store = (run_over_memory if wanted.link == "memory" else run_over_grpc)(config, specs, work, watch)
     try:
         history = read_history(store, RUN, specs)
         controls = Controls(
-            alone=train_fleet_alone(config, specs, history) if wanted.with_alone else {},
+            alone=train_fleet_alone(config, initial, specs, history) if wanted.with_alone else {},
             fedavg=run_fedavg(wanted, config, data, specs, history),
         )
-        elapsed = time.monotonic() - started
-        return make_report(wanted, store, config, data, split, specs, history, controls, elapsed)
+        return make_report(
+            Outcome(
+                wanted=wanted,
+                store=store,
+                config=config,
+                data=data,
+                split=split,
+                specs=specs,
+                history=history,
+                controls=controls,
+                seconds=time.monotonic() - started,
+            )
+        )
     finally:
         store.close()
 
@@ -192,13 +207,22 @@ def _common_model(wanted: Simulation, data: Dataset) -> str:
 
 def _largest_model(wanted: Simulation, data: Dataset) -> str:
     shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
-    built = {name: build_model(name, input_shape=shape, classes=classes) for name in _models(wanted, data)}
-    return max(built, key=lambda name: parameter_count(built[name]))
+    return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
 
 
-def note_start(config: RunConfig, specs: list[DeviceSpec]) -> None:
-    """Scores the models that the devices start from: that is what a device has that no round takes."""
-    initial = build_method(config).initial()
+@functools.cache
+def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
+    """Parameters of a model, which is built once to count them."""
+    return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+
+
+def note_start(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:
+    """Scores the models that the devices start from: that is what a device has that no round takes.
+
+    Args:
+        initial: What the method gives every device at the start.
+        specs: The devices.
+    """
     for spec in specs:
         append_scores(spec.scores_file, START, score_start(spec, initial).confusion.tolist())
 
@@ -213,14 +237,13 @@ def run_fedavg(
     if not wanted.with_fedavg:
         return None
     model = _largest_model(wanted, data)
-    passes = plan.cross_entropy_epochs(2)  # the first round may have a warm-up
-    settings = {"local_epochs": passes, "participation_ratio": plan.participation_ratio}
+    settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
     control = replace(wanted, method="fedavg", models=(model,), settings=settings)
     work = Path(specs[0].state_dir).parent
     control_config = make_run_config(control, data, work)
     (work / "fedavg").mkdir()
     specs = [replace(spec, model=model, state_dir=str(work / "fedavg" / spec.name)) for spec in specs]
-    note_start(control_config, specs)
+    note_start(build_method(control_config).initial(), specs)
     store = run_over_memory(control_config, specs, work, lambda store: None)
     try:
         return FedAvgControl(model, asdict(control_config.method_config()), read_history(store, RUN, specs))
@@ -228,10 +251,25 @@ def run_fedavg(
         store.close()
 
 
-def train_fleet_alone(config: RunConfig, specs: list[DeviceSpec], history: FleetHistory) -> dict[str, list[Counts]]:
+def _passes(config: RunConfig) -> int:
+    """Passes over the labels in a round of the method; the first one may have a warm-up on top."""
+    return int(config.method_config().cross_entropy_epochs(2))
+
+
+def _check_fedavg(wanted: Simulation, config: RunConfig) -> None:
+    """Before the fleet runs: FedAvg trains on labels only, so it has no round that makes no pass over them."""
+    if wanted.with_fedavg and wanted.method != "fedavg" and _passes(config) < 1:
+        raise ConfigurationError(
+            f"{wanted.method} makes no pass over the labels in a round with these settings, and FedAvg, its control, "
+            "needs one; simulate without FedAvg (with_fedavg, --no-controls), or let the method learn from labels"
+        )
+
+
+def train_fleet_alone(
+    config: RunConfig, initial: ModelParameters | None, specs: list[DeviceSpec], history: FleetHistory
+) -> dict[str, list[Counts]]:
     """Trains every device's model by itself, with as many local epochs as in the fleet."""
     torch.set_num_threads(config.run.threads)
-    initial = build_method(config).initial()
     return {spec.name: train_alone(spec, config, initial, history.took_part[spec.name]) for spec in specs}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 
+from fleetdistill.methods import device_class
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.metrics import Ints
-from fleetdistill_server.simulation.scores import Figures, after_rounds, read_scores, round_figures
+from fleetdistill_server.simulation.scores import START, Figures, after_rounds, read_scores, round_figures
 from fleetdistill_server.store import Store
 
 
@@ -20,7 +23,7 @@ class FleetHistory:
 
     Attributes:
         devices: Device -> those of the model that it has after each round.
-        took_part: Device -> whether it trained in the round.
+        took_part: Device -> whether it trained in the round, which is to say that the server has its answer.
         server: Those of the global model; None where the method has none, or where it could not be scored.
     """
 
@@ -39,13 +42,35 @@ class FleetHistory:
 
 
 def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory:
-    """Reads the history of a finished run from its store and from what the devices noted."""
+    """Reads the history of a finished run from its store and from what the devices noted.
+
+    A device may have noted a score for an answer that came too late or was refused. It then went back to the model of
+    before, so only scores whose answer has a receipt count. Whether the round used the answer does not matter: the
+    receipt alone makes the device keep what it learned.
+    """
+    trained = _receipts(store, run)
     closed = [row for row in store.rounds(run) if row["status"] == "closed"]
     numbers = [row["round"] for row in closed]
-    noted = {spec.name: read_scores(spec.scores_file) for spec in specs}
+    noted = {spec.name: _with_receipt(read_scores(spec.scores_file), trained[spec.name]) for spec in specs}
     figures = [json.loads(row["figures"] or "{}") for row in closed]
     return FleetHistory(
         devices={name: after_rounds(scores, numbers) for name, scores in noted.items()},
         took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
         server=[np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures],
     )
+
+
+def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
+    """Device -> rounds whose answer the server has to the step that ends a round for a device."""
+    row = store.run(run)
+    assert row is not None  # it is finished
+    step = device_class(json.loads(row["config"])["run"]["method"]).metrics_step
+    found = defaultdict[str, set[int]](set)
+    for upload in store.uploads(run):
+        if upload["step"] == step:
+            found[upload["device"]].add(upload["round"])
+    return found
+
+
+def _with_receipt(noted: Mapping[int, Ints], rounds: AbstractSet[int]) -> dict[int, Ints]:
+    return {number: counts for number, counts in noted.items() if number == START or number in rounds}

@@ -28,8 +28,11 @@ class MemoryLink:
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         self._desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
 
-    def leave(self, identity: service_pb2.Identity, reason: str = "") -> None:
-        self._desk.leave(service_pb2.LeaveRequest(identity=identity, reason=reason))
+    def leave(self, identity: service_pb2.Identity) -> None:
+        self._desk.leave(service_pb2.LeaveRequest(identity=identity))
+
+    def decline(self, request: service_pb2.DeclineRequest) -> None:
+        self._desk.decline(request)
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName

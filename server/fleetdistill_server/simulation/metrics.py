@@ -95,12 +95,15 @@ class FleetScores:
     """CDKT-FL's four figures of one round in one score; `global_` is NaN where the fleet has no global model.
 
     Attributes:
+        c_spec: Over devices alike, or as the caller of `fleet_scores` wanted it; `c_per` is of this one.
+        c_spec_samples: Over samples.
         empty_parts: Devices without test rows; they are left out of unweighted means.
     """
 
     global_: float
     c_gen: float
     c_spec: float
+    c_spec_samples: float
     c_per: float
     empty_parts: int
 
@@ -123,6 +126,7 @@ def fleet_scores(
         global_=accuracy(server.sum(0)) if score is accuracy else mean_over_parts(server, score),
         c_gen=generic,
         c_spec=specific,
+        c_spec_samples=c_spec(own_kcc, score, average="samples"),
         c_per=c_per(generic, specific),
         empty_parts=int((own_kcc.sum((1, 2)) == 0).sum()),
     )

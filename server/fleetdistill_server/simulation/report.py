@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.local_training import Counts
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
 from fleetdistill_server.run_config import RunConfig
@@ -59,13 +60,17 @@ class FleetReport:
     Attributes:
         mean_accuracy_fedavg_global: FedAvg's global model on the global test part, the control of the comparison.
         mean_accuracy_fedavg_device: FedAvg's device models after local training there, mean over devices.
-        mean_own_accuracy_fedavg_device: The same on their own classes.
+        mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_fedavg_device: Means on own classes: C-Spec
+            in accuracy, over the devices that have samples of a class of the test part; None without any.
         fedavg_model: The model that every device has in this control: the largest of the fleet's.
         fedavg_settings: FedAvg's settings in it.
         scores: `fleet`, `alone` and `fedavg`, each with CDKT-FL's figures after the last round; see
             `scores.fleet_figures`.
         figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy.
         late: What papers report of a fleet's last rounds, in accuracy; see `scores.late_figures`.
+        bytes_by_round: For each completed round what a device sent (`up`) and was sent (`down`), tensors and envelopes,
+            mean over all devices. Rounds that fell short, initial weights and the proxy set count with the completed
+            round after them, the end result with the last round, so that the sum is everything.
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
         global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
@@ -83,7 +88,7 @@ class FleetReport:
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float
     mean_own_accuracy_alone: float | None
-    mean_own_accuracy_fleet: float
+    mean_own_accuracy_fleet: float | None
     mean_accuracy_fedavg_global: float | None
     mean_accuracy_fedavg_device: float | None
     mean_own_accuracy_fedavg_device: float | None
@@ -92,6 +97,7 @@ class FleetReport:
     scores: dict[str, FleetFigures]
     figures_by_round: list[Figures]
     late: Figures
+    bytes_by_round: list[dict[str, float]]
     acknowledged_uploads: int
     used_uploads: int
     reported_uploads: int
@@ -105,46 +111,57 @@ class FleetReport:
     alone_accuracy_by_round: dict[str, list[float]]
 
 
-def make_report(
-    wanted: Simulation,
-    store: Store,
-    config: RunConfig,
-    data: Dataset,
-    split: Partition,
-    specs: Sequence[DeviceSpec],
-    history: FleetHistory,
-    controls: Controls,
-    seconds: float,
-) -> FleetReport:
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished simulation, as its report needs it; `seconds` is how long it took with its controls."""
+
+    wanted: Simulation
+    store: Store
+    config: RunConfig
+    data: Dataset
+    split: Partition
+    specs: Sequence[DeviceSpec]
+    history: FleetHistory
+    controls: Controls
+    seconds: float
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.config.run.name
+
+
+def make_report(done: Outcome) -> FleetReport:
     """Gathers the figures of a finished run and writes them under the simulation's `out`."""
-    shares = split.class_counts(data.train_labels.numpy(), len(data.classes))
-    alone = controls.alone
-    devices = [
-        _device_report(wanted.out, store, config.run.name, spec, history, shares[[number]], alone.get(spec.name))
-        for number, spec in enumerate(specs)
-    ]
+    history, alone = done.history, done.controls.alone
+    shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
+    traffic = done.store.traffic(done.run)
+    devices = [_device_report(done, spec, shares[[number]], traffic) for number, spec in enumerate(done.specs)]
+    scores = _scores(history, shares, done.controls)
     by_round = history.figures(shares)
-    app_models = verdicts(verdict_rows(store, config.run.name))
+    app_models = verdicts(verdict_rows(done.store, done.run))
     report = FleetReport(
-        method=wanted.method,
-        settings=asdict(config.method_config()),
-        link=wanted.link,
-        dataset=data.name,
-        partition=split.kind,
-        partition_parameters=dict(split.parameters),
-        seed=wanted.seed,
-        rounds=config.run.rounds,
-        seconds=round(seconds, 2),
-        mean_accuracy_alone=_mean([one.accuracy_alone for one in devices]),
-        mean_accuracy_fleet=_mean([one.accuracy_fleet for one in devices]) or 0.0,
-        mean_own_accuracy_alone=_mean([one.own_accuracy_alone for one in devices]),
-        mean_own_accuracy_fleet=_mean([one.own_accuracy_fleet for one in devices]) or 0.0,
-        **_fedavg_figures(controls.fedavg, shares),
-        scores=_scores(history, shares, controls),
+        method=done.wanted.method,
+        settings=asdict(done.config.method_config()),
+        link=done.wanted.link,
+        dataset=done.data.name,
+        partition=done.split.kind,
+        partition_parameters=dict(done.split.parameters),
+        seed=done.wanted.seed,
+        rounds=done.config.run.rounds,
+        seconds=round(done.seconds, 2),
+        mean_accuracy_alone=statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
+        mean_accuracy_fleet=statistics.mean(one.accuracy_fleet for one in devices),
+        mean_own_accuracy_alone=_c_spec(scores, "alone"),
+        mean_own_accuracy_fleet=_c_spec(scores, "fleet"),
+        mean_own_accuracy_fedavg_device=_c_spec(scores, "fedavg"),
+        **_fedavg_figures(done.controls.fedavg),
+        scores=scores,
         figures_by_round=by_round,
         late=late_figures(by_round),
-        **_upload_counts(store, config.run.name),
-        guards_fired=len(guard_events(store, config.run.name)),
+        bytes_by_round=_bytes_by_round(traffic, _completed(done.store, done.run), len(devices)),
+        **_upload_counts(done.store, done.run),
+        guards_fired=len(guard_events(done.store, done.run)),
         models_kept=app_models.kept,
         models_replaced=app_models.replaced,
         devices=devices,
@@ -152,17 +169,18 @@ def make_report(
         global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
     )
-    _write(wanted, report, data, split)
+    _write(done, report)
     return report
 
 
-def _write(wanted: Simulation, report: FleetReport, data: Dataset, split: Partition) -> None:
-    (wanted.out / "report.json").write_text(json.dumps(asdict(report), indent=1))
+def _write(done: Outcome, report: FleetReport) -> None:
+    out = done.wanted.out
+    (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
     save_report_figure(
-        wanted.out / "fleet.png",
-        labels=data.train_labels.numpy(),
-        partition=split,
-        class_names=data.classes,
+        out / "fleet.png",
+        labels=done.data.train_labels.numpy(),
+        partition=done.split,
+        class_names=done.data.classes,
         device_names=[f"{one.name} ({one.model})" for one in report.devices],
         rounds=list(range(1, report.rounds + 1)),
         fleet_by_device=report.accuracy_by_round,
@@ -171,21 +189,14 @@ def _write(wanted: Simulation, report: FleetReport, data: Dataset, split: Partit
     )
 
 
-def _device_report(
-    out: Path,
-    store: Store,
-    run: str,
-    spec: DeviceSpec,
-    history: FleetHistory,
-    samples_jc: Ints,
-    alone: list[Counts] | None,
-) -> DeviceReport:
-    row = store.device(run, spec.name)
+def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row]) -> DeviceReport:
+    row = done.store.device(done.run, spec.name)
     assert row is not None  # the run is finished, so the device was there
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    fleet_cc = history.devices[spec.name][-1]
+    fleet_cc = done.history.devices[spec.name][-1]
+    alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion.numpy() if alone else None
-    traffic = [one for one in store.traffic(run) if one["device"] == spec.name]
+    own_traffic = [one for one in traffic if one["device"] == spec.name]
     exported = json.loads(spec.exported_file.read_text())
     return DeviceReport(
         name=spec.name,
@@ -194,28 +205,31 @@ def _device_report(
         samples=profile.samples,
         accuracy_alone=_accuracy(alone_cc),
         accuracy_fleet=accuracy(fleet_cc),
-        own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_jc),
-        own_accuracy_fleet=_own(fleet_cc, samples_jc),
-        bytes_up=_bytes(traffic, "up"),
-        bytes_down=_bytes(traffic, "down"),
-        onnx_file=_collect_model(out, spec),
+        own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_1c),
+        own_accuracy_fleet=_own(fleet_cc, samples_1c),
+        bytes_up=_bytes(own_traffic, "up"),
+        bytes_down=_bytes(own_traffic, "down"),
+        onnx_file=_collect_model(done.wanted.out, spec),
         onnx_max_difference=exported["max_difference"],
     )
 
 
-def _fedavg_figures(fedavg: FedAvgControl | None, samples_jc: Ints) -> dict[str, Any]:
+def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:
     if fedavg is None:
-        names = ("mean_accuracy_fedavg_global", "mean_accuracy_fedavg_device", "mean_own_accuracy_fedavg_device")
-        return dict.fromkeys((*names, "fedavg_model", "fedavg_settings"))
+        names = ("mean_accuracy_fedavg_global", "mean_accuracy_fedavg_device", "fedavg_model", "fedavg_settings")
+        return dict.fromkeys(names)
     history = fedavg.history
-    own = [_own(counts, samples_jc[[j]]) for j, counts in enumerate(history.last())]
     return {
         "mean_accuracy_fedavg_global": _accuracy(history.server[-1]),
-        "mean_accuracy_fedavg_device": _mean([accuracy(counts) for counts in history.last()]),
-        "mean_own_accuracy_fedavg_device": _mean(own),
+        "mean_accuracy_fedavg_device": statistics.mean(accuracy(counts) for counts in history.last()),
         "fedavg_model": fedavg.model,
         "fedavg_settings": fedavg.settings,
     }
+
+
+def _c_spec(scores: Mapping[str, FleetFigures], control: str) -> float | None:
+    """The mean accuracy on own classes, where there is the control."""
+    return scores[control]["accuracy"]["c_spec"] if control in scores else None
 
 
 def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict[str, FleetFigures]:
@@ -262,9 +276,17 @@ def _collect_model(out: Path, spec: DeviceSpec) -> str:
     return str(target.relative_to(out))
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _completed(store: Store, run: str) -> list[int]:
+    return [row["round"] for row in store.rounds(run) if row["status"] == "closed"]
+
+
+def _bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
+    """See `FleetReport.bytes_by_round`; `completed` are the numbers of the completed rounds, ascending."""
+    found = []
+    for first, last in itertools.pairwise([-1, *completed]):
+        rows = [one for one in traffic if first < one["round"] <= last]
+        found.append({direction: _bytes(rows, direction) / devices for direction in ("up", "down")})
+    return found
 
 
 def report_table(report: FleetReport) -> Table:
@@ -303,5 +325,5 @@ def report_table(report: FleetReport) -> Table:
     return table
 
 
-def _arrow(before: float | None, after: float) -> str:
-    return f"{after:.1%}" if before is None else f"{before:.1%} -> {after:.1%}"
+def _arrow(before: float | None, after: float | None) -> str:
+    return " -> ".join(f"{one:.1%}" for one in (before, after) if one is not None)

@@ -20,7 +20,6 @@ from fleetdistill_server.simulation.metrics import (
     Ints,
     Score,
     accuracy,
-    c_spec,
     f1_macro,
     f1_weighted,
     fleet_scores,
@@ -63,22 +62,28 @@ def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints 
         samples_jc: `[J, C]`, training samples of each class that device j has, in the same order.
         server_cc: The global model's; None where there is none.
     """
-    return {name: round_figures(device_kcc, samples_jc, server_cc, score) for name, score in SCORES.items()}
+    parts = _on_all_parts(device_kcc, samples_jc, server_cc)
+    return {name: _figures(*parts, score) for name, score in SCORES.items()}
 
 
-def round_figures(
-    device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None, score: Score = accuracy
-) -> Figures:
-    """One score of `fleet_figures`."""
-    counts_kjcc = np.stack([in_class_mix(counts_cc, samples_jc) for counts_cc in device_kcc]).astype(np.float64)
-    server_jcc = None if server_cc is None else in_class_mix(server_cc, samples_jc)
+def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> Figures:
+    """The accuracies of `fleet_figures`."""
+    return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
+
+
+def _on_all_parts(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> tuple[Cells, Cells | None]:
+    """The devices' models `[K, J, C, C]` and the global one `[J, C, C]` on every device's own test part."""
+    counts_kjcc = np.stack([in_class_mix(counts_cc, samples_jc) for counts_cc in device_kcc], dtype=np.float64)
+    return counts_kjcc, None if server_cc is None else in_class_mix(server_cc, samples_jc)
+
+
+def _figures(counts_kjcc: Cells, server_jcc: Cells | None, score: Score) -> Figures:
     found = fleet_scores(counts_kjcc, server_jcc, score)
-    own_kcc = np.stack([parts[number] for number, parts in enumerate(counts_kjcc)])
     figures = {
         "global": found.global_,
         "c_gen": found.c_gen,
         "c_spec": found.c_spec,
-        "c_spec_samples": c_spec(own_kcc, score, average="samples"),
+        "c_spec_samples": found.c_spec_samples,
         "c_per": found.c_per,
     }
     return {name: None if math.isnan(value) else value for name, value in figures.items()}

@@ -26,21 +26,23 @@ from fleetdistill.wire.v1 import knowledge_pb2 as fleetdistill_dot_wire_dot_v1_d
 from fleetdistill.wire.v1 import tensor_pb2 as fleetdistill_dot_wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#fleetdistill/wire/v1/contract.proto\x12\x14\x66leetdistill.wire.v1\x1a$fleetdistill/wire/v1/knowledge.proto\x1a!fleetdistill/wire/v1/tensor.proto\"e\n\x0cRequirements\x12\x19\n\x11same_architecture\x18\x01 \x01(\x08\x12\x16\n\x0esame_extractor\x18\x02 \x01(\x08\x12\x11\n\tproxy_set\x18\x03 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\t\"9\n\nNamedShape\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\"M\n\nPartShapes\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x31\n\x07tensors\x18\x02 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\"\x9e\x04\n\x08\x43ontract\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12*\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x1a.fleetdistill.wire.v1.Plan\x12\x0f\n\x07\x63lasses\x18\x04 \x03(\t\x12\x13\n\x0binput_shape\x18\x05 \x03(\x03\x12\x32\n\x08\x66\x65\x61tures\x18\x06 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\x12\x39\n\x0eknowledge_type\x18\x07 \x01(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\x38\n\x0crequirements\x18\x08 \x01(\x0b\x32\".fleetdistill.wire.v1.Requirements\x12\x1d\n\x15\x65xtractor_fingerprint\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x17\n\x0finitial_weights\x18\x0b \x01(\x0c\x12\x14\n\x0cproxy_digest\x18\x0c \x01(\x0c\x12\x0e\n\x06rounds\x18\r \x01(\r\x12\x0c\n\x04seed\x18\x0e \x01(\x06\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x18\n\x10max_upload_bytes\x18\x10 \x01(\x04\x12\x31\n\x07uploads\x18\x11 \x03(\x0b\x32 .fleetdistill.wire.v1.PartShapes\x12\x15\n\rproxy_samples\x18\x12 \x01(\x04\"\xdc\x02\n\rDeviceProfile\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15\x65xtractor_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x0f\n\x07\x63lasses\x18\x06 \x01(\r\x12\x13\n\x0binput_shape\x18\x07 \x03(\x03\x12\x32\n\x08\x66\x65\x61tures\x18\x08 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\x12:\n\x0fknowledge_types\x18\t \x03(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\x17\n\x0f\x61llowed_columns\x18\n \x03(\t\x12\x13\n\x0bsdk_version\x18\x0b \x01(\t\x12\x14\n\x0cproxy_digest\x18\x0c \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#fleetdistill/wire/v1/contract.proto\x12\x14\x66leetdistill.wire.v1\x1a$fleetdistill/wire/v1/knowledge.proto\x1a!fleetdistill/wire/v1/tensor.proto\"\x93\x01\n\x0cRequirements\x12\x19\n\x11same_architecture\x18\x01 \x01(\x08\x12\x16\n\x0esame_extractor\x18\x02 \x01(\x08\x12\x11\n\tproxy_set\x18\x03 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x04 \x03(\t\x12,\n\x06\x61\x64vice\x18\x05 \x03(\x0b\x32\x1c.fleetdistill.wire.v1.Advice\"&\n\x06\x41\x64vice\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\")\n\nNamedShape\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\"M\n\nPartShapes\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\x31\n\x07tensors\x18\x02 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\"\x9e\x04\n\x08\x43ontract\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12*\n\x06\x63onfig\x18\x03 \x01(\x0b\x32\x1a.fleetdistill.wire.v1.Plan\x12\x0f\n\x07\x63lasses\x18\x04 \x03(\t\x12\x13\n\x0binput_shape\x18\x05 \x03(\x03\x12\x32\n\x08\x66\x65\x61tures\x18\x06 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\x12\x39\n\x0eknowledge_type\x18\x07 \x01(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\x38\n\x0crequirements\x18\x08 \x01(\x0b\x32\".fleetdistill.wire.v1.Requirements\x12\x1d\n\x15\x65xtractor_fingerprint\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x17\n\x0finitial_weights\x18\x0b \x01(\x0c\x12\x14\n\x0cproxy_digest\x18\x0c \x01(\x0c\x12\x0e\n\x06rounds\x18\r \x01(\r\x12\x0c\n\x04seed\x18\x0e \x01(\x06\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x18\n\x10max_upload_bytes\x18\x10 \x01(\x04\x12\x31\n\x07uploads\x18\x11 \x03(\x0b\x32 .fleetdistill.wire.v1.PartShapes\x12\x15\n\rproxy_samples\x18\x12 \x01(\x04\"\xdc\x02\n\rDeviceProfile\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15\x65xtractor_fingerprint\x18\x04 \x01(\t\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x0f\n\x07\x63lasses\x18\x06 \x01(\r\x12\x13\n\x0binput_shape\x18\x07 \x03(\x03\x12\x32\n\x08\x66\x65\x61tures\x18\x08 \x03(\x0b\x32 .fleetdistill.wire.v1.NamedShape\x12:\n\x0fknowledge_types\x18\t \x03(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\x17\n\x0f\x61llowed_columns\x18\n \x03(\t\x12\x13\n\x0bsdk_version\x18\x0b \x01(\t\x12\x14\n\x0cproxy_digest\x18\x0c \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleetdistill.wire.v1.contract_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUIREMENTS']._serialized_start=134
-  _globals['_REQUIREMENTS']._serialized_end=235
-  _globals['_NAMEDSHAPE']._serialized_start=237
-  _globals['_NAMEDSHAPE']._serialized_end=294
-  _globals['_PARTSHAPES']._serialized_start=296
-  _globals['_PARTSHAPES']._serialized_end=373
-  _globals['_CONTRACT']._serialized_start=376
-  _globals['_CONTRACT']._serialized_end=918
-  _globals['_DEVICEPROFILE']._serialized_start=921
-  _globals['_DEVICEPROFILE']._serialized_end=1269
+  _globals['_REQUIREMENTS']._serialized_start=135
+  _globals['_REQUIREMENTS']._serialized_end=282
+  _globals['_ADVICE']._serialized_start=284
+  _globals['_ADVICE']._serialized_end=322
+  _globals['_NAMEDSHAPE']._serialized_start=324
+  _globals['_NAMEDSHAPE']._serialized_end=365
+  _globals['_PARTSHAPES']._serialized_start=367
+  _globals['_PARTSHAPES']._serialized_end=444
+  _globals['_CONTRACT']._serialized_start=447
+  _globals['_CONTRACT']._serialized_end=989
+  _globals['_DEVICEPROFILE']._serialized_start=992
+  _globals['_DEVICEPROFILE']._serialized_end=1340
 # @@protoc_insertion_point(module_scope)

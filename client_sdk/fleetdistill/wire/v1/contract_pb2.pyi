@@ -30,6 +30,7 @@ class Requirements(_message.Message):
     SAME_EXTRACTOR_FIELD_NUMBER: _builtins.int
     PROXY_SET_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     same_architecture: _builtins.bool
     """All devices run one architecture: model fingerprints must equal the contract's."""
     same_extractor: _builtins.bool
@@ -42,6 +43,10 @@ class Requirements(_message.Message):
         "gradients", "metrics".
         """
 
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___Advice]:
+        """Advice of the method for refusals over a feature column's shape; a column that is not here gets the server's usual."""
+
     def __init__(
         self,
         *,
@@ -49,14 +54,41 @@ class Requirements(_message.Message):
         same_extractor: _builtins.bool = ...,
         proxy_set: _builtins.bool = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
+        advice: _abc.Iterable[Global___Advice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "proxy_set", b"proxy_set", "same_architecture", b"same_architecture", "same_extractor", b"same_extractor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "columns", b"columns", "proxy_set", b"proxy_set", "same_architecture", b"same_architecture", "same_extractor", b"same_extractor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Requirements: _TypeAlias = Requirements  # noqa: Y015
+
+@_typing.final
+class Advice(_message.Message):
+    """What to do about a device whose feature column has another shape than the contract's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COLUMN_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    column: _builtins.str
+    """Name of the column."""
+    text: _builtins.str
+    """Part of a sentence, such as "give the device a larger model"."""
+    def __init__(
+        self,
+        *,
+        column: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["column", b"column", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Advice: _TypeAlias = Advice  # noqa: Y015
 
 @_typing.final
 class NamedShape(_message.Message):
@@ -66,13 +98,8 @@ class NamedShape(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
-    ADVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the feature column, that is of the cut it is taken at."""
-    advice: _builtins.str
-    """In a contract: what to do about a device whose column has another shape, part of a sentence for its refusal;
-    empty for the server's usual advice.
-    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Without the batch axis, each axis at least 1."""
@@ -82,11 +109,10 @@ class NamedShape(_message.Message):
         *,
         name: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
-        advice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from fleetdistill.wire.v1 import contract_pb2 as fleetdistill_dot_wire_dot_v1_do
 from fleetdistill.wire.v1 import knowledge_pb2 as fleetdistill_dot_wire_dot_v1_dot_knowledge__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fleetdistill/wire/v1/service.proto\x12\x14\x66leetdistill.wire.v1\x1a#fleetdistill/wire/v1/contract.proto\x1a$fleetdistill/wire/v1/knowledge.proto\"7\n\x08Identity\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"9\n\x08\x43omeBack\x12\x15\n\rafter_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x02 \x01(\x01\"x\n\x0e\x43heckInRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x34\n\x07profile\x18\x02 \x01(\x0b\x32#.fleetdistill.wire.v1.DeviceProfile\"\x85\x01\n\x0f\x43heckInResponse\x12\x30\n\x08\x63ontract\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Contract\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01\"\xa1\x01\n\x03\x41sk\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\t\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x18\n\x10\x63ompleted_rounds\x18\x08 \x01(\r\"X\n\x0eNextAskRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"\x8c\x01\n\x0fNextAskResponse\x12(\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x19.fleetdistill.wire.v1.AskH\x00\x12\x33\n\tcome_back\x18\x02 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.ComeBackH\x00\x12\x12\n\x08\x66inished\x18\x03 \x01(\tH\x00\x42\x06\n\x04next\"D\n\x10HeartbeatRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\"%\n\x11HeartbeatResponse\x12\x10\n\x08\x61sk_open\x18\x01 \x01(\x08\"P\n\x0cLeaveRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"A\n\nUploadName\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"w\n\x13UploadStatusRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\"k\n\x14UploadStatusResponse\x12.\n\x07receipt\x18\x01 \x01(\x0b\x32\x1d.fleetdistill.wire.v1.Receipt\x12\x11\n\tnext_byte\x18\x02 \x01(\x04\x12\x10\n\x08\x61sk_open\x18\x03 \x01(\x08\"\x81\x01\n\x07Receipt\x12\n\n\x02id\x18\x01 \x01(\t\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\x04\x12\x16\n\x0ereceived_at_ms\x18\x05 \x01(\x04\"\xcb\x01\n\x0cUploadHeader\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\x12\x34\n\x07payload\x18\x03 \x01(\x0b\x32#.fleetdistill.wire.v1.PayloadHeader\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x12\n\nfirst_byte\x18\x05 \x01(\x04\"\x84\x01\n\rUploadRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".fleetdistill.wire.v1.UploadHeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.fleetdistill.wire.v1.TensorChunkH\x00\x42\t\n\x07message\"@\n\x0eUploadResponse\x12.\n\x07receipt\x18\x01 \x01(\x0b\x32\x1d.fleetdistill.wire.v1.Receipt\"g\n\x0f\x44ownloadRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x12\n\nfirst_byte\x18\x03 \x01(\x04\"\x88\x01\n\x10\x44ownloadResponse\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.fleetdistill.wire.v1.PayloadHeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.fleetdistill.wire.v1.TensorChunkH\x00\x42\t\n\x07message2\x8a\x05\n\rDeviceService\x12V\n\x07\x43heckIn\x12$.fleetdistill.wire.v1.CheckInRequest\x1a%.fleetdistill.wire.v1.CheckInResponse\x12V\n\x07NextAsk\x12$.fleetdistill.wire.v1.NextAskRequest\x1a%.fleetdistill.wire.v1.NextAskResponse\x12\\\n\tHeartbeat\x12&.fleetdistill.wire.v1.HeartbeatRequest\x1a\'.fleetdistill.wire.v1.HeartbeatResponse\x12P\n\x05Leave\x12\".fleetdistill.wire.v1.LeaveRequest\x1a#.fleetdistill.wire.v1.LeaveResponse\x12\x65\n\x0cUploadStatus\x12).fleetdistill.wire.v1.UploadStatusRequest\x1a*.fleetdistill.wire.v1.UploadStatusResponse\x12U\n\x06Upload\x12#.fleetdistill.wire.v1.UploadRequest\x1a$.fleetdistill.wire.v1.UploadResponse(\x01\x12[\n\x08\x44ownload\x12%.fleetdistill.wire.v1.DownloadRequest\x1a&.fleetdistill.wire.v1.DownloadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"fleetdistill/wire/v1/service.proto\x12\x14\x66leetdistill.wire.v1\x1a#fleetdistill/wire/v1/contract.proto\x1a$fleetdistill/wire/v1/knowledge.proto\"7\n\x08Identity\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"9\n\x08\x43omeBack\x12\x15\n\rafter_seconds\x18\x01 \x01(\x01\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x02 \x01(\x01\"x\n\x0e\x43heckInRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x34\n\x07profile\x18\x02 \x01(\x0b\x32#.fleetdistill.wire.v1.DeviceProfile\"\x85\x01\n\x0f\x43heckInResponse\x12\x30\n\x08\x63ontract\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Contract\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x19\n\x11heartbeat_seconds\x18\x04 \x01(\x01\"\xa1\x01\n\x03\x41sk\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\t\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x18\n\x10\x63ompleted_rounds\x18\x08 \x01(\r\"X\n\x0eNextAskRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"\x8c\x01\n\x0fNextAskResponse\x12(\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x19.fleetdistill.wire.v1.AskH\x00\x12\x33\n\tcome_back\x18\x02 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.ComeBackH\x00\x12\x12\n\x08\x66inished\x18\x03 \x01(\tH\x00\x42\x06\n\x04next\"D\n\x10HeartbeatRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\"%\n\x11HeartbeatResponse\x12\x10\n\x08\x61sk_open\x18\x01 \x01(\x08\"@\n\x0cLeaveRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\"\x0f\n\rLeaveResponse\"v\n\x0e\x44\x65\x63lineRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x13\n\x0bstep_number\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x11\n\x0f\x44\x65\x63lineResponse\"A\n\nUploadName\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"w\n\x13UploadStatusRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\"k\n\x14UploadStatusResponse\x12.\n\x07receipt\x18\x01 \x01(\x0b\x32\x1d.fleetdistill.wire.v1.Receipt\x12\x11\n\tnext_byte\x18\x02 \x01(\x04\x12\x10\n\x08\x61sk_open\x18\x03 \x01(\x08\"\x81\x01\n\x07Receipt\x12\n\n\x02id\x18\x01 \x01(\t\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\x04\x12\x16\n\x0ereceived_at_ms\x18\x05 \x01(\x04\"\xcb\x01\n\x0cUploadHeader\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12.\n\x04name\x18\x02 \x01(\x0b\x32 .fleetdistill.wire.v1.UploadName\x12\x34\n\x07payload\x18\x03 \x01(\x0b\x32#.fleetdistill.wire.v1.PayloadHeader\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x12\n\nfirst_byte\x18\x05 \x01(\x04\"\x84\x01\n\rUploadRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".fleetdistill.wire.v1.UploadHeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.fleetdistill.wire.v1.TensorChunkH\x00\x42\t\n\x07message\"@\n\x0eUploadResponse\x12.\n\x07receipt\x18\x01 \x01(\x0b\x32\x1d.fleetdistill.wire.v1.Receipt\"g\n\x0f\x44ownloadRequest\x12\x30\n\x08identity\x18\x01 \x01(\x0b\x32\x1e.fleetdistill.wire.v1.Identity\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x12\n\nfirst_byte\x18\x03 \x01(\x04\"\x88\x01\n\x10\x44ownloadResponse\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.fleetdistill.wire.v1.PayloadHeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.fleetdistill.wire.v1.TensorChunkH\x00\x42\t\n\x07message2\xe2\x05\n\rDeviceService\x12V\n\x07\x43heckIn\x12$.fleetdistill.wire.v1.CheckInRequest\x1a%.fleetdistill.wire.v1.CheckInResponse\x12V\n\x07NextAsk\x12$.fleetdistill.wire.v1.NextAskRequest\x1a%.fleetdistill.wire.v1.NextAskResponse\x12\\\n\tHeartbeat\x12&.fleetdistill.wire.v1.HeartbeatRequest\x1a\'.fleetdistill.wire.v1.HeartbeatResponse\x12P\n\x05Leave\x12\".fleetdistill.wire.v1.LeaveRequest\x1a#.fleetdistill.wire.v1.LeaveResponse\x12V\n\x07\x44\x65\x63line\x12$.fleetdistill.wire.v1.DeclineRequest\x1a%.fleetdistill.wire.v1.DeclineResponse\x12\x65\n\x0cUploadStatus\x12).fleetdistill.wire.v1.UploadStatusRequest\x1a*.fleetdistill.wire.v1.UploadStatusResponse\x12U\n\x06Upload\x12#.fleetdistill.wire.v1.UploadRequest\x1a$.fleetdistill.wire.v1.UploadResponse(\x01\x12[\n\x08\x44ownload\x12%.fleetdistill.wire.v1.DownloadRequest\x1a&.fleetdistill.wire.v1.DownloadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,27 +52,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATRESPONSE']._serialized_start=976
   _globals['_HEARTBEATRESPONSE']._serialized_end=1013
   _globals['_LEAVEREQUEST']._serialized_start=1015
-  _globals['_LEAVEREQUEST']._serialized_end=1095
-  _globals['_LEAVERESPONSE']._serialized_start=1097
-  _globals['_LEAVERESPONSE']._serialized_end=1112
-  _globals['_UPLOADNAME']._serialized_start=1114
-  _globals['_UPLOADNAME']._serialized_end=1179
-  _globals['_UPLOADSTATUSREQUEST']._serialized_start=1181
-  _globals['_UPLOADSTATUSREQUEST']._serialized_end=1300
-  _globals['_UPLOADSTATUSRESPONSE']._serialized_start=1302
-  _globals['_UPLOADSTATUSRESPONSE']._serialized_end=1409
-  _globals['_RECEIPT']._serialized_start=1412
-  _globals['_RECEIPT']._serialized_end=1541
-  _globals['_UPLOADHEADER']._serialized_start=1544
-  _globals['_UPLOADHEADER']._serialized_end=1747
-  _globals['_UPLOADREQUEST']._serialized_start=1750
-  _globals['_UPLOADREQUEST']._serialized_end=1882
-  _globals['_UPLOADRESPONSE']._serialized_start=1884
-  _globals['_UPLOADRESPONSE']._serialized_end=1948
-  _globals['_DOWNLOADREQUEST']._serialized_start=1950
-  _globals['_DOWNLOADREQUEST']._serialized_end=2053
-  _globals['_DOWNLOADRESPONSE']._serialized_start=2056
-  _globals['_DOWNLOADRESPONSE']._serialized_end=2192
-  _globals['_DEVICESERVICE']._serialized_start=2195
-  _globals['_DEVICESERVICE']._serialized_end=2845
+  _globals['_LEAVEREQUEST']._serialized_end=1079
+  _globals['_LEAVERESPONSE']._serialized_start=1081
+  _globals['_LEAVERESPONSE']._serialized_end=1096
+  _globals['_DECLINEREQUEST']._serialized_start=1098
+  _globals['_DECLINEREQUEST']._serialized_end=1216
+  _globals['_DECLINERESPONSE']._serialized_start=1218
+  _globals['_DECLINERESPONSE']._serialized_end=1235
+  _globals['_UPLOADNAME']._serialized_start=1237
+  _globals['_UPLOADNAME']._serialized_end=1302
+  _globals['_UPLOADSTATUSREQUEST']._serialized_start=1304
+  _globals['_UPLOADSTATUSREQUEST']._serialized_end=1423
+  _globals['_UPLOADSTATUSRESPONSE']._serialized_start=1425
+  _globals['_UPLOADSTATUSRESPONSE']._serialized_end=1532
+  _globals['_RECEIPT']._serialized_start=1535
+  _globals['_RECEIPT']._serialized_end=1664
+  _globals['_UPLOADHEADER']._serialized_start=1667
+  _globals['_UPLOADHEADER']._serialized_end=1870
+  _globals['_UPLOADREQUEST']._serialized_start=1873
+  _globals['_UPLOADREQUEST']._serialized_end=2005
+  _globals['_UPLOADRESPONSE']._serialized_start=2007
+  _globals['_UPLOADRESPONSE']._serialized_end=2071
+  _globals['_DOWNLOADREQUEST']._serialized_start=2073
+  _globals['_DOWNLOADREQUEST']._serialized_end=2176
+  _globals['_DOWNLOADRESPONSE']._serialized_start=2179
+  _globals['_DOWNLOADRESPONSE']._serialized_end=2315
+  _globals['_DEVICESERVICE']._serialized_start=2318
+  _globals['_DEVICESERVICE']._serialized_end=3056
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,11 @@ class DeviceServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Decline = channel.unary_unary(
+                '/fleetdistill.wire.v1.DeviceService/Decline',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineResponse.FromString,
+                _registered_method=True)
         self.UploadStatus = channel.unary_unary(
                 '/fleetdistill.wire.v1.DeviceService/UploadStatus',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.UploadStatusRequest.SerializeToString,
@@ -104,6 +109,13 @@ class DeviceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Decline(self, request, context):
+        """Closes an ask that the device cannot answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UploadStatus(self, request, context):
         """Tells how far an upload has come, to resume or settle it.
         """
@@ -147,6 +159,11 @@ def add_DeviceServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Decline': grpc.unary_unary_rpc_method_handler(
+                    servicer.Decline,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineResponse.SerializeToString,
             ),
             'UploadStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.UploadStatus,
@@ -273,6 +290,33 @@ class DeviceService(object):
             '/fleetdistill.wire.v1.DeviceService/Leave',
             fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_service__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Decline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.DeviceService/Decline',
+            fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_service__pb2.DeclineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class DeviceServiceStub:
     """Renews the lease while the device computes."""
     Leave: _grpc.UnaryUnaryMultiCallable[_service_pb2.LeaveRequest, _service_pb2.LeaveResponse]
     """Ends the lease, or declines an ask."""
+    Decline: _grpc.UnaryUnaryMultiCallable[_service_pb2.DeclineRequest, _service_pb2.DeclineResponse]
+    """Closes an ask that the device cannot answer."""
     UploadStatus: _grpc.UnaryUnaryMultiCallable[_service_pb2.UploadStatusRequest, _service_pb2.UploadStatusResponse]
     """Tells how far an upload has come, to resume or settle it."""
     Upload: _grpc.StreamUnaryMultiCallable[_service_pb2.UploadRequest, _service_pb2.UploadResponse]
@@ -65,6 +67,8 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
     """Renews the lease while the device computes."""
     Leave: _aio.UnaryUnaryMultiCallable[_service_pb2.LeaveRequest, _service_pb2.LeaveResponse]  # type: ignore[assignment]
     """Ends the lease, or declines an ask."""
+    Decline: _aio.UnaryUnaryMultiCallable[_service_pb2.DeclineRequest, _service_pb2.DeclineResponse]  # type: ignore[assignment]
+    """Closes an ask that the device cannot answer."""
     UploadStatus: _aio.UnaryUnaryMultiCallable[_service_pb2.UploadStatusRequest, _service_pb2.UploadStatusResponse]  # type: ignore[assignment]
     """Tells how far an upload has come, to resume or settle it."""
     Upload: _aio.StreamUnaryMultiCallable[_service_pb2.UploadRequest, _service_pb2.UploadResponse]  # type: ignore[assignment]
@@ -106,6 +110,14 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.LeaveResponse, _abc.Awaitable[_service_pb2.LeaveResponse]]:
         """Ends the lease, or declines an ask."""
+
+    @_abc_1.abstractmethod
+    def Decline(
+        self,
+        request: _service_pb2.DeclineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.DeclineResponse, _abc.Awaitable[_service_pb2.DeclineResponse]]:
+        """Closes an ask that the device cannot answer."""
 
     @_abc_1.abstractmethod
     def UploadStatus(

@@ -1,0 +1,97 @@
+"""What `runs show` and `devices` make of a store: every row has its own figures, and the store is read once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.verdict import REPLACED, SPLIT
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server import views
+from fleetdistill_server.store import Store
+
+DEVICES = ("a", "b")
+
+
+def filled(rounds: int) -> Store:
+    """Device a has accuracy .1 x round, b twice that; a guard fires in each round as often as its number says."""
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
+    for device in DEVICES:
+        store.register_device("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
+    for number in range(1, rounds + 1):
+        store.start_round("r", DEVICES)
+        for factor, device in enumerate(DEVICES, start=1):
+            store.add_figures("r", number, device, figures(number * factor, replaced=device == "a"))
+        for guard in range(number):
+            store.add_event("r", "teacher-guard", str(guard), number=number, device="a")
+        store.close_round("r", number, b"", [], {})
+    return store
+
+
+def figures(tenths: int, *, replaced: bool) -> Metrics:
+    return Metrics(
+        metrics=[
+            Metric(name="accuracy", split="test", sum=tenths, count=10),
+            Metric(name="loss", split="train", sum=tenths, count=5),
+            Metric(name=REPLACED, split=SPLIT, sum=float(replaced), count=1),
+        ]
+    )
+
+
+def test_a_round_has_its_own_figures() -> None:
+    shown = views.run(filled(2), "r")
+    first, second = shown.lists["rounds"]
+    assert (first["test_accuracy"], second["test_accuracy"]) == pytest.approx((0.15, 0.3))
+    assert (first["train_loss"], second["train_loss"]) == pytest.approx((0.3, 0.6))
+    assert (first["guards"], second["guards"]) == (1, 2)
+    assert [(row["kept"], row["replaced"]) for row in (first, second)] == [(1, 1), (1, 1)]
+    assert {name: shown.facts[name] for name in ("guards_fired", "models_replaced", "models_kept")} == {
+        "guards_fired": 3,
+        "models_replaced": 2,
+        "models_kept": 2,
+    }
+
+
+def test_a_device_has_its_own_figures_and_the_last_accuracy() -> None:
+    a, b = views.devices(filled(2), "r").lists["devices"]
+    assert (a["test_accuracy"], b["test_accuracy"]) == pytest.approx((0.2, 0.4))
+    assert (a["kept"], a["replaced"], b["kept"], b["replaced"]) == (0, 2, 2, 0)
+
+
+def reads(store: Store, view: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a view asks the database what."""
+    asked: Counter[str] = Counter()
+    rows = store._rows
+
+    def counted(sql: str, *values: Any) -> Any:
+        asked[sql] += 1
+        return rows(sql, *values)
+
+    monkeypatch.setattr(store, "_rows", counted)
+    view(store, "r")
+    return asked
+
+
+@pytest.mark.parametrize("view", [views.run, views.devices])
+def test_the_store_is_asked_as_often_for_many_rounds_as_for_one(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reads(filled(8), view, monkeypatch) == reads(filled(1), view, monkeypatch)
+
+
+def test_a_device_more_does_not_ask_the_store_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = filled(1)
+    more.register_device("r", "c", b"", contract_pb2.DeviceProfile().SerializeToString())
+    assert reads(more, views.devices, monkeypatch) == reads(filled(1), views.devices, monkeypatch)
+
+
+def test_the_operators_page_explains_every_column_of_a_round() -> None:
+    page = (Path(__file__).parents[2] / "server/README.md").read_text(encoding="utf-8")
+    table = page.split("`runs show` tells for every round:")[1].split("\n\n")[1]
+    explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
+    columns = {name.replace("_", " ") for name in views.run(filled(1), "r").lists["rounds"][0]}
+    assert columns - {"round"} == explained - {"column"}

@@ -1,0 +1,102 @@
+"""The control that trains alone: it follows the method's local training, round by round."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fleets import SMALL, prepare, run_in_memory
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill_server.contract import build_method
+from fleetdistill_server.simulation import alone, fleet
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.settings import Simulation
+
+Training = tuple[torch.optim.Optimizer, float, int]
+"""Optimiser, learning rate and passes of one call."""
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
+    """Fills up with what the control trains, which goes on as ever."""
+    seen: list[Training] = []
+    train_epochs = alone.train_epochs
+
+    def watched(*parts: Any, epochs: int, optimizer: torch.optim.Optimizer, **given: Any) -> Any:
+        seen.append((optimizer, optimizer.param_groups[0]["lr"], epochs))
+        return train_epochs(*parts, epochs=epochs, optimizer=optimizer, **given)
+
+    monkeypatch.setattr(alone, "train_epochs", watched)
+    return seen
+
+
+def train_alone(work: Path, took_part: list[bool], method: str, **settings: Any) -> list[float]:
+    """Accuracies of one device after each round."""
+    config, specs, _ = prepare(replace(SMALL, method=method, settings=settings), work)
+    counts = alone.train_alone(specs[0], config, build_method(config).initial(), took_part)
+    return [one.accuracy for one in counts]
+
+
+def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Training]) -> None:
+    """FedDKD's decays with the rounds of the run, those that did not take the device included."""
+    settings = {"learning_rate": 0.1, "learning_rate_round_decay": 0.5}
+    train_alone(tmp_path / "work", [True, False, True], "feddkd", **settings)
+    assert [rate for _, rate, _ in trainings] == pytest.approx([0.1, 0.025])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_optimiser_is_kept_where_the_method_keeps_it(
+    method: str, tmp_path: Path, trainings: list[Training]
+) -> None:
+    train_alone(tmp_path / "work", [True, True], method)
+    (first, *_), (second, *_) = trainings
+    assert (first is second) == (method in ("feddkc", "fedd2s"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_says_the_truth_about_its_optimiser(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices of two rounds make two optimisers that they keep, or four."""
+    module, made = importlib.import_module(f"fleetdistill.methods.{method}"), []
+    make = module.make_local_optimizer
+    monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))
+    run_in_memory(prepare(replace(SMALL, method=method), tmp_path / "work"))
+    assert len(made) == (2 if config_class(method).keeps_optimizer else 4)
+
+
+def test_a_round_without_a_pass_over_the_labels_leaves_the_control_as_it_was(
+    tmp_path: Path, trainings: list[Training]
+) -> None:
+    """FedD2S that learns labels in its warm-up only."""
+    curve = train_alone(tmp_path / "work", [True, True, True], "fedd2s", label_epochs=0)
+    assert [epochs for _, _, epochs in trainings] == [1]
+    assert len(curve) == 3
+    assert len(set(curve)) == 1
+
+
+# --- a control that can not be had
+
+
+NO_LABELS = Simulation(
+    method="fedd2s", settings={"label_epochs": 0}, models=("fedd2s_digits",), devices=2, rounds=1, train_limit=60
+)
+
+
+def test_settings_that_fedavg_can_not_match_are_refused_before_the_fleet_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "run_over_memory", lambda *given: pytest.fail("the fleet ran"))
+    with pytest.raises(ConfigurationError, match=r"fedd2s makes no pass over the labels .* --no-controls"):
+        simulate(replace(NO_LABELS, out=tmp_path))
+
+
+def test_without_fedavg_they_run_and_have_the_control_alone(tmp_path: Path) -> None:
+    report = simulate(replace(NO_LABELS, with_fedavg=False, out=tmp_path))
+    assert report.mean_accuracy_alone is not None

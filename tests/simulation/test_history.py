@@ -1,0 +1,76 @@
+"""Which rounds a device took part in: what it noted, held against the receipts in the store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.fleets import SMALL, prepare, run_in_memory
+
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.history import read_history
+from fleetdistill_server.simulation.scores import START, append_scores
+from fleetdistill_server.store import Store
+
+FIRST, SECOND, THIRD = (np.full((2, 2), number) for number in range(3))
+
+
+def store_of(method: str, rounds: int) -> Store:
+    store = Store.in_memory()
+    store.begin_run(RUN, {"run": {"name": RUN, "method": method, "rounds": rounds}})
+    return store
+
+
+def answered_round(store: Store, steps: list[tuple[str, bool]], *, use: bool = True) -> None:
+    """A completed round of device `a`: its steps, and whether it has a receipt for each."""
+    number = store.start_round(RUN, ["a"])
+    for step_number, (step, receipt) in enumerate(steps, start=1):
+        row = {"run": RUN, "round": number, "step_number": step_number, "device": "a", "step": step, "expects": {}}
+        store.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
+        if receipt:
+            store.accept_upload(store.asks(RUN, number, step_number)[0]["id"], 1, b"", 1, 1)
+    used = [row["ask"] for row in store.uploads(RUN) if use]
+    store.close_round(RUN, number, b"", used, {})
+
+
+def device_a(tmp_path: Path) -> DeviceSpec:
+    """It noted a score in both rounds."""
+    spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
+    for number, confusion in ((START, FIRST), (1, SECOND), (2, THIRD)):
+        append_scores(spec.scores_file, number, confusion.tolist())
+    return spec
+
+
+def test_a_score_without_a_receipt_is_that_of_a_model_which_the_device_does_not_have(tmp_path: Path) -> None:
+    store = store_of("feddkc", 2)
+    answered_round(store, [("train", False)])
+    answered_round(store, [("train", True)])
+    history = read_history(store, RUN, [device_a(tmp_path)])
+    assert history.took_part == {"a": [False, True]}
+    assert [one.tolist() for one in history.devices["a"]] == [FIRST.tolist(), THIRD.tolist()]
+
+
+def test_an_answer_that_the_round_does_not_use_has_trained_the_device_all_the_same(tmp_path: Path) -> None:
+    store = store_of("feddkc", 2)
+    for use in (False, True):
+        answered_round(store, [("train", True)], use=use)
+    assert read_history(store, RUN, [device_a(tmp_path)]).took_part == {"a": [True, True]}
+
+
+def test_the_step_that_is_scored_decides(tmp_path: Path) -> None:
+    """FedD2S trains in its second step: what it answered to the first does not tell."""
+    store = store_of("fedd2s", 2)
+    answered_round(store, [("extract", True), ("learn", False)])
+    answered_round(store, [("extract", True), ("learn", True)])
+    assert read_history(store, RUN, [device_a(tmp_path)]).took_part == {"a": [False, True]}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedd2s"])
+def test_in_an_undisturbed_run_every_device_took_part_in_every_round(method: str, tmp_path: Path) -> None:
+    prepared = prepare(replace(SMALL, method=method), tmp_path / "work")
+    store = run_in_memory(prepared)
+    assert set(map(json.dumps, read_history(store, RUN, prepared[1]).took_part.values())) == {"[true, true]"}
