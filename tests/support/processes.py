@@ -28,7 +28,7 @@ def children(pid: int, module: str = "") -> list[int]:
     """Living children of a process, by default all, else those that run this Python module."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _parent_of(entry) == pid and module in _command_of(entry):
+        if entry.name.isdigit() and _parent_of(entry) == pid and module in ("", *_command_of(entry)):
             found.append(int(entry.name))
     return sorted(found)
 
@@ -71,8 +71,9 @@ def _parent_of(entry: Path) -> int | None:
     return int(parent) if state not in "ZX" else None
 
 
-def _command_of(entry: Path) -> str:
+def _command_of(entry: Path) -> list[str]:
+    """The arguments, whole: a fork server has the names of modules that it imports within one of its own."""
     try:
-        return (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return ""
+        return []
