@@ -52,6 +52,13 @@ _SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.02, "momentum": 0
 _ADAM: dict[str, Any] = {"optimizer": "adam", "learning_rate": 1e-3, "weight_decay": 0.0}
 
 
+def _feddkc(base: Simulation, largest: str) -> Comparison:
+    """Five different models, and FedAvg with the largest of them on every device."""
+    fedavg = {"method": "fedavg", "models": (largest,)}
+    runs: dict[str, dict[str, Any]] = {"feddkc": {}, "server_beta=0": {"settings": {"server_beta": 0.0}}}
+    return Comparison(replace(base, method="feddkc"), "c_per", {**runs, "fedavg": fedavg}, ALPHAS)
+
+
 def _feddkd(base: Simulation, rounds: int, steps: tuple[int, ...]) -> Comparison:
     """FedAvg runs as many rounds as FedDKD with J = 3 has exchanges, so that its curve serves for both."""
     fedavg = {"method": "fedavg", "rounds": 4 * rounds, "settings": {"local_epochs": 5}}
@@ -105,6 +112,7 @@ def _dafkd(base: Simulation) -> Comparison:
 _FASHION = Simulation(dataset="fashion-mnist", devices=10, train_limit=2000, test_limit=1000)
 
 COMPARISONS = {
+    "feddkc-digits": _feddkc(Simulation(rounds=30), "digits_mlp_large"),
     "feddkd-digits": _feddkd(Simulation(devices=10, models=("digits_mlp_small",)), rounds=10, steps=(1, 3, 10)),
     "feddkd-fashion": _feddkd(replace(_FASHION, models=("fedd2s_m1",)), rounds=10, steps=(3, 10)),
     "cdkt-digits": _cdkt(Simulation(devices=10, rounds=30), "cdkt_digits"),

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Found = dict[tuple[str, int], Row]
 """(run, seed) -> what was kept of it."""
 Pairs = list[tuple[Row, Row]]
-CONTROLS = ("fedavg", "local + proxy labels", "no correlation", "without dropping")
+CONTROLS = ("fedavg", "local + proxy labels", "no correlation", "without dropping", "server_beta=0")
 _NAMES = {"global": "global model", "c_per": "C-Per", "own": "own classes"}
 _COLUMNS = ("global", "devices", "own", "c_per")
 _CURVES = {"global": "global_curve", "devices": "fleet_curve", "own": "own_curve", "c_per": "c_per_curve"}
