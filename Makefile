@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 METHOD ?= feddkc
-OUT ?= out/demo
+OUT ?= out/demo$(if $(filter feddkc,$(METHOD)),,-$(METHOD))
 FAST ?= 0
 ARGS ?=
 
@@ -16,7 +16,7 @@ WIRE := fleetdistill/wire/v1
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OUT=out/demo)
+demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OUT=folder)
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
 test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)

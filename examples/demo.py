@@ -4,8 +4,10 @@ Front, engine and devices are processes of their own on the loopback. `make demo
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+from fleetdistill import FleetDistillError
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.simulation.show import simulate_and_show
 
@@ -18,7 +20,10 @@ def main() -> None:
     parser.add_argument("--method", default="feddkc", help="name of the method")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
     given = parser.parse_args()
-    simulate_and_show(Simulation(method=given.method, link="grpc", rounds=30, alpha=0.5, seed=SEED, out=given.out))
+    try:
+        simulate_and_show(Simulation(method=given.method, link="grpc", rounds=30, alpha=0.5, seed=SEED, out=given.out))
+    except FleetDistillError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fleetdistill import COLUMNS, Device, Event, FleetDistillError
 def main() -> int:
     """Takes part until the run is over or someone presses Ctrl-C."""
     given = parse_arguments()
-    training, validation = load_own_digits(*given.part)
+    training, validation, test = load_own_digits(*given.part)
     try:
         with Device(
             server=given.server,
@@ -28,7 +28,7 @@ def main() -> int:
             model_name=given.model,
             data=training,
             validation_data=validation,
-            test_data=validation,
+            test_data=test,
             state_dir=given.state_dir,
             run=given.run,
             device_id=given.device_id,
@@ -42,7 +42,7 @@ def main() -> int:
     except FleetDistillError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    use_model(given.state_dir / "model.onnx", *validation)
+    use_model(given.state_dir / "model.onnx", *test)
     return 0
 
 
@@ -81,15 +81,23 @@ def use_model(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
     print(f"{path} knows {np.mean(logits.argmax(1) == labels):.1%} of {len(labels)} digits it was not trained on")
 
 
-def load_own_digits(part: int, parts: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """This device's share of scikit-learn's digits, to train on and to validate with; no two parts overlap."""
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def load_own_digits(part: int, parts: int) -> tuple[Pair, Pair, Pair]:
+    """This device's share of scikit-learn's digits; no two parts overlap.
+
+    Returns:
+        What it trains on, what decides whether a round's model becomes the app's, and what neither has seen.
+    """
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = (digits.images[part::parts, None] / 16).astype(np.float32)  # [N, 1, 8, 8] in [0, 1]
     labels = digits.target[part::parts]
-    held_out = len(labels) // 5
-    return (images[held_out:], labels[held_out:]), (images[:held_out], labels[:held_out])
+    tenth = len(labels) // 10
+    test, validation, training = slice(tenth), slice(tenth, 2 * tenth), slice(2 * tenth, None)
+    return tuple((images[rows], labels[rows]) for rows in (training, validation, test))  # type: ignore[return-value]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -75,9 +75,17 @@ class Engine:
             cohort = await self._next_cohort()
             short = 0 if await self._round(cohort) else short + 1
             if short >= MAX_SHORT_ROUNDS_IN_A_ROW:
-                raise RunError(f"{short} rounds in a row fell short of the quorum; look at `fleetdistill runs show`")
+                raise RunError(f"{short} rounds in a row fell short of the quorum; {self._last_event()}")
         self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         self._waker.wake_other()
+
+    def _last_event(self) -> str:
+        """What went wrong last, for an error: in a simulation nobody can look the store up."""
+        events = self._store.events(self._name)
+        if not events:
+            return "look at `fleetdistill runs show`"
+        last = events[-1]
+        return f"the last event is of round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
 
     def _prepare(self) -> None:
         """Publishes the contract, or takes up the state of an earlier start."""

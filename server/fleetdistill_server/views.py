@@ -200,9 +200,11 @@ def _when(seconds: float) -> str:
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD)
-    for name in rows[0]:
+    """A table of rows with the same names; columns that are empty in all of them are left out."""
+    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
     return table

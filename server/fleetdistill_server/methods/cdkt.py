@@ -39,8 +39,8 @@ class CDKTServer(ServerMethod):
     server_reads_inputs = True
     steps = {"train": {"knowledge": "proxy_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
     advice = {  # noqa: RUF012  (as above)
-        EMBEDDING: "give the device a model whose last layer reads so many numbers, or use knowledge = 'full' for the "
-        "run, which takes models of any size"
+        EMBEDDING: "give the device a model whose last layer reads so many numbers, such as cdkt_digits and "
+        "cdkt_digits_small, or use knowledge = 'full' for the run, which takes models of any size"
     }
 
     def __init__(self, config: CDKTConfig, setting: Setting) -> None:

@@ -25,7 +25,7 @@ def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetRepo
     console = Console()
     wide = Console(width=max(console.width, _TABLE_WIDTH))
     wide.print(report_table(report))
-    for line in (verdict(report), *global_lines(report), *fedavg_lines(report)):
+    for line in (verdict(report), *global_lines(report), *fedavg_lines(report), *joining_lines(report)):
         console.print(line, soft_wrap=True)
     console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({len(report.devices)} models)", soft_wrap=True)
     return report
@@ -58,6 +58,15 @@ def fedavg_lines(report: FleetReport) -> list[str]:
         f"{_percent(report.mean_accuracy_fedavg_device)}, on own classes "
         f"{_percent(report.mean_own_accuracy_fedavg_device)}"
     ]
+
+
+def joining_lines(report: FleetReport) -> list[str]:
+    """What protected the devices, where anything did."""
+    guards = f"guards fired {report.guards_fired} times" if report.guards_fired else ""
+    judged = report.models_kept + report.models_replaced
+    kept = f"apps kept their model {report.models_kept} of {judged} times" if judged else ""
+    said = "; ".join(one for one in (guards, kept) if one)
+    return [said] if said else []
 
 
 def _percent(rate: float | None) -> str:
