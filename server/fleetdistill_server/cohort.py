@@ -48,6 +48,7 @@ class RoundTerms:
         seed: Root of its seed tree.
         quorum: Part of the cohort that must answer, in (0, 1].
         deadline_seconds: Time for one ask.
+        devices_per_round: Answers that are enough for a step; 0 waits for every device that is asked.
         knowledge_type: float16 or float32, what knowledge travels in.
         steps: For each step of the method, part name to kind of an answer.
     """
@@ -56,6 +57,7 @@ class RoundTerms:
     seed: int
     quorum: float
     deadline_seconds: float
+    devices_per_round: int
     knowledge_type: np.dtype
     steps: Mapping[str, Mapping[str, str]]
 
@@ -144,6 +146,8 @@ class Cohort:
             columns: For a step that wants other feature columns of each device: those of the contract that its
                 answer must have, and no others. By default all of them.
 
+        With `devices_per_round` a step ends with that many answers: who has not answered by then is out for the round.
+
         Raises:
             QuorumNotReached: Too few answered before the deadline.
         """
@@ -151,21 +155,27 @@ class Cohort:
         self._steps += 1
         self._write_asks(step, self._steps, asked, payload, columns)
         self._waker.wake_other()
+        # A step without a quorum brings something to the devices, so there all of them matter.
+        enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered = 0
         for row in self._store.asks(self._terms.run, self.round, self._steps):
-            answer = await self._answer_to(row)
+            answer = await self._answer_to(row, enough)
             if answer is None:
                 self._in_round.discard(row["device"])
                 continue
             answered += 1
             yield answer
-        needed = self.needed(len(asked), quorum)
+        needed = self.needed(min(len(asked), self._terms.devices_per_round or len(asked)), quorum)
         if answered < needed:
             raise QuorumNotReached(step, answered, needed)
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
         """How many of so many asked devices must answer: the run's quorum of them, or another."""
         return math.ceil((self._terms.quorum if quorum is None else quorum) * asked - 1e-9)
+
+    def add_newcomers(self, devices: Sequence[str]) -> None:
+        """Lets devices that are not of this round's cohort hear the end result too."""
+        self._in_round |= set(devices) - set(self.devices)
 
     @property
     def remaining(self) -> list[str]:
@@ -252,7 +262,7 @@ class Cohort:
         gone = row is not None and not row["present"]
         return {"status": "out", "reason": "device not present"} if gone else {"status": "open"}
 
-    async def _answer_to(self, ask: Row) -> DeviceAnswer | None:
+    async def _answer_to(self, ask: Row, enough: int) -> DeviceAnswer | None:
         name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
         while True:
             row = self._store.ask(*name)
@@ -263,7 +273,8 @@ class Cohort:
             if row["status"] == "answered":
                 return self._accepted(row)
             self._store.expire_asks(self._terms.run, time.time())
-            await self._waker.wait()
+            if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough)):
+                await self._waker.wait()
 
     def _accepted(self, ask: Row) -> DeviceAnswer:
         upload = self._store.upload_of(ask["id"])

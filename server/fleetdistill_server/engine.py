@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
+import random
 import signal
 import sys
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.processes import EXIT_CONFIGURATION, end_with_parent
-from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, Wakeups
 
@@ -49,7 +51,7 @@ class Engine:
         self._config = config
         self._waker = waker
         self._name = config.run.name
-        store.begin_run(self._name, config.fixed_part())
+        store.begin_run(self._name, config.fixed_part(), completed_part)
         self._token = store.own_run(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
@@ -58,6 +60,7 @@ class Engine:
             seed=config.run.seed,
             quorum=config.run.quorum,
             deadline_seconds=config.run.deadline_seconds,
+            devices_per_round=config.run.devices_per_round,
             knowledge_type=np.dtype(config.contract.knowledge_type),
             steps=self.method.steps,
         )
@@ -132,8 +135,18 @@ class Engine:
             await self._waker.wait()
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
-            number = self._store.start_round(self._name, devices)
-        return self._cohort(number, devices)
+            chosen = self._chosen(devices)
+            number = self._store.start_round(self._name, chosen)
+        return self._cohort(number, chosen)
+
+    def _chosen(self, present: list[str]) -> list[str]:
+        """Who is asked: everybody, or as many as a round wants and some more, for those that will not answer."""
+        settings = self._config.run
+        count = math.ceil(settings.devices_per_round * settings.over_selection - 1e-9)
+        if not 0 < count < len(present):
+            return present
+        seed = derive_seed(settings.seed, self._row()["next_round"], "devices", "server")
+        return sorted(random.Random(seed).sample(present, count))
 
     def _cohort(self, number: int, devices: list[str]) -> Cohort:
         return Cohort(
@@ -146,6 +159,7 @@ class Engine:
         try:
             await self.method.round(cohort)
             if cohort.completed + 1 == self._config.run.rounds:
+                cohort.add_newcomers(self._store.present_devices(self._name))
                 await self.method.finish(cohort)
         except QuorumNotReached as reason:
             logger.warning("round %d fell short: %s", cohort.round, reason)

@@ -35,6 +35,8 @@ class RunSection(_Section):
     rounds: Annotated[int, Field(ge=1, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_devices: Annotated[int, Field(ge=1)] = 2
+    devices_per_round: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
@@ -142,6 +144,17 @@ class RunConfig(_Section):
         """What may not change between two starts of one run; a proxy set may move, its digest is in the contract."""
         fixed = self.model_dump(mode="json", exclude={"server": True, "evaluation": True, "proxy": {"data"}})
         return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
+
+
+def completed_part(known: dict[str, Any]) -> dict[str, Any]:
+    """The fixed part that an earlier version has stored, with the defaults of the settings that it did not know yet."""
+    sections: dict[str, type[_Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
+    completed = {}
+    for name, values in known.items():
+        fields = sections[name].model_fields if name in sections else {}
+        defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+        completed[name] = {**defaults, **values}
+    return completed
 
 
 def load_run_config(path: Path) -> RunConfig:

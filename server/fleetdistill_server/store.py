@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,18 @@ class Store:
 
     # --- runs
 
-    def begin_run(self, name: str, config: Mapping[str, Any]) -> None:
+    def begin_run(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda known: known,
+    ) -> None:
         """Registers a run, or finds it again.
+
+        Args:
+            name: The run.
+            config: Its settings.
+            completed: Adds to settings that an earlier version has stored what this version knows beside them.
 
         Raises:
             RunError: The run exists with another configuration; the message says what changed.
@@ -142,7 +152,7 @@ class Store:
         with self.transaction():
             known = self.run(name)
             if known is not None:
-                _refuse_changes(name, json.loads(known["config"]), json.loads(json.dumps(config)))
+                _refuse_changes(name, completed(json.loads(known["config"])), json.loads(json.dumps(config)))
                 return
             row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": time.time()}
             self._insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
@@ -378,6 +388,22 @@ class Store:
                 text = f"{ask['device']} did not answer step {ask['step']!r} in time"
                 self.add_event(run, "late", text, number=ask["round"], device=ask["device"])
         return late
+
+    def end_step(self, run: str, number: int, step_number: int, enough: int) -> bool:
+        """Closes the asks of a step that are still open once it has enough answers; False while it has not."""
+        with self.transaction():
+            answered = self._value(
+                "SELECT count(*) FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered'",
+                *(run, number, step_number),
+            )
+            if answered < enough:
+                return False
+            self._write(
+                "UPDATE asks SET status = 'out', reason = 'enough devices answered' WHERE run = ? AND round = ? "
+                "AND step_number = ? AND status = 'open'",
+                *(run, number, step_number),
+            )
+        return True
 
     def close_ask(self, ask: int, reason: str) -> None:
         """Puts the device of an open ask out for the round."""

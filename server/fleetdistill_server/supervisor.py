@@ -19,7 +19,7 @@ from pathlib import Path
 from fleetdistill.errors import RunError
 from fleetdistill.file_lock import lock_file
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.run_config import RunConfig, completed_part
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
@@ -109,7 +109,7 @@ class Supervisor:
             raise RunError(f"another `fleetdistill serve` uses the store {config.server.store}; stop it first")
         self._lock = lock
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
-        self.store.begin_run(config.run.name, config.fixed_part())
+        self.store.begin_run(config.run.name, config.fixed_part(), completed_part)
 
     def stop(self) -> None:
         """Makes `serve` return; may be called from a signal handler."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -351,3 +352,80 @@ def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
     with pytest.raises(RunError, match="taken over"):
         asyncio.run(old.run())
     assert store.rounds(RUN) == []
+
+
+# --- over-selection
+
+
+def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() -> None:
+    """Of four devices three are asked for two answers; whoever has not answered by then is out, and loses nothing."""
+    store = Store.in_memory()
+    drive = Drive(answering(store, 4))
+    settings = {"min_devices": 4, "devices_per_round": 2, "over_selection": 1.5, "quorum": 1.0, "rounds": 6}
+    engine = Engine(store, config_for(**settings), drive)
+    method = engine.method = Adding(engine.method)
+    asyncio.run(engine.run())
+
+    rounds = store.rounds(RUN)
+    assert [(row["status"], row["used"], row["reported"]) for row in rounds] == [("closed", 2, 0)] * 6
+    cohorts = [tuple(json.loads(row["cohort"])) for row in rounds]
+    assert {len(cohort) for cohort in cohorts} == {3}
+    assert len(set(cohorts)) > 1  # chosen anew in every round
+    (surplus,) = [row for row in store.asks(RUN, 1, 1) if row["status"] == "out"]
+    assert surplus["reason"] == "enough devices answered"
+    assert int(method.total) == 6 * 2 * 6
+    assert_no_upload_lost(store)
+
+
+def test_a_replayed_round_keeps_the_devices_that_it_asked() -> None:
+    """The engine dies at every step of a run with over-selection and the end is the same."""
+
+    def run(fuse: Fuse) -> tuple[Store, list[str]]:
+        config = config_for(min_devices=3, devices_per_round=2, over_selection=1.5)
+        store = Store.in_memory()
+        devices = answering(store, 3)
+        with contextlib.suppress(Crash):
+            run_engine(Fragile(store, fuse), config, Drive(devices, fuse))
+        run_engine(store, config, Drive(devices))
+        return store, [row["cohort"] for row in store.rounds(RUN)]
+
+    undisturbed = Fuse()
+    run(undisturbed)
+    for moment in range(1, undisturbed.touched + 1, 7):
+        store, cohorts = run(Fuse(blows_at=moment))
+        assert len(cohorts) == ROUNDS
+        assert [row["used"] for row in store.rounds(RUN)] == [2] * ROUNDS
+        assert_no_upload_lost(store)
+
+
+def test_the_quorum_counts_the_devices_that_a_round_wants() -> None:
+    """Two of three must answer with a quorum of all of two, although three are asked."""
+    store = Store.in_memory()
+    drive = Drive(answering(store, 3))
+    settings = {"min_devices": 3, "devices_per_round": 2, "over_selection": 1.5, "quorum": 1.0}
+    engine = Engine(store, config_for(**settings), drive)
+    engine.method = Adding(engine.method)
+
+    def look() -> None:
+        drive.away = {2} if store.open_round(RUN) is not None else set()
+
+    drive.on_wait = look
+    asyncio.run(engine.run())
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * ROUNDS
+
+
+def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> None:
+    class Telling(Adding):
+        steps = {"train": {"knowledge": "sample_knowledge"}, "deliver": {}}  # noqa: RUF012
+
+        async def finish(self, cohort: Cohort) -> None:
+            told.extend(cohort.remaining)
+
+    told: list[str] = []
+    store = Store.in_memory()
+    drive = Drive(answering(store, 4))
+    engine = Engine(store, config_for(min_devices=4, devices_per_round=2, rounds=1), drive)
+    engine.method = Telling(engine.method)
+    asyncio.run(engine.run())
+    assert len(json.loads(store.rounds(RUN)[0]["cohort"])) == 2
+    assert told == ["d0", "d1", "d2", "d3"]
