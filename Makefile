@@ -5,13 +5,14 @@ METHOD ?= feddkc
 OUT ?= out/demo$(if $(filter feddkc,$(METHOD)),,-$(METHOD))
 FAST ?= 0
 ARGS ?=
+SEED ?= 1
 
 BIN := .venv/bin
 PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench protos protos-check venv clean
+.PHONY: help demo test check format bench protos protos-check venv clean fuzz chaos soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,24 @@ check: .venv/.installed  ## Lint, check formatting and types, and check the prot
 format: .venv/.installed  ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+MESSAGES ?= 1000000
+
+fuzz: .venv/.installed  ## Send hostile messages to the server's checks (MESSAGES=1000000, SEED=1)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/run.py --messages $(MESSAGES) --seed $(SEED)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/decoder.py out/fuzz-corpus -runs=$(MESSAGES) \
+	  -seed=$(SEED) -max_len=4096 -artifact_prefix=out/fuzz-
+
+# One run where a seed is named, else the runs that docs/reliability.md tells about.
+RUNS ?= $(if $(filter file,$(origin SEED)),200,1)
+
+chaos: .venv/.installed  ## Kill processes and spoil connections, and look for lost uploads (SEED=7, or RUNS=200; ARGS="--jobs 3")
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --runs $(RUNS) $(ARGS)
+
+MINUTES ?= 30
+
+soak: .venv/.installed  ## Let front and engine serve a restless fleet; their memory may not grow (MINUTES=30, SEED=1)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m soak.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/.installed  ## Run every benchmark, one after the other
 	@set -e; for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do \

@@ -32,6 +32,7 @@ def main() -> int:
             state_dir=given.state_dir,
             run=given.run,
             device_id=given.device_id,
+            enrolment=given.enrolment,
             allow=COLUMNS,  # FedDKC needs the labels of the samples: the app says that they may leave
             on_event=show,
         ) as device:
@@ -104,6 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
+    parser.add_argument("--enrolment", help="the operator's token, or the file it is in, for a server with TLS")
     parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
     parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/models.md")
     parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")

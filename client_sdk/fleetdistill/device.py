@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf.message import DecodeError
 
+from fleetdistill import failpoints
+from fleetdistill.credentials import is_enrolled
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -33,16 +35,19 @@ from fleetdistill.errors import (
     FleetDistillError,
     KnowledgeError,
     LinkError,
+    NoRoomError,
     RefusedError,
     StateError,
+    WireError,
 )
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
-from fleetdistill.storage import Pending, Storage
-from fleetdistill.transfer import download
+from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
+from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
-from fleetdistill.wire.codes import Code, is_final
+from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
+from fleetdistill.wire.compression import RAW, offered
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -51,7 +56,7 @@ if TYPE_CHECKING:
 
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer
-    from fleetdistill.worker import Worker
+    from fleetdistill.work import DeviceWorker, MakeWorker
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +67,15 @@ DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "m
 
 POLL_SECONDS = 20.0
 _EXPORT_DUE = "model.onnx.due"
-PROXY_FOLDER = "proxy"
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 15.0
 _ATTEMPTS_TO_SEND = 5
+# gRPC statuses of refusals that say nothing about the answer: it waits in the outbox. The server cannot take it now ...
+_LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+# ... or does not take the caller for the one it says it is, which the app must hear.
+_ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+_TAKES_NONE = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
 
 
 class Step(StrEnum):
@@ -82,8 +91,8 @@ class Event:
     """Something the app may want to show.
 
     Attributes:
-        kind: checked-in, proxy, ask, scored, answered, refused, dropped, kept, delivered, exported, lost-contact or
-            finished.
+        kind: checked-in, proxy, ask, asked-again, scored, answered, refused, dropped, kept, delivered, exported,
+            lost-contact or finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -104,6 +113,8 @@ class Device:
             (see `fleetdistill.model.split_sequential`).
         data: Private training data: `(inputs, labels)` as tensors or numpy arrays, a map-style torch Dataset, or a
             function that returns one of these.
+        worker: Instead of model, data and what goes with them, for an app that computes with something else than
+            PyTorch: a function that takes the run's contract and returns a `fleetdistill.work.DeviceWorker`.
         state_dir: Directory of this device alone; keeps identity, model and what is under way.
         run: Name of the run; may be left out where the server has only one.
         device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
@@ -117,8 +128,13 @@ class Device:
         model_name: Name of the model in the server's lists.
         export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
         torch_device: Where to train, such as "cpu" or "cuda".
-        insecure: Allow plain text to a server that is not on this machine. There is no TLS yet: use a tunnel.
-        on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run.
+        insecure: Allow plain text to a server that is not on this machine.
+        enrolment: The operator's one-time token, or the file that holds it: the device speaks TLS, gets its certificate
+            with its first call and renews it by itself. Not needed any more once `state_dir` has the certificate.
+        max_spool_bytes: Most bytes in `state_dir` of the answer under way with its states, and of one download. What is
+            over it, or over the room on the disk, is declined.
+        on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
+            about an answer may come a second time, never not at all.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -129,8 +145,9 @@ class Device:
         self,
         *,
         server: str | Link,
-        model: nn.Module | Callable[[], nn.Module],
-        data: Any,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        data: Any = None,
+        worker: MakeWorker | None = None,
         state_dir: str | Path,
         run: str = "",
         device_id: str | None = None,
@@ -142,28 +159,29 @@ class Device:
         torch_device: str = "cpu",
         on_event: Callable[[Event], None] | None = None,
         insecure: bool = False,
+        enrolment: str | Path | None = None,
+        max_spool_bytes: int = MAX_SPOOL_BYTES,
     ) -> None:
         _check_columns(allow)
-        self._model, self._data = model, data
+        _check_computes(model, data, worker)
+        self._model, self._data, self._make = model, data, worker
         self._test_data, self._validation_data = test_data, validation_data
         self._model_name, self._torch_device = model_name, torch_device
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._on_event = on_event or (lambda event: None)
-        self._link = server if not isinstance(server, str) else _open_link(server, insecure)
-        try:
-            self._storage = Storage(Path(state_dir))
-        except FleetDistillError:
-            self._link.close()
-            raise
+        if isinstance(server, str):
+            _check_way(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
+        self._storage = Storage(Path(state_dir), max_spool_bytes)
+        self._downloads = Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes)
         try:
             self._identity = self._load_identity(run, device_id)
+            adopt_proxy_set(self._storage.directory)
+            self._link = self._open_link(server, enrolment) if isinstance(server, str) else server
         except FleetDistillError:
             self._storage.close()
-            self._link.close()
             raise
         self._terms: service_pb2.CheckInResponse | None = None
-        self._worker: Worker | None = None
-        self._attempts: dict[tuple[int, int], int] = {}
+        self._worker: DeviceWorker | None = None
         self._in_memory: Pending | None = None  # the answer whose state the worker holds
         self._stopped = threading.Event()
         self._closed = False
@@ -202,7 +220,7 @@ class Device:
                 if str(error) != trouble:  # said once, not at every try
                     trouble = str(error)
                     self._tell("lost-contact", 0, f"{trouble}; the device keeps trying")
-                self._stopped.wait(random.uniform(pause / 2, pause))
+                self._stopped.wait(error.after_seconds + random.uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
@@ -218,9 +236,11 @@ class Device:
         try:
             return self._step(wait_seconds)
         except RefusedError as refusal:
-            if refusal.code != Code.NOT_READY:
+            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
+                self._terms = None  # the server was restored from a backup and does not know this device any more
+            elif refusal.code not in (Code.NOT_READY, Code.TOO_MANY):
                 raise
-            raise LinkError(str(refusal)) from refusal
+            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
     def _step(self, wait_seconds: float) -> Step:
         if self._terms is None:
@@ -229,6 +249,7 @@ class Device:
         if pending is not None:
             self._settle(pending)
             return Step.ANSWERED
+        self._tell_outcome()  # an earlier process's, which ended before it had told the app
         self._export_due()
         response = self._link.next_ask(self._identity, wait_seconds)
         match response.WhichOneof("next"):
@@ -248,14 +269,18 @@ class Device:
         self._link.interrupt()
 
     def close(self) -> None:
-        """Says goodbye to the server and releases the state directory."""
+        """Says goodbye to the server and releases the state directory.
+
+        Not while an answer waits for its receipt: leaving would close its ask, and the device may come back in time.
+        """
         if self._closed:
             return
         self._closed = True
         self._stopped.set()
         if self._terms is not None:
-            with contextlib.suppress(LinkError, RefusedError):
-                self._link.leave(self._identity)
+            with contextlib.suppress(LinkError, RefusedError, StateError):
+                if self._storage.pending() is None:
+                    self._link.leave(self._identity)
         self._link.close()
         self._storage.close()
 
@@ -266,6 +291,17 @@ class Device:
         self.close()
 
     # --- identity and contract
+
+    def _open_link(self, server: str, token: str | Path | None) -> Link:
+        """TLS for a device that is enrolled or has a token; plain text is never fallen back to."""
+        from fleetdistill.grpc_link import GrpcLink
+
+        directory = self._storage.directory
+        if token is None and not is_enrolled(directory):
+            return GrpcLink(server)
+        from fleetdistill.enrolment import Enrolment
+
+        return GrpcLink(server, Enrolment(server, directory, self._identity.device, token))
 
     def _load_identity(self, run: str, device_id: str | None) -> service_pb2.Identity:
         saved = self._storage.load_identity()
@@ -283,15 +319,23 @@ class Device:
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None:
             terms = self._link.check_in(self._identity, None)
-            profile = self._make_worker(terms.contract).profile(self._allow)
+            profile = self._profile_of(self._make_worker(terms.contract))
         else:
             del profile.allowed_columns[:]
             profile.allowed_columns.extend(self._allow)
+            _set_compressions(profile)
         terms = self._link.check_in(self._identity, profile)
         self._identity.run = terms.contract.run
+        failpoints.hit("device.check-in.before-save")
         self._save_identity(profile)
+        failpoints.hit("device.check-in.after-save")
         self._terms = terms
         self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
+
+    def _profile_of(self, worker: DeviceWorker) -> contract_pb2.DeviceProfile:
+        profile = worker.profile(self._allow)
+        _set_compressions(profile)
+        return profile
 
     def _save_identity(self, profile: contract_pb2.DeviceProfile) -> None:
         self._storage.save_identity(_identity_file(self._identity))
@@ -299,22 +343,26 @@ class Device:
 
     # --- work
 
-    def _make_worker(self, contract: contract_pb2.Contract) -> Worker:
-        from fleetdistill.worker import Worker
-
+    def _make_worker(self, contract: contract_pb2.Contract) -> DeviceWorker:
         if self._worker is None:
-            self._worker = Worker(
-                contract,
-                model=self._model,
-                model_name=self._model_name,
-                data=self._data,
-                test_data=self._test_data,
-                validation_data=self._validation_data,
-                torch_device=self._torch_device,
-            )
+            self._worker = self._make(contract) if self._make is not None else self._torch_worker(contract)
         return self._worker
 
-    def _ready_worker(self) -> Worker:
+    def _torch_worker(self, contract: contract_pb2.Contract) -> DeviceWorker:
+        from fleetdistill.worker import Worker
+
+        assert self._model is not None  # checked by __init__
+        return Worker(
+            contract,
+            model=self._model,
+            model_name=self._model_name,
+            data=self._data,
+            test_data=self._test_data,
+            validation_data=self._validation_data,
+            torch_device=self._torch_device,
+        )
+
+    def _ready_worker(self) -> DeviceWorker:
         """The worker with the device's state: the committed one, or the run's initial weights."""
         if self._terms is None:
             self._check_in()
@@ -322,8 +370,9 @@ class Device:
         contract = self._terms.contract
         fresh = self._worker is None
         worker = self._make_worker(contract)
-        if fresh and worker.profile(self._allow).SerializeToString() != self._storage.load("profile.bin"):
-            profile = worker.profile(self._allow)  # the app's model or data changed since the last check-in
+        profile = self._profile_of(worker) if fresh else None
+        if profile is not None and profile.SerializeToString() != self._storage.load("profile.bin"):
+            # The app's model or data changed since the last check-in.
             self._link.check_in(self._identity, profile)
             self._save_identity(profile)
         if not worker.has_state:
@@ -332,44 +381,50 @@ class Device:
             worker.take_proxy(decode(self._proxy_payload(contract.proxy_digest)))
         return worker
 
-    def _restore(self, worker: Worker, contract: contract_pb2.Contract) -> None:
+    def _restore(self, worker: DeviceWorker, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")
         if saved is not None:
             worker.restore(saved, self._storage.load("delivered.safetensors"))
             return
         if contract.initial_weights:
-            worker.load_initial(decode(download(self._link, self._identity, contract.initial_weights)))
+            worker.load_initial(decode(self._download(contract.initial_weights)))
         # Kept from the start: a first answer that is dropped leads back here, and the app may keep its first model.
+        failpoints.hit("device.first-state.before-save")
         self._storage.save("delivered.safetensors", worker.delivered_state())
         self._storage.save("state.safetensors", worker.state())
+        failpoints.hit("device.first-state.after-save")
         worker.has_state = True
+
+    def _download(self, sha256: bytes) -> Payload:
+        """A payload of the run; what is kept besides is the run's proxy set."""
+        assert self._terms is not None
+        return self._downloads.fetch(self._link, self._identity, sha256, keep=[self._terms.contract.proxy_digest])
 
     def _proxy_payload(self, sha256: bytes) -> Payload:
         """The run's proxy set: the one that is kept here, or fetched, once."""
-        kept = self._storage.kept_payload(PROXY_FOLDER, sha256)
+        kept = self._downloads.held(sha256)
         if kept is not None:
             return kept
-        payload = download(self._link, self._identity, sha256)
-        self._storage.keep_payload(PROXY_FOLDER, payload)
+        payload = self._download(sha256)
         values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
         self._tell("proxy", 0, f"fetched the run's proxy set {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
         return payload
 
     def _answer(self, ask: service_pb2.Ask) -> None:
+        if ask.first_attempt > 1:
+            text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
+            self._tell("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
         self._tell("ask", ask.round, f"round {ask.round}: {ask.step}", {"completed_rounds": ask.completed_rounds})
         with self._heartbeats():
             worker = self._ready_worker()
             try:
-                parts = decode(download(self._link, self._identity, ask.payload)) if ask.payload else {}
-            except RefusedError as refusal:
-                if refusal.code != Code.NOT_FOUND:
-                    raise
-                # The device was so slow that its round is over; it is out for the round, not for the run.
-                self._tell("dropped", ask.round, str(refusal), {"code": refusal.code})
+                pending, answer = self._work(worker, ask, self._question(ask))
+            except _AskIsOver as over:
+                self._tell("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
                 return
-            try:
-                pending, answer = self._work(worker, ask, parts)
-            except (CannotAnswer, KnowledgeError) as reason:  # also what training has made of numbers is no answer
+            except (CannotAnswer, KnowledgeError, WireError, NoRoomError) as reason:
+                # Training has made no numbers of it, it comes from a server that is newer or broken, or the disk is
+                # full: no answer to this ask, and no end of the device.
                 self._decline(worker, ask, reason)
                 return
             except BaseException:
@@ -379,21 +434,31 @@ class Device:
             self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
         self._settle(pending)
 
-    def _work(self, worker: Worker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
+    def _question(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
+        """What the ask brings along."""
+        try:
+            return decode(self._download(ask.payload)) if ask.payload else {}
+        except RefusedError as refusal:
+            if refusal.code != Code.NOT_FOUND:
+                raise
+            # The device was so slow that its round is over; it is out for the round, not for the run.
+            raise _AskIsOver(refusal) from refusal
+
+    def _work(self, worker: DeviceWorker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
         """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
         work = worker.answer(ask, parts, self._allow)
         answer = work.answer
         check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
         payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
-        attempt = self._attempts.get((ask.round, ask.step_number), 0) + 1
-        self._attempts = {(ask.round, ask.step_number): attempt}
+        # The server asks again under a new number when it has lost an answer that this device has forgotten.
+        attempt = max(self._storage.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
         pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores)
         self._storage.put_answer(pending, payload, work.state, work.delivered)
         self._in_memory = pending
         return pending, answer
 
-    def _decline(self, worker: Worker, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
+    def _decline(self, worker: DeviceWorker, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
         """Out for the step, not for the run: the server closes this ask and does not wait for it."""
         worker.forget_state()
         self._link.decline(
@@ -404,31 +469,71 @@ class Device:
         self._tell("dropped", ask.round, str(reason))
 
     def _settle(self, pending: Pending) -> None:
-        """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none."""
+        """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
+
+        What it was is kept before anything is done about it, and until the app was told: the app hears at least once.
+        """
+        outcome = self._outcome_of(pending)
+        self._storage.note_outcome(outcome)
+        if outcome.receipt:
+            self._promote(pending)
+        else:
+            self._drop()
+        self._tell_outcome()
+
+    def _outcome_of(self, pending: Pending) -> Outcome:
+        """Sends the answer until the server has decided on it. Raises LinkError while it has not."""
         for attempt in range(_ATTEMPTS_TO_SEND):
             try:
                 receipt = self._send(pending)
-                break
+                return Outcome(pending, receipt.id, tries=self._storage.tries)
             except RefusedError as refusal:
-                if refusal.code == Code.NO_SPACE:  # nothing is wrong with the answer: it waits in the outbox
-                    raise LinkError(str(refusal)) from refusal
+                status = status_of(refusal.code)
+                if status in _LATER:
+                    raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
+                if status in _ABOUT_THE_CALLER or refusal.code == Code.UNKNOWN_RUN:
+                    raise
                 if is_final(refusal.code) or attempt + 1 == _ATTEMPTS_TO_SEND:
-                    self._drop(pending, refusal)
-                    return
-        if receipt is None or receipt.name.attempt != pending.attempt:
-            self._drop(pending, None)
-            return
-        self._tell_scores(pending)  # before promoting: after a crash in between they are told again, not lost
-        self._promote(pending)
-        self._tell("answered", pending.round, f"round {pending.round}: receipt {receipt.id}", {"receipt": receipt.id})
-        self._deliver(pending)
+                    details = {**refusal.details, "code": refusal.code}
+                    return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.tries)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _tell_scores(self, pending: Pending) -> None:
-        for split, confusion in pending.scores.items():
-            correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
-            accuracy = correct / count if count else math.nan
-            values = {"split": split, "accuracy": accuracy, "confusion": confusion}
-            self._tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
+    def _send(self, pending: Pending) -> service_pb2.Receipt:
+        """Sends what the server still lacks.
+
+        Raises:
+            RefusedError: No receipt; among the reasons are that the ask takes no answer any more (`late`, `closed`) or
+                that it has another one (`superseded`).
+        """
+        name = service_pb2.UploadName(round=pending.round, step_number=pending.step_number, attempt=pending.attempt)
+        status = self._link.upload_status(self._identity, name)
+        with self._storage.answer() as payload:
+            if status.HasField("receipt"):
+                receipt = status.receipt
+            elif not status.ask_open:
+                raise _closed(pending, status)
+            else:
+                receipt = self._upload(pending, name, payload, status.next_byte)
+            _check_is_for(receipt, pending, payload)
+        return receipt
+
+    def _upload(
+        self, pending: Pending, name: service_pb2.UploadName, payload: Payload, first_byte: int
+    ) -> service_pb2.Receipt:
+        header = service_pb2.UploadHeader(
+            identity=self._identity,
+            name=name,
+            payload=payload.header(),
+            samples=pending.samples,
+            first_byte=first_byte,
+        )
+        packed = self._terms.compression if self._terms is not None else RAW
+        self._storage.count_try()
+        with self._heartbeats():
+            failpoints.hit("device.upload.before-send")
+            receipt = self._link.upload(header, wire.chunks(payload.source, payload.slots, first_byte, packed))
+        failpoints.hit("device.upload.after-receipt")
+        return receipt
 
     def _promote(self, pending: Pending) -> None:
         """The receipt makes the answer's state the device's, and its model the app's if the verdict says so."""
@@ -443,42 +548,44 @@ class Device:
         else:
             self._worker.forget_state()  # the answer is an earlier process's; its state is read from the disk
 
-    def _send(self, pending: Pending) -> service_pb2.Receipt | None:
-        """Sends what the server still lacks; None when it takes no answer any more."""
-        name = service_pb2.UploadName(round=pending.round, step_number=pending.step_number, attempt=pending.attempt)
-        status = self._link.upload_status(self._identity, name)
-        if status.HasField("receipt"):
-            return status.receipt
-        if not status.ask_open:
-            return None
-        with self._storage.answer() as payload, self._heartbeats():
-            header = service_pb2.UploadHeader(
-                identity=self._identity,
-                name=name,
-                payload=payload.header(),
-                samples=pending.samples,
-                first_byte=status.next_byte,
-            )
-            return self._link.upload(header, wire.chunks(payload.source, payload.slots, status.next_byte))
-
-    def _drop(self, pending: Pending, refusal: RefusedError | None) -> None:
+    def _drop(self) -> None:
         """No receipt will come: the state goes back to the last answer that has one."""
         self._storage.drop_answer()
         if self._worker is not None:
             self._worker.forget_state()
-        if refusal is None:
-            self._tell("dropped", pending.round, f"round {pending.round} takes no answer any more; it is dropped")
-        else:
-            self._tell("refused", pending.round, str(refusal), {"code": refusal.code, **refusal.details})
 
-    def _deliver(self, pending: Pending) -> None:
-        """Tells the app what became of its model, and exports a new one."""
-        verdict = pending.verdict
-        if verdict is None:
+    # --- what the app hears of it
+
+    def _tell_outcome(self) -> None:
+        """Tells the app what became of the last answer, if it has not been told; then exports what that delivered."""
+        outcome = self._storage.outcome()
+        if outcome is None:
             return
-        kind = "delivered" if verdict.replaced else "kept"
-        self._tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
+        number = outcome.pending.round
+        if outcome.receipt:
+            self._tell_scores(outcome.pending)
+            values = {"receipt": outcome.receipt, "tries": outcome.tries}
+            self._tell("answered", number, f"round {number}: receipt {outcome.receipt}", values)
+            self._tell_verdict(outcome.pending)
+        else:
+            kind = "dropped" if outcome.code in _TAKES_NONE else "refused"
+            self._tell(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
+        self._storage.outcome_told()
         self._export_due()
+
+    def _tell_scores(self, pending: Pending) -> None:
+        for split, confusion in pending.scores.items():
+            correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
+            accuracy = correct / count if count else math.nan
+            values = {"split": split, "accuracy": accuracy, "confusion": confusion}
+            self._tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
+
+    def _tell_verdict(self, pending: Pending) -> None:
+        """Tells the app what became of its model."""
+        verdict = pending.verdict
+        if verdict is not None:
+            kind = "delivered" if verdict.replaced else "kept"
+            self._tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
 
     def _export_due(self) -> None:
         """Exports the delivered model where a round has replaced it and the file is still the one of before."""
@@ -531,15 +638,36 @@ class Device:
         self._on_event(Event(kind, number, text, values or {}))
 
 
-def _open_link(server: str, insecure: bool) -> Link:
-    from fleetdistill.grpc_link import GrpcLink, is_loopback
+def _check_way(server: str, insecure: bool, tls: bool) -> None:
+    from fleetdistill.grpc_link import is_loopback
 
-    if not (insecure or is_loopback(server)):
+    if not (tls or insecure or is_loopback(server)):
         raise ConfigurationError(
-            f"{server} is not on this machine and there is no TLS yet: go through a tunnel to 127.0.0.1, "
-            "or accept plain text with Device(insecure=True)"
+            f"{server} is not on this machine, and plain text could be read on the way: give the token that the "
+            "operator got from `fleetdistill enrol` as Device(enrolment=...), go through a tunnel to 127.0.0.1, or "
+            "accept plain text with Device(insecure=True)"
         )
-    return GrpcLink(server)
+
+
+class _AskIsOver(Exception):
+    """The payload of an ask is gone, so its round is over."""
+
+    def __init__(self, refusal: RefusedError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:
+    """Why an ask takes no answer any more; a server of 0.1 does not say."""
+    text = f"round {pending.round} takes no answer any more"
+    return RefusedError(status.closed_code or Code.CLOSED, f"{status.closed_text or text}; the answer is dropped")
+
+
+def _check_is_for(receipt: service_pb2.Receipt, pending: Pending, payload: Payload) -> None:
+    """A receipt for another attempt, or for other bytes under this one's number, is none for this answer."""
+    if receipt.name.attempt != pending.attempt or receipt.sha256 != payload.sha256:
+        text = f"round {pending.round} has the answer of attempt {receipt.name.attempt}, receipt {receipt.id}"
+        raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": receipt.id})
 
 
 def _identity_file(identity: service_pb2.Identity) -> dict[str, str]:
@@ -554,12 +682,23 @@ def _secret_in(saved: dict[str, Any]) -> bytes:
         raise StateError(f"device.json is damaged: its secret is no hex ({error}); restore the file") from error
 
 
+def _set_compressions(profile: contract_pb2.DeviceProfile) -> None:
+    """What this process can unpack; a library may have come or gone since a profile was saved."""
+    del profile.compressions[:]
+    profile.compressions.extend(offered())
+
+
 def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
     """The saved profile; a damaged one counts as none, it is made anew."""
     try:
         return contract_pb2.DeviceProfile.FromString(saved) if saved is not None else None
     except DecodeError:
         return None
+
+
+def _check_computes(model: object, data: object, worker: object) -> None:
+    if (model is None or data is None) if worker is None else (model is not None or data is not None):
+        raise ConfigurationError("a Device needs model= and data=, or worker= alone for an app that computes by itself")
 
 
 def _check_columns(allow: Sequence[str]) -> None:

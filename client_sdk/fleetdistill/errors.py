@@ -32,7 +32,11 @@ class ExportError(FleetDistillError):
 
 
 class StateError(FleetDistillError):
-    """A device's state directory cannot be used: locked, of another run, or damaged."""
+    """A device's state directory cannot be used: locked, of another run, of a newer SDK, or damaged."""
+
+
+class NoRoomError(StateError):
+    """The state directory has no room: the disk is full, or an answer is over the device's own bound."""
 
 
 class WireError(FleetDistillError):
@@ -57,7 +61,15 @@ class PayloadTooLargeError(WireError):
 
 
 class LinkError(FleetDistillError):
-    """The server could not be reached or did not answer in time. Trying again later may work."""
+    """The server could not be reached or did not answer in time. Trying again later may work.
+
+    Attributes:
+        after_seconds: Earliest moment that the server has named for that, in seconds from now; 0 where it named none.
+    """
+
+    def __init__(self, message: str, after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_seconds = after_seconds
 
 
 class RefusedError(FleetDistillError):
@@ -76,6 +88,22 @@ class RefusedError(FleetDistillError):
 
 class StoreError(FleetDistillError):
     """The server's store cannot do what was asked, for instance because the disk is full."""
+
+
+class DamagedError(StoreError):
+    """A payload or a checkpoint has gone from the store, or is not what its digest names.
+
+    Attributes:
+        sha256: The digest.
+    """
+
+    def __init__(self, sha256: bytes, message: str) -> None:
+        super().__init__(message)
+        self.sha256 = sha256
+
+
+class NoSpaceError(StoreError):
+    """The server's disk is full, or as full as its operator lets it become."""
 
 
 class RunError(FleetDistillError):

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 
 _OPSET = 18  # fixed, so that a newer torch does not shut out the onnxruntime that a fleet already has
@@ -93,7 +94,7 @@ def export_onnx(
         size = _finish(temporary, {**_facts(samples, expected[-1]), **metadata})
         difference = _compare(temporary, batches, expected, tolerance)
         with _doing(f"writing {path}"):
-            os.replace(temporary, path)
+            rename_durably(temporary, path)
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
 
 
@@ -191,8 +192,6 @@ def _finish(path: Path, metadata: Mapping[str, str]) -> int:
         data: bytes = proto.SerializeToString()
     with _doing(f"writing {path}"), path.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut after the rename could leave an empty file under the good name
     return len(data)
 
 

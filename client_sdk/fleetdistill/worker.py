@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,15 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters
 from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
 from fleetdistill.version import VERSION
-from fleetdistill.wire.codec import read_plan
-from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
+from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.work import Work
 
 _PARITY_SAMPLES = 64
 
 
-@dataclass(frozen=True)
-class Work:
-    """What came of an ask.
-
-    Attributes:
-        answer: What goes to the server.
-        state: Model and method after it; counts once the answer has its receipt.
-        verdict: What becomes of the app's model then; None where the round goes on.
-        delivered: The app's new model, where the verdict replaces it.
-        scores: How the model does on the app's test and validation data, by split, where the round ends with it.
-    """
-
-    answer: Answer
-    state: bytes
-    verdict: Verdict | None
-    delivered: bytes | None
-    scores: Mapping[str, Counts]
-
-
 class Worker:
-    """Does a device's computing. See `Device` for the arguments.
+    """Does a device's computing with PyTorch: the `DeviceWorker` of every app that gives no other. See `Device`.
 
     Attributes:
         contract: The run's terms.
@@ -110,7 +92,7 @@ class Worker:
             classes=self._classes,
             input_shape=list(self._data.inputs.shape[1:]),
             features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in self._shapes().items()],
-            knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32, tensor_pb2.ELEMENT_TYPE_FLOAT16],
+            knowledge_types=KNOWLEDGE_TYPES,
             allowed_columns=sorted(allow),
             sdk_version=VERSION,
             proxy_digest=self.contract.proxy_digest,

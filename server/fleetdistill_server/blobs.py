@@ -3,6 +3,11 @@
 The file's metadata hold the typed parts, its tensors the payload's data in order, so `safetensors.safe_open` reads it
 and a payload's byte offset is a file offset plus a constant. A payload grows in a staging file and is renamed into
 place after its fsync; then the directory is fsynced. `MemoryBlobs` does the same in a dictionary for simulation.
+
+    ab/ab....safetensors    a payload or a checkpoint, by its digest
+    staging/KEY.part        a payload on its way in
+    quarantine/             files that are not what their digest names; nothing here reads or deletes them
+    gc.lock                 held by whoever deletes payloads, or needs that nobody does
 """
 
 from __future__ import annotations
@@ -12,21 +17,63 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import mmap
 import os
+import re
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from google.protobuf.message import DecodeError
 
-from fleetdistill.errors import StoreError
+from fleetdistill import failpoints
+from fleetdistill.durable import make_directory, rename_durably, sync_directory
+from fleetdistill.errors import DamagedError, NoSpaceError, StoreError, WireError
+from fleetdistill.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _SAFETENSORS_TYPES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<i4": "I32", "<i8": "I64", "|u1": "U8", "|b1": "BOOL"}
 _ALIGNMENT = 64
+_WRITEBACK_BYTES = 4 << 20
+_CACHED_BYTES = 8 << 20
+# Keys are made here of words and numbers, and are file names: what a device says is never part of one.
+_KEY = re.compile(r"[a-z0-9-]{1,200}")
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A payload or a checkpoint at rest.
+
+    Attributes:
+        sha256: Its digest.
+        bytes: Its size on the disk.
+        age_seconds: Since it was written, or last put again.
+    """
+
+    sha256: bytes
+    bytes: int
+    age_seconds: float
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What has come of a payload that is on its way in.
+
+    Attributes:
+        key: As in `Blobs.stage`.
+        bytes: Its size on the disk.
+        age_seconds: Since something was added.
+    """
+
+    key: str
+    bytes: int
+    age_seconds: float
 
 
 class Staging(Protocol):
@@ -51,7 +98,13 @@ class Staging(Protocol):
 
 
 class Blobs(Protocol):
-    """Where payloads rest; files or a dictionary."""
+    """Where payloads rest; files or a dictionary.
+
+    Attributes:
+        space: Asked before a payload is put; None: only the disk itself says no.
+    """
+
+    space: Space | None
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> Staging:
         """Opens the staging area of an upload, with what it already holds if it was begun with the same parts."""
@@ -59,11 +112,33 @@ class Blobs(Protocol):
     def staged(self, key: str) -> int:
         """Data bytes held for a staging key; 0 for an unknown one."""
 
-    def open(self, sha256: bytes) -> Payload:
-        """Maps a payload. Raises StoreError if it is not there."""
+    def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
+        """Maps a payload; with `verify` reads it once and holds it against its digest.
+
+        Raises:
+            DamagedError: It is not there, or damaged.
+        """
+
+    def has(self, sha256: bytes) -> bool:
+        """Whether a payload is there, whatever it holds."""
 
     def put(self, payload: Payload) -> None:
-        """Stores a payload that is made here."""
+        """Stores a payload that is made here; one that is there counts as written now, and is mended if need be."""
+
+    def quarantine(self, sha256: bytes) -> None:
+        """Puts a payload away where nothing reads it; one that is not there is no error."""
+
+    def held(self) -> list[Held]:
+        """Everything at rest, in no order."""
+
+    def staging(self) -> list[Staged]:
+        """Everything on its way in, in no order."""
+
+    def discard(self, key: str) -> None:
+        """Forgets what was staged under a key."""
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """For who deletes payloads, or needs that nobody does: True if no other process is within such a block."""
 
     def drop(self, sha256: bytes) -> None:
         """Deletes a payload or a checkpoint; one that is not there is no error."""
@@ -72,7 +147,7 @@ class Blobs(Protocol):
         """Stores a checkpoint; returns its SHA-256."""
 
     def get_state(self, sha256: bytes) -> bytes:
-        """Reads a checkpoint. Raises StoreError if it is missing or damaged."""
+        """Reads a checkpoint. Raises DamagedError if it is missing or damaged."""
 
 
 def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
@@ -102,8 +177,16 @@ def disk_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StoreError(f"{doing}: {'the disk is full' if full else error}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(f"{doing}: the disk is full") from error
+        raise StoreError(f"{doing}: {error}") from error
+
+
+class Space(Protocol):
+    """Room on the disk, `disk_space.DiskSpace`."""
+
+    def check(self, size: int) -> None:
+        """Raises NoSpaceError unless there is room for a payload that is about to be written."""
 
 
 class FileBlobs:
@@ -112,12 +195,15 @@ class FileBlobs:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._staging = directory / "staging"
+        self.space: Space | None = None
+        self._intact: set[bytes] = set()  # what this process has written or verified
         with disk_errors("making the blob directory"):
-            self._staging.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
+            self._staging.mkdir(exist_ok=True)  # what is in it may be lost, and so may it
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
         with disk_errors("staging an upload"):
-            return _FileStaging(self._staging_path(key), safetensors_header(parts), self._path)
+            return _FileStaging(self._staging_path(key), safetensors_header(parts), self.path_of)
 
     def staged(self, key: str) -> int:
         path = self._staging_path(key)
@@ -127,60 +213,161 @@ class FileBlobs:
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
         return max(path.stat().st_size - header_bytes, 0)
 
-    def open(self, sha256: bytes) -> Payload:
-        path = self._path(sha256)
-        if not path.exists():
-            raise StoreError(f"payload {sha256.hex()} is not in the store")
-        try:
-            with disk_errors(f"mapping payload {sha256.hex()}"), path.open("rb") as file:
-                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
+        with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"), self.path_of(sha256).open("rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header_bytes = 8 + int.from_bytes(view[:8], "little")
             parts = _parts_in(view[8:header_bytes])
-        except (ValueError, KeyError, DecodeError) as error:
-            raise StoreError(f"payload {sha256.hex()} is damaged: {error}") from error
-        payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
-        if len(view) != header_bytes + payload.data_bytes:
-            text = f"{len(view)} bytes in its file instead of {header_bytes + payload.data_bytes}"
-            raise StoreError(f"payload {sha256.hex()} is damaged: {text}")
+            payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
+            if len(view) != header_bytes + payload.data_bytes:
+                raise ValueError(f"{len(view)} bytes in its file instead of {header_bytes + payload.data_bytes}")
+            if verify:
+                file.seek(header_bytes)
+                _verify(payload, file)
+                self._intact.add(sha256)
         return payload
 
+    def has(self, sha256: bytes) -> bool:
+        return self.path_of(sha256).exists()
+
     def put(self, payload: Payload) -> None:
-        if self._path(payload.sha256).exists():
+        path = self.path_of(payload.sha256)
+        if self._is_intact(payload.sha256):
+            with disk_errors("making a payload durable"):  # whoever put it there may have died before this
+                os.utime(path)  # it is young again: what nothing speaks of yet is not deleted before it is old
+                _sync_names(path)
             return
         key = f"put-{payload.sha256.hex()}-{os.getpid()}"
+        if self.space is not None:
+            self.space.check(payload.data_bytes)
         self._staging_path(key).unlink(missing_ok=True)  # nobody checked what a crash left behind
         staging = self.stage(key, payload.parts)
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
+        self._intact.add(payload.sha256)
+
+    def _is_intact(self, sha256: bytes) -> bool:
+        """Whether a payload is here and whole; a damaged one is put away."""
+        if not self.has(sha256):
+            return False
+        if sha256 not in self._intact:
+            try:
+                self.open(sha256, verify=True)
+            except DamagedError:
+                self.quarantine(sha256)
+                return False
+        return True
+
+    def quarantine(self, sha256: bytes) -> None:
+        self._intact.discard(sha256)
+        source = self.path_of(sha256)
+        # A digest may be damaged twice; no earlier find is overwritten.
+        target = self._directory / "quarantine" / f"{sha256.hex()}-{time.time_ns()}{_SUFFIX}"
+        with disk_errors(f"putting {sha256.hex()} into quarantine"), contextlib.suppress(FileNotFoundError):
+            make_directory(target.parent)
+            source.replace(target)
+            sync_directory(target.parent)
+            sync_directory(source.parent)
+
+    def held(self) -> list[Held]:
+        with disk_errors("listing the payloads"):
+            folders = [one for one in self._directory.iterdir() if len(one.name) == 2 and one.is_dir()]
+            files = [one for folder in folders for one in os.scandir(folder) if one.name.endswith(_SUFFIX)]
+            return [
+                Held(bytes.fromhex(one.name.removesuffix(_SUFFIX)), found.st_size, _age(found))
+                for one in files
+                if (found := _stat(one)) is not None
+            ]
+
+    def staging(self) -> list[Staged]:
+        with disk_errors("listing what is staged"):
+            return [
+                Staged(one.name.removesuffix(".part"), found.st_size, _age(found))
+                for one in os.scandir(self._staging)
+                if (found := _stat(one)) is not None
+            ]
+
+    def discard(self, key: str) -> None:
+        with disk_errors(f"deleting what is staged as {key}"):
+            self._staging_path(key).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        with disk_errors("locking the payloads"):
+            lock = lock_file(self._directory / "gc.lock")
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.close()
 
     def drop(self, sha256: bytes) -> None:
+        self._intact.discard(sha256)
         with disk_errors(f"deleting {sha256.hex()}"):
-            self._path(sha256).unlink(missing_ok=True)
+            self.path_of(sha256).unlink(missing_ok=True)
 
     def put_state(self, data: bytes) -> bytes:
         sha256 = hashlib.sha256(data).digest()
         with disk_errors("writing a checkpoint"):
-            temporary = self._staging / f"state-{os.getpid()}"
+            temporary = self._staging_path(f"state-{os.getpid()}")
             with temporary.open("wb") as file:
                 file.write(data)
-            _rename_durably(temporary, self._path(sha256))
+            _rename_durably(temporary, self.path_of(sha256))
         return sha256
 
     def get_state(self, sha256: bytes) -> bytes:
-        with disk_errors(f"reading checkpoint {sha256.hex()}"):
-            data = self._path(sha256).read_bytes()
-        if hashlib.sha256(data).digest() != sha256:
-            raise StoreError(f"checkpoint {sha256.hex()} is damaged: its SHA-256 does not match")
+        with _damage(sha256, "checkpoint"), disk_errors(f"reading checkpoint {sha256.hex()}"):
+            data = self.path_of(sha256).read_bytes()
+            if hashlib.sha256(data).digest() != sha256:
+                raise ValueError("its SHA-256 does not match")
         return data
 
-    def _path(self, sha256: bytes) -> Path:
+    def path_of(self, sha256: bytes) -> Path:
+        """The file of a payload or checkpoint, there or not."""
         name = sha256.hex()
-        return self._directory / name[:2] / f"{name}.safetensors"
+        return self._directory / name[:2] / f"{name}{_SUFFIX}"
 
     def _staging_path(self, key: str) -> Path:
-        # Keys hold device names; a digest keeps anything a device says out of file names.
-        return self._staging / f"{hashlib.sha256(key.encode()).hexdigest()}.part"
+        if not _KEY.fullmatch(key):
+            raise StoreError(f"the staging key {key!r} is no file name")
+        return self._staging / f"{key}.part"
+
+
+@contextlib.contextmanager
+def _damage(sha256: bytes, what: str = "payload") -> Iterator[None]:
+    """Tells a file that is lost from passing trouble, such as no memory."""
+    try:
+        yield
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
+            raise DamagedError(sha256, f"{what} {sha256.hex()} is not in the store") from error
+        if isinstance(cause, OSError) and cause.errno == errno.EIO:
+            raise DamagedError(sha256, f"{what} {sha256.hex()} is damaged: {cause.strerror}") from error
+        raise
+    except (ValueError, KeyError, TypeError, DecodeError, WireError) as error:
+        raise DamagedError(sha256, f"{what} {sha256.hex()} is damaged: {error}") from error
+
+
+def _verify(payload: Payload, data: IO[bytes]) -> None:
+    """Holds what a file has from its place on against the digest, in pieces. Raises ValueError."""
+    begun = hashlib.sha256(payload.parts.SerializeToString(deterministic=True))
+    if hashlib.file_digest(data, lambda: begun).digest() != payload.sha256:  # type: ignore[arg-type]
+        raise ValueError("its SHA-256 does not match")
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None for what another process has deleted or renamed meanwhile."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _age(found: os.stat_result) -> float:
+    """Seconds since a file got its content, its name or a new time."""
+    return time.time() - max(found.st_mtime, found.st_ctime)
 
 
 class _FileStaging:
@@ -194,12 +381,29 @@ class _FileStaging:
             self._file.write(header)
         self._file.seek(0, os.SEEK_END)
         self.length = self._file.tell() - len(header)
+        self._handed_over = self.length
 
     def append(self, data: bytes) -> None:
         with disk_errors("writing an upload"):
+            failpoints.hit("blob.before-staged-write")
             self._file.seek(self._header_bytes + self.length)
             self._file.write(data)
+            failpoints.hit("blob.after-staged-write")
         self.length += len(data)
+        if self.length - self._handed_over >= _WRITEBACK_BYTES:
+            self._begin_writeback()
+
+    def _begin_writeback(self) -> None:
+        """Lets the disk work while the network brings more, so that the fsync at the end finds little to do.
+
+        The same call drops what was written a while ago from the page cache: its pages serve the next chunks, and large
+        uploads do not push everything else out of memory.
+        """
+        begin = max(self._handed_over - _CACHED_BYTES, 0)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            with contextlib.suppress(OSError):  # a hint only; the fsync tells what went wrong
+                os.posix_fadvise(self._file.fileno(), begin, self.length - begin, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self.length
 
     def read(self, start: int, size: int) -> bytes:
         with disk_errors("writing an upload"):  # reading writes out what is buffered
@@ -208,8 +412,10 @@ class _FileStaging:
 
     def commit(self, sha256: bytes) -> None:
         with disk_errors("making an upload durable"):
+            failpoints.hit("blob.before-commit")
             self._file.close()
             _rename_durably(self._path, self._path_of(sha256))
+            failpoints.hit("blob.after-commit")
 
     def discard(self) -> None:
         self.close()
@@ -237,23 +443,23 @@ class _MappedSource:
 
 
 def _rename_durably(source: Path, target: Path) -> None:
-    """Content first, then the name: after this a power cut leaves the whole file or none."""
+    """Puts a file in its place, in a directory that may be new."""
     target.parent.mkdir(exist_ok=True)
-    with source.open("rb") as file:
-        os.fsync(file.fileno())
-    source.replace(target)
-    for directory in (target.parent, target.parent.parent):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    rename_durably(source, target)
+    sync_directory(target.parent.parent)
+
+
+def _sync_names(path: Path) -> None:
+    """Makes the name of a file durable, and that of its directory."""
+    sync_directory(path.parent)
+    sync_directory(path.parent.parent)
 
 
 class MemoryBlobs:
     """Payloads in a dictionary, for simulation and tests."""
 
     def __init__(self) -> None:
+        self.space: Space | None = None
         self._payloads: dict[bytes, tuple[knowledge_pb2.Parts, bytes]] = {}
         self._states: dict[bytes, bytes] = {}
         self._staging: dict[str, _MemoryStaging] = {}
@@ -268,11 +474,32 @@ class MemoryBlobs:
     def staged(self, key: str) -> int:
         return self._staging[key].length if key in self._staging else 0
 
-    def open(self, sha256: bytes) -> Payload:
+    def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         if sha256 not in self._payloads:
-            raise StoreError(f"payload {sha256.hex()} is not in the store")
+            raise DamagedError(sha256, f"payload {sha256.hex()} is not in the store")
         parts, data = self._payloads[sha256]
+        if verify and wire.digest(parts, iter([data])) != sha256:
+            raise DamagedError(sha256, f"payload {sha256.hex()} is damaged: its SHA-256 does not match")
         return Payload(parts, wire.slots(parts), _BytesSource(data), sha256)
+
+    def has(self, sha256: bytes) -> bool:
+        return sha256 in self._payloads
+
+    def quarantine(self, sha256: bytes) -> None:
+        self._payloads.pop(sha256, None)
+
+    def held(self) -> list[Held]:
+        payloads = [Held(sha256, len(data), math.inf) for sha256, (_, data) in self._payloads.items()]
+        return [*payloads, *(Held(sha256, len(data), math.inf) for sha256, data in self._states.items())]
+
+    def staging(self) -> list[Staged]:
+        return [Staged(key, one.length, math.inf) for key, one in self._staging.items()]
+
+    def discard(self, key: str) -> None:
+        self._staging.pop(key, None)
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(True)
 
     def put(self, payload: Payload) -> None:
         data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
@@ -289,7 +516,7 @@ class MemoryBlobs:
 
     def get_state(self, sha256: bytes) -> bytes:
         if sha256 not in self._states:
-            raise StoreError(f"checkpoint {sha256.hex()} is not in the store")
+            raise DamagedError(sha256, f"checkpoint {sha256.hex()} is not in the store")
         return self._states[sha256]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `fleetdistill serve | simulate | methods | runs | devices | export`.
+"""The command line: `fleetdistill serve | simulate | methods | runs | devices | export | pki | enrol`.
 
 Commands are thin: they read options, call one function, and print a table or JSON. Exit statuses: 0 done, 1 an error
 of ours, printed as one sentence, 2 wrong usage.
@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server import views
-from fleetdistill_server.store import Store
-from fleetdistill_server.traffic import Sizes, Weights
+from fleetdistill_server.command_line import (
+    DEFAULT_STORE,
+    IdentityOption,
+    JsonOption,
+    ServerOption,
+    StoreOption,
+    one_sentence,
+    open_store,
+    seconds_of,
+    show,
+)
+from fleetdistill_server.people import connect
+from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
+from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from fleetdistill_server.run_config import RunConfig, ServerSection
+    from fleetdistill_server.supervisor import Supervisor
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -34,25 +46,13 @@ app = typer.Typer(
 runs_app = typer.Typer(help="What the runs of a store did.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the store, [server] store in run.toml.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-_PIPED_WIDTH = 240
-DEFAULT_STORE = Path("fleetdistill-store")
+app.add_typer(pki_app, name="pki")
+app.command("enrol")(enrol)
+devices_app = typer.Typer(help="The devices of a store.", invoke_without_command=True)
+app.add_typer(devices_app, name="devices")
+devices_app.command("revoke")(devices_revoke)
+
 _SIZES = Sizes()
-
-
-def _one_sentence(command: Callable[P, R]) -> Callable[P, R]:
-    """Turns an error of ours into one sentence on standard error and exit status 1."""
-
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except FleetDistillError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
-
-    return wrapped
 
 
 @app.callback(invoke_without_command=True)
@@ -63,7 +63,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 @app.command()
-@_one_sentence
+@one_sentence
 def serve(
     config: Annotated[Path, typer.Argument(help="The run.toml.")],
     until_finished: Annotated[
@@ -82,13 +82,8 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
     loaded = load_run_config(config)
-    host = loaded.server.listen.rpartition(":")[0]
-    _check_listen(loaded.server.listen, insecure)
-    supervisor = Supervisor(
-        config,
-        loaded,
-        on_listening=lambda port: typer.echo(f"run {loaded.run.name!r} is served on {host}:{port}; Ctrl-C ends it"),
-    )
+    _check_listen(loaded.server, insecure)
+    supervisor = Supervisor(config, loaded, on_listening=lambda port: typer.echo(_where(loaded, supervisor)))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: supervisor.stop())
     finished = supervisor.serve(
@@ -101,7 +96,7 @@ def serve(
 
 
 @app.command()
-@_one_sentence
+@one_sentence
 def simulate(
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
@@ -164,7 +159,7 @@ def simulate(
 
 
 @app.command()
-@_one_sentence
+@one_sentence
 def methods(
     samples: Annotated[int, typer.Option(help="Samples of one device.")] = _SIZES.samples,
     features: Annotated[
@@ -178,11 +173,17 @@ def methods(
     generator_parameters: Annotated[
         int, typer.Option(help="Trainable numbers of DaFKD's generator.")
     ] = _SIZES.generator.parameters,
+    channels: Annotated[
+        int | None, typer.Option(help="Channels of the features, which uint8 scales apart; none: each number is one.")
+    ] = None,
     layer_features: Annotated[
         int | None, typer.Option(help="Numbers of FedD2S's features at its distillation layer; none: the last layer.")
     ] = None,
+    layer_channels: Annotated[int | None, typer.Option(help="Channels at that layer; none: as above.")] = None,
     head_parameters: Annotated[int, typer.Option(help="Trainable numbers above that layer.")] = 0,
-    knowledge_type: Annotated[str, typer.Option(help="float16 or float32, for features and logits.")] = "float16",
+    knowledge_type: Annotated[
+        str, typer.Option(help="float16, float32 or uint8, for features and logits.")
+    ] = "float16",
     as_json: JsonOption = False,
 ) -> None:
     """Lists the methods: what leaves, what they need, bytes. Example: fleetdistill methods --parameters 25000"""
@@ -196,39 +197,133 @@ def methods(
         proxy_samples=proxy_samples,
         embedding=embedding,
         generator=Weights(generator_parameters),
+        channels=channels,
         layer_features=layer_features,
+        layer_channels=layer_channels,
         head=Weights(head_parameters),
     )
-    _show(methods_view(sizes, knowledge_type), as_json)
+    show(methods_view(sizes, knowledge_type), as_json)
 
 
 @runs_app.command("list")
-@_one_sentence
-def runs_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """Lists the runs of a store. Example: fleetdistill runs list --json"""
-    _show(views.runs(_open(store)), as_json)
+@one_sentence
+def runs_list(
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Lists the runs of a store, or of a server. Example: fleetdistill runs list --json"""
+    if server is not None:
+        with connect(server, identity) as remote:
+            show(remote.runs(), as_json)
+        return
+    show(views.runs(open_store(store), served_run(store)), as_json)
 
 
 @runs_app.command("show")
-@_one_sentence
-def runs_show(run: str, store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+@one_sentence
+def runs_show(
+    run: str,
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Shows a run's rounds, figures and events. Example: fleetdistill runs show digits"""
-    _show(views.run(_open(store), run), as_json)
+    if server is not None:
+        with connect(server, identity) as remote:
+            show(remote.run(run), as_json)
+        return
+    show(views.run(open_store(store), run, served_run(store)), as_json)
+
+
+@runs_app.command("prune")
+@one_sentence
+def runs_prune(
+    run: str,
+    store: StoreOption = DEFAULT_STORE,
+    keep_rounds: Annotated[
+        int | None, typer.Option(help="Closed rounds to keep, the newest first; by default [server] keep_rounds.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only rounds that ended so long ago: a number and d, h or m, such as 30d.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Delete the whole run, which must be over.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
+    from fleetdistill_server.retention import prune
+
+    pruned = prune(
+        open_store(store),
+        run,
+        keep_rounds=keep_rounds,
+        older_than_seconds=None if older_than is None else seconds_of("--older-than", older_than),
+        whole=whole,
+        dry_run=dry_run,
+        served=served_run(store),
+    )
+    what = f"{pruned.rounds} rounds, {pruned.freed.payloads} payloads, {readable_bytes(pruned.freed.bytes)}"
+    typer.echo(f"would free {what}" if dry_run else f"freed {what}")
 
 
 @app.command()
-@_one_sentence
+@one_sentence
+def backup(
+    out: Annotated[Path, typer.Argument(help="A directory that is not there yet, or empty.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Copies a store, also while it is served. Example: fleetdistill backup /backups/today"""
+    from fleetdistill_server.backup import backup as make_backup
+
+    made = make_backup(store, out)
+    for one in made.lost:
+        typer.echo(f"warning: not in the backup: {one}", err=True)
+    typer.echo(f"{out}: {made.payloads} payloads and the database, {readable_bytes(made.bytes)}")
+
+
+@app.command()
+@one_sentence
+def restore(
+    backup: Annotated[Path, typer.Argument(help="What `fleetdistill backup` made.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Makes a store of a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
+    from fleetdistill_server.backup import restore as make_store
+
+    payloads = make_store(backup, store)
+    typer.echo(f"{store}: {payloads} payloads and the database; `fleetdistill serve` goes on from there")
+
+
+@runs_app.command("watch")
+@one_sentence
+def runs_watch(
+    run: str,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
+    from fleetdistill_server.watch import watch
+
+    watch(open_store(store), run, as_json=as_json, console=Console())
+
+
+@devices_app.callback()
+@one_sentence
 def devices(
+    context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
     run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Lists the devices that checked in. Example: fleetdistill devices --run digits"""
-    _show(views.devices(_open(store), run), as_json)
+    if context.invoked_subcommand is None:
+        show(views.devices(open_store(store), run), as_json)
 
 
 @app.command()
-@_one_sentence
+@one_sentence
 def export(
     run: str,
     store: StoreOption = DEFAULT_STORE,
@@ -237,21 +332,38 @@ def export(
     """Writes the server's model of a run as ONNX. Example: fleetdistill export digits --out teacher.onnx"""
     from fleetdistill_server.export import export_server_model
 
-    report = export_server_model(_open(store), run, out or Path(f"{run}-server.onnx"))
+    report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
     typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
 
 
-def _check_listen(listen: str, insecure: bool) -> None:
-    from fleetdistill.grpc_link import is_loopback
+def _where(config: RunConfig, supervisor: Supervisor) -> str:
+    """Says where devices find the run."""
+    tls = config.server.tls()
+    enrol = ""
+    if tls is not None:
+        enrol = f" with TLS, devices enrol on {tls.enrol_listen.rpartition(':')[0]}:{supervisor.enrol_port}"
+    host = config.server.listen.rpartition(":")[0]
+    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; Ctrl-C ends it"
 
-    if is_loopback(listen):
+
+def _check_listen(server: ServerSection, insecure: bool) -> None:
+    """Refuses plain text where others could read it, and a PKI that cannot be used, before anything starts."""
+    from fleetdistill.grpc_link import is_loopback
+    from fleetdistill_server.tls import check_files
+
+    tls = server.tls()
+    if tls is not None:
+        check_files(tls.directory)
+        return
+    if is_loopback(server.listen):
         return
     if not insecure:
         raise ConfigurationError(
-            f"[server] listen = {listen!r} is not the loopback and there is no TLS yet: listen on 127.0.0.1 behind a "
-            "tunnel, or accept plain text with --insecure"
+            f"[server] listen = {server.listen!r} is not the loopback and there is no TLS: make a PKI with "
+            "`fleetdistill pki init` and name it in [server] pki, listen on 127.0.0.1 behind a tunnel, or accept plain "
+            "text with --insecure"
         )
-    typer.echo(f"warning: serving in plain text on {listen}; anyone on the way can read and change it", err=True)
+    typer.echo(f"warning: serving in plain text on {server.listen}; anyone on the way can read and change it", err=True)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -265,19 +377,3 @@ def _setting(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name.strip(), value
-
-
-def _open(directory: Path) -> Store:
-    if not (directory / "store.sqlite").exists():
-        raise ConfigurationError(f"there is no store in {directory}; name the one of your run.toml with --store")
-    return Store.open(directory)
-
-
-def _show(view: views.View, as_json: bool) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    if as_json:
-        typer.echo(view.json())
-    else:
-        console.print(*view.tables(), sep="\n\n")

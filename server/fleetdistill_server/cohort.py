@@ -6,17 +6,20 @@ and what was answered. Answers come in device-id order, each as soon as it and e
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from fleetdistill.errors import QuorumNotReached, StoreError
+from fleetdistill import failpoints
+from fleetdistill.errors import DamagedError, NoSpaceError, QuorumNotReached, StoreError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
@@ -25,6 +28,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import GUARD
 from fleetdistill_server.store import Row, Store
 
+logger = logging.getLogger(__name__)
 PayloadFor = Parts | Callable[[str], Parts] | None
 ColumnsFor = Callable[[str], Sequence[str]]
 
@@ -49,7 +53,7 @@ class RoundTerms:
         quorum: Part of the cohort that must answer, in (0, 1].
         deadline_seconds: Time for one ask.
         devices_per_round: Answers that are enough for a step; 0 waits for every device that is asked.
-        knowledge_type: float16 or float32, what knowledge travels in.
+        knowledge_type: float16, float32 or uint8, what knowledge travels in.
         steps: For each step of the method, part name to kind of an answer.
     """
 
@@ -153,7 +157,7 @@ class Cohort:
         """
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
-        self._write_asks(step, self._steps, asked, payload, columns)
+        await self._when_there_is_room(step, partial(self._write_asks, step, self._steps, asked, payload, columns))
         self._waker.wake_other()
         # A step without a quorum brings something to the devices, so there all of them matter.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
@@ -220,6 +224,17 @@ class Cohort:
         """Random numbers for one named purpose of this round."""
         return torch.Generator().manual_seed(derive_seed(self._terms.seed, self.round, name, "server"))
 
+    async def _when_there_is_room(self, step: str, write: Callable[[], None]) -> None:
+        """Writes asks; a full disk makes them wait, it does not end the run."""
+        while True:
+            try:
+                return write()
+            except NoSpaceError as error:
+                with contextlib.suppress(NoSpaceError):  # there may not even be room to say so
+                    self.event("no-space", f"step {step!r} cannot be asked")
+                logger.warning("step %r waits for space on the disk: %s", step, error)
+            await self._waker.wait()
+
     def _write_asks(
         self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
     ) -> None:
@@ -235,7 +250,11 @@ class Cohort:
             if old is not None and old["payload"] != row["payload"]:
                 text = f"step {step!r} made another payload when it was replayed; the stored one is used"
                 self.event("replay-differs", text, row["device"])
+                if old["status"] == "open" and old["payload"] is not None:
+                    self._store.blobs.open(old["payload"], verify=True)  # nobody can make it again
+        failpoints.hit("engine.asks.before-commit")
         self._store.write_asks(rows)
+        failpoints.hit("engine.asks.after-commit")
 
     def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
         parts = payload(device) if callable(payload) else payload
@@ -271,13 +290,33 @@ class Cohort:
             if row["status"] == "out":
                 return None
             if row["status"] == "answered":
-                return self._accepted(row)
+                answer = self._accepted(row)
+                if answer is not None:
+                    return answer
+                continue
             self._store.expire_asks(self._terms.run, time.time())
             if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough)):
                 await self._waker.wait()
 
-    def _accepted(self, ask: Row) -> DeviceAnswer:
+    def _accepted(self, ask: Row) -> DeviceAnswer | None:
+        """The answer, verified; None if its payload is lost, and the ask is open again or out."""
         upload = self._store.upload_of(ask["id"])
         assert upload is not None  # status and row are written in one transaction
+        try:
+            payload = self._store.blobs.open(upload["sha256"], verify=True)
+        except DamagedError as damage:
+            self._take_back(ask, damage)
+            return None
         self.used.append(ask["id"])
-        return DeviceAnswer(ask["device"], upload["samples"], self._store.blobs.open(upload["sha256"]))
+        answer = DeviceAnswer(ask["device"], upload["samples"], payload)
+        failpoints.hit("engine.answer.after-read")
+        return answer
+
+    def _take_back(self, ask: Row, damage: DamagedError) -> None:
+        """First the file, then the row: after a crash in between the file is missing, and this is done again."""
+        failpoints.hit("engine.quarantine.before-move")
+        self._store.blobs.quarantine(damage.sha256)
+        failpoints.hit("engine.quarantine.after-move")
+        self._store.take_back_upload(ask["id"], str(damage))
+        failpoints.hit("engine.quarantine.after-commit")
+        self._waker.wake_other()

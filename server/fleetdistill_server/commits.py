@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from fleetdistill import failpoints
 from fleetdistill.errors import StoreError
+from fleetdistill_server.blobs import disk_errors
 from fleetdistill_server.store import Store
 
 T = TypeVar("T")
@@ -27,18 +29,56 @@ class CommitThread:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._afterwards: set[Callable[[], None]] = set()
+        self._closing = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="commits", daemon=True)
         self._thread.start()
 
     def commit(self, job: Callable[[Store], T]) -> T:
-        """Runs a job in a transaction and waits until it is durable; raises what the job raises."""
+        """Runs a job in a transaction and waits until it is durable; raises what the job raises.
+
+        A job of a call that runs on this thread joins the group that is open, and becomes durable with it.
+        """
+        if threading.current_thread() is self._thread:
+            with self._store.transaction():
+                return job(self._store)
         future: Future[T] = Future()
-        self._jobs.put((job, future))
+        self._hand_in(job, future)
         return future.result()
+
+    def call(self, work: Callable[[], T]) -> Future[Callable[[], T]]:
+        """Runs short work, whose commits join one group, on this thread, so that nobody else has to wait for them.
+
+        Returns:
+            A future that is done once all of it is durable. What it holds returns what the work returned, or raises
+            what it raised.
+        """
+        future: Future[Callable[[], T]] = Future()
+        future.set_running_or_notify_cancel()  # whoever waits for it may go away, the work is done all the same
+        self._hand_in(lambda _: _outcome(work), future)
+        return future
+
+    def _hand_in(self, job: Callable[[Store], Any], future: Future[Any]) -> None:
+        """Raises StoreError once the thread has been told to end: nobody would ever answer."""
+        with self._closing:
+            if self._closed:
+                raise StoreError("the store is being closed; nothing is committed any more")
+            self._jobs.put((job, future))
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Runs an action once what the caller has committed is durable: at once, or after the group of its call."""
+        if threading.current_thread() is self._thread:
+            self._afterwards.add(action)
+        else:
+            action()
 
     def close(self) -> None:
         """Finishes what was handed in and ends the thread."""
-        self._jobs.put(None)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
@@ -46,6 +86,8 @@ class CommitThread:
             group = self._group()
             jobs = [one for one in group if one is not None]
             self._run(jobs)
+            while self._afterwards:
+                self._afterwards.pop()()
             if len(jobs) < len(group):
                 return
             time.sleep(_PAUSE_SECONDS)
@@ -62,9 +104,12 @@ class CommitThread:
     def _run(self, jobs: list[tuple[Callable[[Store], Any], Future[Any]]]) -> None:
         results: list[Callable[[], None]] = []
         try:
-            with self._store.transaction():
-                for job, future in jobs:
-                    results.append(self._one(job, future))
+            with disk_errors("committing"):
+                with self._store.transaction():
+                    for job, future in jobs:
+                        results.append(self._one(job, future))
+                    failpoints.hit("front.commit.before")
+                failpoints.hit("front.commit.after")
         except StoreError as error:
             for _, future in jobs:
                 future.set_exception(error)
@@ -81,3 +126,17 @@ class CommitThread:
             failure = error
             return lambda: future.set_exception(failure)
         return lambda: future.set_result(result)
+
+
+def _outcome(work: Callable[[], T]) -> Callable[[], T]:
+    """Does the work; an error does not take back what the work has committed, such as a note about it."""
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+        return lambda: _raise(failure)
+    return lambda: result
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

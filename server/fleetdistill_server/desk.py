@@ -6,30 +6,39 @@ writes go through `commit`, which the front replaces by its group-committing wri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fleetdistill.errors import RefusedError, StoreError
+from fleetdistill import failpoints
+from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code, is_final
+from fleetdistill.wire.compression import RAW, choose
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.admission import check_profile
+from fleetdistill_server.counting import Counted, Sending, tensor_bytes
+from fleetdistill_server.disk_space import DiskSpace
 from fleetdistill_server.ingest import Ingest
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.limits import Limiter, Limits, RefusalNotes, Who
+from fleetdistill_server.store import DEADLINE_PASSED, Row, Store
 
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _NOTE_SECONDS = 5.0
+_COUNT_SECONDS = 1.0
+_LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -60,6 +69,12 @@ class Desk:
         commit: Runs a job in a durable transaction and returns its result.
         wake_engine: Called after something was committed that the engine may wait for.
         lease_seconds: A device that is silent for longer is taken for gone.
+        compression: How chunks travel to and from devices that know it.
+        limits: What devices may ask for; None for no limits.
+
+    Attributes:
+        limiter: Counts what is under way.
+        space: Room on the disk for uploads; None: nothing is refused before the disk itself does.
     """
 
     def __init__(
@@ -68,17 +83,31 @@ class Desk:
         commit: Commit | None = None,
         wake_engine: Callable[[], None] = lambda: None,
         lease_seconds: float = 60.0,
+        compression: knowledge_pb2.Compression.ValueType = RAW,
+        limits: Limits | None = None,
     ) -> None:
         self.store = store
+        self.limiter = Limiter(limits)
+        self._notes = RefusalNotes(limits.refusals_per_hour if limits else None)
+        self._notes_rows: dict[Who, int | None] = {}
+        self._registered: dict[str, tuple[int, float]] = {}
         self._commit: Commit = commit or _DirectCommit(store)
         self.wake_engine = wake_engine
         self.lease_seconds = lease_seconds
+        self.compression = compression
+        self.space: DiskSpace | None = None
+        self._no_space = False
         self._contracts: dict[str, contract_pb2.Contract] = {}
         self._leases: dict[tuple[str, str], float] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._noted = time.monotonic()
         self._uploads: dict[str, UploadSession] = {}
         self._uploads_lock = threading.Lock()
+
+    @property
+    def commit(self) -> Commit:
+        """Runs a job in a durable transaction, for services beside this desk."""
+        return self._commit
 
     # --- presence
 
@@ -99,6 +128,7 @@ class Desk:
             self.wake_engine()
         answer.lease_seconds = self.lease_seconds
         answer.heartbeat_seconds = self.lease_seconds / 4
+        answer.compression = choose(self.compression, request.profile.compressions)
         return answer
 
     def _check_profile(
@@ -107,7 +137,7 @@ class Desk:
         try:
             check_profile(contract, profile)
         except RefusedError as refusal:
-            self._note_refusal(run, 0, device, refusal)
+            self._note_refusal(run, 0, device, refusal, known=self.store.device(run, device) is not None)
             raise
 
     def contract(self, run: str) -> contract_pb2.Contract:
@@ -146,7 +176,7 @@ class Desk:
     def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
         """Closes an ask that a device cannot answer, with an event; the device stays present and is asked again."""
         run, device = self.authenticate(request.identity)
-        ask = self.store.ask(run, request.round, request.step_number, device)
+        ask = self.store.ask(run, min(request.round, _LARGEST_NUMBER), request.step_number, device)
         if ask is not None and ask["status"] == "open":
             text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
             self._commit(partial(_close_declined, run, ask, text))
@@ -178,7 +208,10 @@ class Desk:
         run = self._run(identity.run)
         row = self.store.device(run, identity.device)
         if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
-            raise RefusedError(Code.BAD_IDENTITY, f"device {identity.device!r} is not checked in with this secret")
+            # A server that was restored from a backup may not know a device any more, which then checks in again.
+            details = {"check_in": "again"} if row is None else None
+            text = f"device {identity.device!r} is not checked in with this secret"
+            raise RefusedError(Code.BAD_IDENTITY, text, details)
         self._renew(run, identity.device)
         if not row["present"]:
             self._commit(lambda store: store.device_back(run, identity.device))
@@ -192,10 +225,19 @@ class Desk:
             )
         row = self.store.device(run, device)
         if row is None:
+            self._check_room(run, device)
             return secret or secrets.token_bytes(32)
         if not hmac.compare_digest(row["secret_hash"], _hashed(secret)):
             raise _id_taken(device)
         return secret
+
+    def _check_room(self, run: str, device: str) -> None:
+        """Whether a run takes one more device; counted now and then, not at every check-in."""
+        now = time.monotonic()
+        counted, at = self._registered.get(run, (0, -math.inf))
+        if now - at > _COUNT_SECONDS:
+            counted, at = self._registered[run] = self.store.count_devices(run), now
+        self.limiter.check_devices((run, device), counted)
 
     def _run(self, name: str) -> str:
         if name:
@@ -215,6 +257,7 @@ class Desk:
         if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
             seen, self._seen, self._noted = self._seen, {}, time.monotonic()
             self._commit(lambda store: store.note_seen(seen))
+            self._note_left_out()
 
     def _gone(self, run: str, device: str, reason: str) -> None:
         self._leases.pop((run, device), None)
@@ -231,12 +274,16 @@ class Desk:
             seed=row["seed"],
             deadline_seconds=max(row["deadline_at"] - time.time(), 0.0),
             completed_rounds=(self.store.run(run) or {"completed_rounds": 0})["completed_rounds"],
+            first_attempt=self.store.attempts_spent(row["id"]) + 1,
         )
 
     # --- downloads
 
-    def download(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Iterator[knowledge_pb2.TensorChunk]]:
-        """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on."""
+    def download(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Sending]:
+        """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on.
+
+        Who takes the chunks calls `end` on them where the device stops taking them.
+        """
         run, device = self.authenticate(request.identity)
         wanted = request.sha256
         contract = self.contract(run)
@@ -252,10 +299,15 @@ class Desk:
             text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
         header_bytes = payload.header().ByteSize()
-        tensor_bytes = max(payload.data_bytes - request.first_byte, 0)
         number = ask["round"] if ask else 0
-        self._commit(lambda store: store.add_traffic(run, number, device, "down", tensor_bytes, header_bytes))
-        return payload, wire.chunks(payload.source, payload.slots, request.first_byte)
+
+        def count(sent: Counted) -> None:
+            with contextlib.suppress(StoreError):  # a download is worth more than its count
+                self._commit(lambda store: store.add_traffic(run, number, device, "down", sent, header_bytes))
+
+        packed = choose(self.compression, request.compressions)
+        chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
+        return payload, Sending(chunks, payload.slots, count)
 
     # --- uploads
 
@@ -269,6 +321,9 @@ class Desk:
             answer.receipt.CopyFrom(_receipt(request.name, accepted))
         else:
             answer.next_byte = self.store.blobs.staged(_staging_key(ask, request.name.attempt))
+            if not answer.ask_open:
+                refusal = _closed(ask)
+                answer.closed_code, answer.closed_text = refusal.code, str(refusal)
         return answer
 
     def begin_upload(self, header: service_pb2.UploadHeader) -> UploadSession:
@@ -277,10 +332,34 @@ class Desk:
         A session of the same upload that is still open elsewhere is ended: the newest stream wins.
         """
         run, device = self.authenticate(header.identity)
+        self.limiter.begin_upload((run, device))
         ask = self._asked(run, device, header.name)
         session = UploadSession(self, run, ask, header, _staging_key(ask, header.name.attempt))
-        session.open()
+        session.places.enter_context(self.limiter.open_call((run, device)))
+        try:
+            session.open()
+        except BaseException:
+            session.places.close()
+            raise
         return session
+
+    def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[], None]:
+        """Sets room on the disk aside for an upload; returns what gives it back.
+
+        Raises:
+            NoSpaceError: There is none; the first time in a row with an event.
+        """
+        if self.space is None:
+            return lambda: None
+        try:
+            reserved = self.space.reserve(key, size)
+        except NoSpaceError as error:
+            if not self._no_space:
+                self._no_space, text = True, f"uploads are refused: {error}"
+                self._commit(lambda store: store.add_event(run, "no-space", text, number=ask["round"]))
+            raise
+        self._no_space = False
+        return reserved.release
 
     def take_over(self, key: str, session: UploadSession) -> UploadSession | None:
         """Makes a session the one that counts for its upload; returns the one that did so far."""
@@ -299,26 +378,30 @@ class Desk:
             raise refusal
         return ask
 
-    def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader) -> service_pb2.Receipt:
+    def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
         """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
         payload = header.payload
         device = ask["device"]
 
         def record(store: Store) -> Row | None:
             first = store.upload_of(ask["id"]) is None
+            if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
+                raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
             row = store.accept_upload(
                 ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples
             )
             if row is not None and first:
-                store.add_traffic(run, ask["round"], device, "up", payload.data_bytes, payload.ByteSize())
+                store.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
                 for part in payload.parts.parts:
                     if part.WhichOneof("kind") == "metrics":
                         store.add_figures(run, ask["round"], device, _metrics(part))
+            failpoints.hit("front.receipt.before-commit")
             return row
 
         row = self._commit(record)
         if row is None:
-            raise self.refuse(run, ask, RefusedError(Code.CLOSED, _closed_text(self.store.ask(*_name_of(run, ask)))))
+            raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))))
+        failpoints.hit("front.receipt.before-send")
         self.wake_engine()
         return _receipt(header.name, row)
 
@@ -330,15 +413,24 @@ class Desk:
             self.wake_engine()
         return refusal
 
-    def _note_refusal(self, run: str, number: int, device: str, refusal: RefusedError) -> None:
+    def _note_refusal(self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True) -> None:
+        if not self._notes.take(run, device if known else ""):
+            return  # it is counted; see `_note_left_out`
         self._commit(
             lambda store: store.add_event(
                 run, "refused", str(refusal), number=number, device=device[:64], code=refusal.code
             )
         )
 
+    def _note_left_out(self) -> None:
+        """Writes down how many refusals were left out, one event for each device; called now and then."""
+        for who, count in self._notes.news().items():
+            row = self._notes_rows.get(who)
+            self._notes_rows[who] = self._commit(partial(_note_refusals_left_out, who, count, row))
+
     def forget(self, key: str, session: UploadSession) -> None:
         """Removes a session that has ended."""
+        session.places.close()
         with self._uploads_lock:
             if self._uploads.get(key) is session:
                 del self._uploads[key]
@@ -356,12 +448,14 @@ class UploadSession:
         self._lock = threading.Lock()
         self._abandoned = False
         self._accepted: Row | None = None
+        self.places = contextlib.ExitStack()
 
     def open(self) -> None:
         """Takes over from an older session of the same upload, once that has let go of what is staged."""
         with self._lock:
             older = self._desk.take_over(self._key, self)
             if older is not None:
+                older.places.close()
                 older.abandon()
             self._accepted = self._desk.store.upload_of(self._ask["id"])
             if self._accepted is None:
@@ -369,24 +463,35 @@ class UploadSession:
 
     def _open(self) -> None:
         if self._ask["status"] != "open":
-            raise RefusedError(Code.CLOSED, _closed_text(self._ask))
+            raise _closed(self._ask)
         if not 1 <= self._header.samples <= _LARGEST_NUMBER:
             text = f"device {self._ask['device']}: the answer is weighted with {self._header.samples} samples"
             raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         contract = self._desk.contract(self._run)
         self._ingest = Ingest(self._ask["device"], self._header.payload, contract, json.loads(self._ask["expects"]))
+        who = (self._run, self._ask["device"])
+        self.places.enter_context(self._desk.limiter.hold_bytes(who, self._header.payload.data_bytes))
+        self.places.callback(self._desk.reserve(self._run, self._ask, self._key, self._header.payload.data_bytes))
         self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
         held = self._ingest.start(self._staging)
+        # What an earlier stream brought counts as it is, whether it was packed or not.
+        self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
             text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}"
             raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
+
+    @property
+    def held(self) -> int:
+        """Bytes of the upload that are staged."""
+        return self._staging.length if hasattr(self, "_staging") else 0
 
     def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
         """Takes a chunk; of an upload that is accepted already it takes nothing."""
         if self._accepted is None:
             with self._lock:
                 self._assert_open()
-                self._refusing(lambda: self._ingest.feed(chunk))
+                sent = self._refusing(lambda: self._ingest.feed(chunk))
+                self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
 
     def finish(self) -> service_pb2.Receipt:
         """Checks the whole, makes it durable, commits, and only then gives the receipt."""
@@ -399,7 +504,7 @@ class UploadSession:
             self._staging.commit(self._header.payload.sha256)
             self._abandoned = True
         self._desk.forget(self._key, self)
-        return self._desk.accept(self._run, self._ask, self._header)
+        return self._desk.accept(self._run, self._ask, self._header, self._counted)
 
     def abandon(self) -> None:
         """Ends the session; what was staged stays for the next one."""
@@ -413,10 +518,10 @@ class UploadSession:
         if self._abandoned:
             raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
 
-    def _refusing(self, step: Callable[[], None]) -> None:
+    def _refusing(self, step: Callable[[], T]) -> T:
         """Runs a step; on a refusal throws away what was staged, where going on is useless."""
         try:
-            step()
+            return step()
         except RefusedError as refusal:
             if hasattr(self, "_staging"):
                 keep = refusal.code in (Code.INCOMPLETE, Code.OUT_OF_STEP)
@@ -448,6 +553,12 @@ def _note_lease_end(run: str, device: str, text: str, store: Store) -> None:
     store.add_event(run, "lease-ended", text, device=device)
 
 
+def _note_refusals_left_out(who: Who, count: int, row: int | None, store: Store) -> int | None:
+    run, device = who
+    whose = f"of device {device}" if device else "of devices that are not registered"
+    return store.note_refusals_left_out(run, device, f"{count} further refusals {whose} are only counted", row)
+
+
 def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:
     return run, ask["round"], ask["step_number"], ask["device"]
 
@@ -456,13 +567,13 @@ def _staging_key(ask: Row, attempt: int) -> str:
     return f"ask-{ask['id']}-attempt-{attempt}"
 
 
-def _closed_text(ask: Row | None) -> str:
+def _closed(ask: Row | None) -> RefusedError:
+    """Why an ask takes no answer any more: its deadline has passed, or its round is over for this device."""
     if ask is None:
-        return "the ask is gone"
-    return (
-        f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} takes no answer any more "
-        f"({ask['reason'] or ask['status']})"
-    )
+        return RefusedError(Code.CLOSED, "the ask is gone")
+    why = ask["reason"] or ask["status"]
+    text = f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} takes no answer any more ({why})"
+    return RefusedError(Code.LATE if why == DEADLINE_PASSED else Code.CLOSED, text[:_LONGEST_SENTENCE])
 
 
 def _receipt(name: service_pb2.UploadName, row: Row) -> service_pb2.Receipt:

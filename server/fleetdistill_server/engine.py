@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -21,20 +22,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, KnowledgeError, QuorumNotReached, RunError
+from fleetdistill import failpoints
+from fleetdistill.errors import (
+    ConfigurationError,
+    FleetDistillError,
+    KnowledgeError,
+    QuorumNotReached,
+    RunError,
+    StoreError,
+)
 from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.processes import EXIT_CONFIGURATION, end_with_parent
+from fleetdistill_server.disk_space import Bounds, DiskSpace
+from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, end_with_parent
+from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, Wakeups
 
 logger = logging.getLogger(__name__)
 MAX_SHORT_ROUNDS_IN_A_ROW = 100
+_LONGEST_FAILURE = 1000
 
 
 class Engine:
@@ -52,6 +64,7 @@ class Engine:
         self._waker = waker
         self._name = config.run.name
         store.begin_run(self._name, config.fixed_part(), completed_part)
+        store.set_keep_rounds(self._name, config.server.keep_rounds)
         self._token = store.own_run(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
@@ -79,7 +92,9 @@ class Engine:
             short = 0 if await self._round(cohort) else short + 1
             if short >= MAX_SHORT_ROUNDS_IN_A_ROW:
                 raise RunError(f"{short} rounds in a row fell short of the quorum; {self._last_event()}")
+        failpoints.hit("engine.end.before-commit")
         self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
+        failpoints.hit("engine.end.after-commit")
         self._waker.wake_other()
 
     def _last_event(self) -> str:
@@ -99,10 +114,13 @@ class Engine:
                 self._store.blobs.put(initial)
             if self.method.setting.proxy_payload is not None:
                 self._store.blobs.put(self.method.setting.proxy_payload)
+            failpoints.hit("engine.contract.before-commit")
             self._store.publish_contract(self._name, contract.SerializeToString())
+            failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
             self._store.end_run(self._name, "running", "started again")
         self._check_proxy()
+        self._check_readable()
         self._restore()
 
     def _check_proxy(self) -> None:
@@ -114,6 +132,14 @@ class Engine:
                 f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, the file is "
                 f"{now.hex()[:12] or 'none'}; put the first one back, or start a run of another name"
             )
+
+    def _check_readable(self) -> None:
+        """What every new device fetches must be whole; nobody else would find out but they."""
+        contract = contract_pb2.Contract.FromString(self._row()["contract"])
+        if self.method.setting.proxy_payload is not None:
+            self._store.blobs.put(self.method.setting.proxy_payload)  # mends it
+        if contract.initial_weights:
+            self._store.blobs.open(contract.initial_weights, verify=True)
 
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]
@@ -137,6 +163,8 @@ class Engine:
             self._store.assert_owner(self._name, self._token)
             chosen = self._chosen(devices)
             number = self._store.start_round(self._name, chosen)
+            failpoints.hit("engine.start.before-commit")
+        failpoints.hit("engine.start.after-commit")
         return self._cohort(number, chosen)
 
     def _chosen(self, present: list[str]) -> list[str]:
@@ -166,6 +194,8 @@ class Engine:
             with self._store.transaction():
                 self._store.assert_owner(self._name, self._token)
                 self._store.close_short_round(self._name, cohort.round, str(reason))
+                failpoints.hit("engine.short.before-commit")
+            failpoints.hit("engine.short.after-commit")
             self._restore()
             return False
         self._close(cohort)
@@ -173,12 +203,16 @@ class Engine:
 
     def _close(self, cohort: Cohort) -> None:
         self._score(cohort)
+        failpoints.hit("engine.checkpoint.before-write")
         checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
+        failpoints.hit("engine.checkpoint.after-write")
         last = self._row()["checkpoint"]
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
-        self._drop_spent(cohort.round, last)
+            failpoints.hit("engine.close.before-commit")
+        failpoints.hit("engine.close.after-commit")
+        free_after_round(self._store, self._name, last)
         logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
 
     def _score(self, cohort: Cohort) -> None:
@@ -195,18 +229,6 @@ class Engine:
             return
         cohort.report("global_accuracy", counts.accuracy)
         cohort.report("global_confusion", counts.confusion.tolist())
-
-    def _drop_spent(self, closed: int, checkpoint: bytes | None) -> None:
-        """Frees what the last closed round, and short ones since, left behind; the newest closed one stays readable."""
-        spent: list[bytes] = []
-        for number in self._store.rounds_since_last_closed(self._name, closed):
-            spent += self._store.spent_payloads(self._name, number)
-        # Runs of one seed begin with equal states, so another run may need this one still.
-        needed = {(self._store.run(row["name"]) or {}).get("checkpoint") for row in self._store.runs()}
-        if checkpoint is not None and checkpoint not in needed:
-            spent.append(checkpoint)
-        for sha256 in spent:
-            self._store.blobs.drop(sha256)
 
     def _row(self) -> dict[str, Any]:
         row = self._store.run(self._name)
@@ -245,15 +267,27 @@ async def _main(given: _Arguments) -> int:
         loop.add_signal_handler(number, task.cancel)
     store = Store.open(given.store)
     try:
-        await Engine(store, load_run_config(given.config), Wakeups(given.wakeups)).run()
+        config = load_run_config(given.config)
+        bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
+        store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
+        await Engine(store, config, Wakeups(given.wakeups)).run()
     except asyncio.CancelledError:
         return 0
     except (ConfigurationError, RunError) as error:
         print(f"the engine stops: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
+    except Exception as error:
+        _note_failure(store, config.run.name, error)
+        raise
     finally:
         store.close()
     return 0
+
+
+def _note_failure(store: Store, run: str, error: Exception) -> None:
+    """Says in the store why the engine ended, for whoever reads why the run was stopped."""
+    with contextlib.suppress(StoreError):
+        store.add_event(run, ENGINE_FAILED, f"{type(error).__name__}: {error}"[:_LONGEST_FAILURE])
 
 
 def main() -> int:

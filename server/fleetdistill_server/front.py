@@ -9,65 +9,87 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
-from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
-from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RefusedError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.compression import RAW, compression_of
+from fleetdistill.wire.payload import CHUNK_BYTES
+from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.commits import CommitThread
 from fleetdistill_server.desk import Desk, UploadSession
-from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent
+from fleetdistill_server.disk_space import Bounds, DiskSpace
+from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
+from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
+from fleetdistill_server.refusals import abort, ended, in_pool
+from fleetdistill_server.retention import SWEEP_SECONDS, sweep_directory
+from fleetdistill_server.roles import Guard, open_guard
+from fleetdistill_server.security import Tls
 from fleetdistill_server.store import Store
+from fleetdistill_server.streams import BATCH, in_batches
+from fleetdistill_server.tls import Ports, add_services, listen_on
+from fleetdistill_server.undecodable import RefuseUndecodable
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20
-PENDING_CALLS = 20_000
 POOL_THREADS = 16
 LONGEST_WAIT_SECONDS = 60.0
 # After a wake-up the devices spread over [0, waiting / this] seconds.
 WAKES_PER_SECOND = 1000
-# What a refusal says travels in trailers, of which gRPC takes 8 KiB.
-LONGEST_SENTENCE = 1000
+
+_FILES = (service_pb2, enrolment_pb2, operations_pb2)
+SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
+"""Names of our own services, as health and reflection know them; the first one is there on plain text too."""
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without it a second server could silently share the port.
     ("grpc.so_reuseport", 0),
-    ("grpc.server_max_pending_requests", PENDING_CALLS),
-    ("grpc.server_max_pending_requests_hard_limit", 2 * PENDING_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
 class DeviceService(service_pb2_grpc.DeviceServiceServicer):
-    """The device calls over gRPC; each hands its work to the desk."""
+    """The device calls over gRPC; each hands its work to the desk.
 
-    def __init__(self, desk: Desk, pool: ThreadPoolExecutor) -> None:
+    Args:
+        desk: Answers them.
+        pool: Where the work is done.
+        commits: Where calls that only check and commit are done, by default in the pool too.
+        limits: How slow a stream may be.
+    """
+
+    def __init__(
+        self, desk: Desk, pool: ThreadPoolExecutor, commits: CommitThread | None = None, limits: Limits | None = None
+    ) -> None:
         self._desk = desk
         self._pool = pool
+        self._commits = commits
+        self._limits = limits or Limits()
         # By call and not by device: a device may call again before its broken call is noticed.
         self._waiting: dict[asyncio.Event, tuple[str, str]] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
-        return await self._call(context, lambda: self._desk.check_in(request))
+        return await self._durable_call(context, lambda: self._desk.check_in(request))
 
     async def Heartbeat(self, request: service_pb2.HeartbeatRequest, context: Any) -> service_pb2.HeartbeatResponse:
         return await self._call(context, lambda: self._desk.heartbeat(request))
@@ -86,7 +108,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
         found = await self._call(context, lambda: self._desk.next_ask(request.identity))
         if found is None:
-            await self._wait_for_work(request)
+            async with self._open_call(context, (request.identity.run, request.identity.device)):
+                await self._wait_for_work(request)
             found = await self._call(context, lambda: self._desk.next_ask(request.identity))
         if found is None:
             come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=self._spread())
@@ -94,6 +117,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return found
 
     async def _wait_for_work(self, request: service_pb2.NextAskRequest) -> None:
+        """Waits for a wake-up; who calls has shown that it is this device."""
         event = asyncio.Event()
         self._waiting[event] = (request.identity.run, request.identity.device)
         # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
@@ -127,89 +151,162 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def Upload(
         self, request_iterator: AsyncIterator[service_pb2.UploadRequest], context: Any
     ) -> service_pb2.UploadResponse:
-        session: UploadSession | None = None
+        upload = _Upload(self._desk)
         try:
-            async for request in request_iterator:
-                session = await self._call(context, partial(self._take, request, session))
-            if session is None:
-                await self._abort(context, RefusedError(Code.BAD_MESSAGE, "an upload must begin with its header"))
-                raise AssertionError("abort raises")
-            done = session
-            return service_pb2.UploadResponse(receipt=await self._call(context, done.finish))
+            timely = in_good_time(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
+            async with contextlib.aclosing(in_batches(timely)) as batches:
+                async for batch in batches:
+                    await self._call(context, partial(upload.take, batch))
+            return service_pb2.UploadResponse(receipt=await self._call(context, upload.finish))
+        except RefusedError as refusal:  # the stream's own; one of the desk has ended the call already
+            await abort(context, refusal)
         finally:
-            if session is not None:
-                # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
-                with contextlib.suppress(RuntimeError):
-                    self._pool.submit(session.abandon)
-
-    def _take(self, request: service_pb2.UploadRequest, session: UploadSession | None) -> UploadSession:
-        if request.WhichOneof("message") == "header" and session is None:
-            return self._desk.begin_upload(request.header)
-        if request.WhichOneof("message") != "chunk" or session is None:
-            raise RefusedError(Code.BAD_MESSAGE, "an upload is one header and then chunks")
-        session.feed(request.chunk)
-        return session
+            # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
+            with contextlib.suppress(RuntimeError):
+                self._pool.submit(upload.abandon)
 
     async def Download(
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncIterator[service_pb2.DownloadResponse]:
+        async with contextlib.aclosing(self._responses(request, context)) as responses:
+            async for response in responses:
+                await self._write(context, response)
+        nothing: service_pb2.DownloadResponse
+        for nothing in ():  # written above, where a device that does not take it is noticed
+            yield nothing
+
+    async def _write(self, context: Any, response: service_pb2.DownloadResponse) -> None:
+        """Sends a message of a stream, to a device that takes it in good time."""
+        seconds = self._limits.stall_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(response)
+        except TimeoutError:
+            text = f"the device did not take a chunk within {seconds:g} s; go on from what has come"
+            await abort(context, RefusedError(Code.INCOMPLETE, text))
+
+    async def _responses(
+        self, request: service_pb2.DownloadRequest, context: Any
+    ) -> AsyncGenerator[service_pb2.DownloadResponse, None]:
         payload, chunks = await self._call(context, lambda: self._desk.download(request))
-        yield service_pb2.DownloadResponse(header=payload.header())
-        while (chunk := await self._call(context, lambda: next(chunks, None))) is not None:
-            yield service_pb2.DownloadResponse(chunk=chunk)
+        async with self._open_call(context, (request.identity.run, request.identity.device)):
+            yield service_pb2.DownloadResponse(header=payload.header())
+            make = partial(_next_responses, chunks)
+            making = asyncio.ensure_future(self._call(context, make))
+            try:
+                while batch := await making:
+                    making = asyncio.ensure_future(self._call(context, make))
+                    for response in batch:
+                        yield response
+            finally:
+                making.cancel()
+                with contextlib.suppress(RuntimeError):  # at shutdown the pool is gone
+                    self._pool.submit(chunks.end)
 
     async def _call(self, context: Any, work: Callable[[], T]) -> T:
+        return await in_pool(self._pool, context, work)
+
+    async def _durable_call(self, context: Any, work: Callable[[], T]) -> T:
+        """As `_call`, for work that mostly waits for its commit: no thread of the pool waits with it."""
+        if self._commits is None:
+            return await self._call(context, work)
+        future = asyncio.wrap_future(self._commits.call(work))
+
+        async def outcome() -> T:
+            return (await future)()
+
+        return await ended(context, outcome())
+
+    @contextlib.asynccontextmanager
+    async def _open_call(self, context: Any, who: Who) -> AsyncIterator[None]:
+        """Counts a call that stays open, of a device that has shown who it is, or ends it as one too many."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except FleetDistillError as error:
-            await self._abort(context, error)
-        except Exception:
-            logger.exception("a call failed")
-            await self._abort(context, RefusedError(Code.INTERNAL, "a fault of the server; see its log"))
-        raise AssertionError("abort raises")
-
-    async def _abort(self, context: Any, error: FleetDistillError) -> None:
-        refusal = error if isinstance(error, RefusedError) else _as_refusal(error)
-        status = rich_status(refusal)
-        await context.abort(
-            getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
-            status.message,
-            (("grpc-status-details-bin", status.SerializeToString()),),
-        )
+            place = self._desk.limiter.open_call(who)
+        except RefusedError as refusal:
+            await abort(context, refusal)
+        with place:
+            yield
 
 
-def _as_refusal(error: FleetDistillError) -> RefusedError:
-    if isinstance(error, StoreError) and "full" in str(error):
-        return RefusedError(Code.NO_SPACE, f"{error}; no receipt is given, try again later")
-    logger.error("a call failed: %s", error)
-    return RefusedError(Code.INTERNAL, "the server's store failed; see its log")
+class _Upload:
+    """What one stream brings: a header and then chunks."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._lock = threading.Lock()
+        self._session: UploadSession | None = None
+
+    def take(self, requests: list[service_pb2.UploadRequest]) -> None:
+        """Takes the next messages. Raises RefusedError, as `UploadSession` does too."""
+        with self._lock:
+            for request in requests:
+                self._take(request)
+
+    def _take(self, request: service_pb2.UploadRequest) -> None:
+        message = request.WhichOneof("message")
+        if message == "header" and self._session is None:
+            self._session = self._desk.begin_upload(request.header)
+        elif message == "chunk" and self._session is not None:
+            self._session.feed(request.chunk)
+        else:
+            raise RefusedError(Code.BAD_MESSAGE, "an upload is one header and then chunks")
+
+    def held(self) -> int:
+        """Bytes that the server has of the upload by now."""
+        return self._session.held if self._session is not None else 0
+
+    def finish(self) -> service_pb2.Receipt:
+        """Ends the upload with its receipt."""
+        if self._session is None:
+            raise RefusedError(Code.BAD_MESSAGE, "an upload must begin with its header")
+        return self._session.finish()
+
+    def abandon(self) -> None:
+        """Ends the stream, once nothing of it is worked on any more."""
+        with self._lock:
+            if self._session is not None:
+                self._session.abandon()
 
 
-def rich_status(refusal: RefusedError) -> status_pb2.Status:
-    """The google.rpc.Status with one ErrorInfo that carries the reason and its details."""
-    details = {name: value[:LONGEST_SENTENCE] for name, value in refusal.details.items()}
-    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
-    packed = any_pb2.Any()
-    packed.Pack(info)
-    number = getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status).value[0]
-    return status_pb2.Status(code=number, message=str(refusal)[:LONGEST_SENTENCE], details=[packed])
+def _next_responses(chunks: Iterator[knowledge_pb2.TensorChunk]) -> list[service_pb2.DownloadResponse]:
+    return [service_pb2.DownloadResponse(chunk=chunk) for chunk in itertools.islice(chunks, BATCH)]
 
 
 @contextlib.contextmanager
-def open_desk(directory: Path, wake_engine: Callable[[], None], lease_seconds: float) -> Iterator[Desk]:
+def open_desk(
+    directory: Path,
+    wake_engine: Callable[[], None],
+    lease_seconds: float,
+    compression: knowledge_pb2.Compression.ValueType = RAW,
+    bounds: Bounds = Bounds(),  # noqa: B008  (it is frozen)
+    limits: Limits | None = None,
+) -> Iterator[tuple[Desk, CommitThread]]:
     """A desk over the store in a directory, reading with one connection and writing with a commit thread."""
     reader, writer = Store.open(directory), Store.open(directory)
     commits = CommitThread(writer)
     try:
-        yield Desk(reader, commits.commit, wake_engine, lease_seconds)
+        wake = partial(commits.afterwards, wake_engine)
+        desk = Desk(reader, commits.commit, wake, lease_seconds, compression, limits)
+        desk.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
+        yield desk, commits
     finally:
         commits.close()
         reader.close()
         writer.close()
 
 
-async def serve(directory: Path, listen: str, ends: Ends, lease_seconds: float, ready: Callable[[int], None]) -> int:
-    """Serves until SIGINT or SIGTERM. Calls `ready` with the port. Returns the exit status."""
+async def serve(
+    directory: Path,
+    listen: str,
+    ends: Ends,
+    lease_seconds: float,
+    ready: Callable[[Ports], None],
+    compression: knowledge_pb2.Compression.ValueType = RAW,
+    bounds: Bounds = Bounds(),  # noqa: B008  (it is frozen)
+    limits: Limits = Limits(),  # noqa: B008  (it is frozen)
+    tls: Tls | None = None,
+) -> int:
+    """Serves until SIGINT or SIGTERM. Calls `ready` with the ports. Returns the exit status."""
     wakeups = Wakeups(ends)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -219,37 +316,46 @@ async def serve(directory: Path, listen: str, ends: Ends, lease_seconds: float, 
     def wake_engine() -> None:
         loop.call_soon_threadsafe(wakeups.wake_other)
 
-    with open_desk(directory, wake_engine, lease_seconds) as desk, ThreadPoolExecutor(POOL_THREADS) as pool:
+    opened = open_desk(directory, wake_engine, lease_seconds, compression, bounds, limits)
+    guarding = open_guard(directory, tls is not None)
+    with opened as (desk, commits), guarding as guard, ThreadPoolExecutor(POOL_THREADS) as pool:
         desk.adopt_present_devices()
-        service = DeviceService(desk, pool)
-        server = await _start(service, listen)
-        if server is None:
-            text = "the address is in use or not ours; choose another with [server] listen"
-            print(f"cannot listen on {listen}: {text}", file=sys.stderr)
+        service = DeviceService(desk, pool, commits, limits)
+        server = await _make_server(service, guard, limits)
+        try:
+            ports = listen_on(server, listen, tls)
+        except RuntimeError:
+            where = listen if tls is None else f"{listen} and {tls.enrol_listen}"
+            text = "the address is in use or not ours; choose another with [server] listen or enrol_listen"
+            print(f"cannot listen on {where}: {text}", file=sys.stderr)
             return EXIT_CANNOT_LISTEN
-        grpc_server, port = server
-        ready(port)
+        except ConfigurationError as error:
+            print(f"cannot listen on {listen}: {error}", file=sys.stderr)
+            return EXIT_CANNOT_LISTEN
+        if tls is not None:
+            add_services(server, directory, desk, pool, tls, ports)
+        await server.start()
+        ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(desk, pool))]
+        tasks.append(asyncio.create_task(_delete_what_nobody_needs(directory, pool)))
         await stop.wait()
         for task in tasks:
             task.cancel()
-        await grpc_server.stop(grace=2.0)
+        await server.stop(grace=2.0)
     return 0
 
 
-async def _start(service: DeviceService, listen: str) -> tuple[Any, int] | None:
-    server = grpc.aio.server(options=OPTIONS)
+async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> Any:
+    """A server with what it offers on plain text too."""
+    server = grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=[*OPTIONS, *limits.channel_options()])
     service_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError:
-        return None
-    await server.start()
-    for name in ("", "fleetdistill.wire.v1.DeviceService"):
+    names = SERVICES if guard.tls else SERVICES[:1]
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, port
+    return server
 
 
 async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:
@@ -265,7 +371,14 @@ async def _sweep(desk: Desk, pool: ThreadPoolExecutor) -> None:
         await _guarded(loop.run_in_executor(pool, desk.end_leases))
 
 
-async def _guarded(work: Awaitable[None]) -> None:
+async def _delete_what_nobody_needs(directory: Path, pool: ThreadPoolExecutor) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await _guarded(loop.run_in_executor(pool, sweep_directory, directory))
+        await asyncio.sleep(SWEEP_SECONDS)
+
+
+async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
     except FleetDistillError:
@@ -280,14 +393,29 @@ def main() -> int:
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
     parser.add_argument("--lease-seconds", type=float, default=60.0)
+    parser.add_argument("--limits", type=Limits.parse, default=Limits())
+    parser.add_argument("--compression", type=compression_of, default=RAW)
+    parser.add_argument("--disk-budget-bytes", type=int, default=0)
+    parser.add_argument("--keep-free-bytes", type=int, default=0)
+    parser.add_argument("--pki", type=Path)
+    parser.add_argument("--enrol-listen", default="")
+    parser.add_argument("--certificate-days", type=float, default=0.0)
+    parser.add_argument("--log-level", default="INFO")
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="front: %(message)s")
+    tls = Tls(given.pki, given.enrol_listen, given.certificate_days) if given.pki else None
+    bounds = Bounds(given.disk_budget_bytes, given.keep_free_bytes)
+    logging.basicConfig(level=given.log_level, format="front: %(message)s")
+    keep_freed_memory()
+    allow_open_files()
     end_with_parent(given.parent)
-    return asyncio.run(serve(given.store, given.listen, given.wakeups, given.lease_seconds, _say_port))
+    settings = (given.lease_seconds, _say_ports, given.compression, bounds, given.limits, tls)
+    return asyncio.run(serve(given.store, given.listen, given.wakeups, *settings))
 
 
-def _say_port(port: int) -> None:
-    print(f"listening {port}", flush=True)
+def _say_ports(ports: Ports) -> None:
+    if ports.enrol is not None:
+        print(f"enrolling {ports.enrol}", flush=True)
+    print(f"listening {ports.devices}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ import numpy as np
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.codec import KINDS
+from fleetdistill.wire.channels import LARGEST, LARGEST_STEP
+from fleetdistill.wire.codec import KINDS, float_type, in_channel_steps
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.payload import DTYPES, Slot
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.blobs import Staging
@@ -37,6 +39,7 @@ _MOST_IMPORTANCE = 1 + 1e-4
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
+_UINT8 = np.dtype("u1")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Rule:
         high: First value that is too large, None for no bound.
         unique: Values may not repeat.
         row_sum: Most that the numbers of a row may sum to, None for no bound.
+        in_steps: Whether the elements are steps on the scale of their channel.
         what: The column in words, for messages.
     """
 
@@ -59,6 +63,7 @@ class Rule:
     high: float | None = None
     unique: bool = False
     row_sum: float | None = None
+    in_steps: bool = False
     what: str = "value"
 
 
@@ -111,21 +116,23 @@ class Ingest:
                 self._examine(piece)
         return held
 
-    def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
-        """Takes the next chunk.
+    def feed(self, chunk: knowledge_pb2.TensorChunk) -> int:
+        """Takes the next chunk; returns how many bytes it had as it travelled.
 
         Raises:
             RefusedError: Checksum, order, size or a value is wrong.
             StoreError: The disk is full.
         """
         assert self._staging is not None
-        data = chunk.data
-        if google_crc32c.value(data) != chunk.crc32c:
+        sent = chunk.data  # each reading of the field copies it
+        if google_crc32c.value(sent) != chunk.crc32c:
             text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C; send it again"
             raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
+        data = self._unpacked(chunk, sent)
         self._check_place(chunk, len(data))
         self._examine(data)
         self._staging.append(data)
+        return len(sent)
 
     def finish(self) -> None:
         """Checks the whole once every byte is there.
@@ -172,6 +179,9 @@ class Ingest:
         if slot.dtype not in rule.dtypes:
             expected = " or ".join(dtype.name for dtype in rule.dtypes)
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
+        if rule.in_steps != (slot.channels is not None):
+            text = f"{slot.path} is {'raw' if rule.in_steps else 'in channel steps'}, expected the other"
+            raise self._refuse(Code.BAD_TENSOR, text, slot)
         if rule.shape is not None and not _fits(slot.shape, rule.shape):
             text = f"{slot.path} has shape {list(slot.shape)}, expected {_shape_text(rule.shape)}"
             raise self._refuse(Code.BAD_TENSOR, text, slot)
@@ -188,6 +198,12 @@ class Ingest:
             if slot.shape[0] != first.shape[0]:
                 text = f"{slot.path} has {slot.shape[0]} rows, {first.path} has {first.shape[0]}; they must agree"
                 raise self._refuse(Code.BAD_TENSOR, text, slot)
+
+    def _unpacked(self, chunk: knowledge_pb2.TensorChunk, sent: bytes) -> bytes:
+        try:
+            return unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
+        except WireError as error:
+            raise self._refuse(Code.BAD_MESSAGE, str(error), *self.slots[chunk.tensor : chunk.tensor + 1]) from error
 
     def _check_place(self, chunk: knowledge_pb2.TensorChunk, size: int) -> None:
         assert self._staging is not None
@@ -296,7 +312,8 @@ def rules_of(
 def _sample_rules(
     part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]
 ) -> dict[str, Rule]:
-    floats = (DTYPES[contract.knowledge_type],)
+    knowledge_type = DTYPES[contract.knowledge_type]
+    floats = (float_type(knowledge_type),)
     classes = len(contract.classes)
     rules = {
         f"{part.name}/sample_ids": Rule((_INT64,), (ROWS,), low=0, unique=True, what="sample id"),
@@ -305,9 +322,23 @@ def _sample_rules(
     }
     shapes = {f"{part.name}/features/{column.name}": (ROWS, *column.shape) for column in contract.features}
     asked = {path: shape for path, shape in shapes.items() if not wanted or path in wanted}
-    rules |= {path: Rule(floats, shape, what="features") for path, shape in asked.items()}
+    for path, shape in asked.items():
+        if in_channel_steps(knowledge_type, shape[1:]):
+            rules |= _step_rules(path, shape)
+        else:
+            rules[path] = Rule(floats, shape, what="features")
     _require_columns(part, contract, asked)
     return rules
+
+
+def _step_rules(path: str, shape: tuple[int, ...]) -> dict[str, Rule]:
+    """A column in channel steps: with its scales in these bounds, every number that it stands for is finite."""
+    too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, LARGEST_STEP))
+    return {
+        path: Rule((_UINT8,), shape, in_steps=True, what="features"),
+        f"{path}/step": Rule((_FLOAT32,), shape[1:2], low=0, high=too_long, what="step"),
+        f"{path}/minimum": Rule((_FLOAT32,), shape[1:2], low=-LARGEST, high=too_large, what="minimum"),
+    }
 
 
 def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract, feature_paths: Collection[str]) -> None:
@@ -327,7 +358,7 @@ def _require_columns(part: knowledge_pb2.Part, contract: contract_pb2.Contract, 
 def _proxy_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
         raise RefusedError(Code.CONTRACT_MISMATCH, f"part {part.name!r} is about another proxy set than the contract's")
-    floats = (DTYPES[contract.knowledge_type],)
+    floats = (float_type(DTYPES[contract.knowledge_type]),)
     shapes = _proxy_shapes(contract)
     sent = {field.name for field, _ in part.proxy_knowledge.ListFields()}
     missing = [name for name in shapes if name not in sent]

@@ -58,7 +58,7 @@ def methods(sizes: Sizes, knowledge_type: str) -> MethodsView:
 
     Args:
         sizes: Model and data of one device.
-        knowledge_type: float16 or float32.
+        knowledge_type: float16, float32 or uint8.
 
     Raises:
         ConfigurationError: The knowledge type is another.

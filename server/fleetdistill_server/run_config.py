@@ -21,6 +21,8 @@ from pydantic import (
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
+from fleetdistill_server.limits import Limits
+from fleetdistill_server.security import ENROL_PORT, Tls
 
 
 class _Section(BaseModel):
@@ -47,7 +49,7 @@ class ContractSection(_Section):
 
     classes: int | list[str]
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-    knowledge_type: Literal["float16", "float32"] = "float16"
+    knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -101,6 +103,40 @@ class ServerSection(_Section):
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     torch_device: str = "auto"
+    pki: str = ""
+    enrol_listen: str = ""
+    certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
+    compression: Literal["zstd", "none"] = "zstd"
+    keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
+    disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
+    keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
+
+    def tls(self) -> Tls | None:
+        """How the front speaks TLS; None for plain text. The enrolment port is on the host of `listen` by default."""
+        if not self.pki:
+            return None
+        usual = f"{self.listen.rpartition(':')[0]}:{ENROL_PORT}"
+        return Tls(Path(self.pki), self.enrol_listen or usual, self.certificate_days)
+
+
+class LimitsSection(_Section):
+    """[limits]: what devices may ask of the server; may change between starts of one run."""
+
+    open_calls: Annotated[int, Field(ge=1, lt=2**30)] = Limits.open_calls
+    open_calls_per_device: Annotated[int, Field(ge=1)] = Limits.open_calls_per_device
+    open_calls_per_connection: Annotated[int, Field(ge=1, lt=2**31)] = Limits.open_calls_per_connection
+    uploads_per_hour: Annotated[int, Field(ge=1)] = Limits.uploads_per_hour
+    bytes_in_flight: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight
+    bytes_in_flight_per_device: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight_per_device
+    devices: Annotated[int, Field(ge=1)] = Limits.devices
+    refusals_per_hour: Annotated[int, Field(ge=1)] = Limits.refusals_per_hour
+    stall_seconds: Annotated[float, Field(gt=0)] = Limits.stall_seconds
+    handshake_seconds: Annotated[float, Field(gt=0)] = Limits.handshake_seconds
+    idle_seconds: Annotated[float, Field(gt=0)] = Limits.idle_seconds
+
+    def limits(self) -> Limits:
+        """The same for the front."""
+        return Limits(**self.model_dump())
 
 
 class RunConfig(_Section):
@@ -117,6 +153,7 @@ class RunConfig(_Section):
     proxy: ProxySection = ProxySection()
     evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
+    limits: LimitsSection = LimitsSection()
 
     def method_config(self) -> Any:
         """The method's configuration, complete for the contract's number of classes.
@@ -142,7 +179,9 @@ class RunConfig(_Section):
 
     def fixed_part(self) -> dict[str, Any]:
         """What may not change between two starts of one run; a proxy set may move, its digest is in the contract."""
-        fixed = self.model_dump(mode="json", exclude={"server": True, "evaluation": True, "proxy": {"data"}})
+        fixed = self.model_dump(
+            mode="json", exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
+        )
         return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
 
 
@@ -196,6 +235,7 @@ _SETTINGS = {
     "proxy": list(ProxySection.model_fields),
     "evaluation": list(EvaluationSection.model_fields),
     "server": list(ServerSection.model_fields),
+    "limits": list(LimitsSection.model_fields),
 }
 """Known sections, and the known settings of each."""
 

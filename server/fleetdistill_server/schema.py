@@ -139,3 +139,79 @@ def m003_what_happened(db: Database) -> None:
         },
         pk=("run", "round", "device", "direction"),
     )
+
+
+@migrations()
+def m004_traffic_by_kind(db: Database) -> None:
+    # kind: of a part, such as sample_knowledge; "envelope" for headers of payloads, with the number of payloads; "" in
+    # rows of before, which tell no kinds. sent_bytes: as they travelled, packed where both ends could.
+    db.execute("ALTER TABLE traffic RENAME TO traffic_before")
+    db.execute(
+        "CREATE TABLE traffic (run TEXT, round INTEGER, device TEXT, direction TEXT, kind TEXT NOT NULL, "
+        "payloads INTEGER NOT NULL, tensor_bytes INTEGER NOT NULL, envelope_bytes INTEGER NOT NULL, "
+        "sent_bytes INTEGER NOT NULL, PRIMARY KEY (run, round, device, direction, kind))"
+    )
+    db.execute(
+        "INSERT INTO traffic SELECT run, round, device, direction, '', payloads, tensor_bytes, envelope_bytes, "
+        "tensor_bytes + envelope_bytes FROM traffic_before"
+    )
+    db.execute("DROP TABLE traffic_before")
+
+
+@migrations()
+def m006_quarantine_and_retention(db: Database) -> None:
+    # When the answer's payload was found damaged or gone; NULL for an answer that counts. Its receipt stays.
+    db.execute("ALTER TABLE uploads ADD COLUMN quarantined_at FLOAT")
+    db.execute("DROP INDEX idx_uploads_ask")
+    db.execute("CREATE UNIQUE INDEX one_answer_for_each_ask ON uploads (ask) WHERE quarantined_at IS NULL")
+    db.execute("CREATE INDEX idx_uploads_ask ON uploads (ask)")
+    # Of how many closed rounds payloads are kept, the newest first; and the first round that `runs prune` left any of.
+    db.execute("ALTER TABLE runs ADD COLUMN keep_rounds INTEGER NOT NULL DEFAULT 1")
+    db.execute("ALTER TABLE runs ADD COLUMN kept_from INTEGER NOT NULL DEFAULT 0")
+    db.execute("DROP VIEW spoken")
+    db.create_view(
+        "spoken",
+        "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL UNION ALL "
+        "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id WHERE u.quarantined_at IS NULL",
+    )
+
+
+@migrations()
+def m005_security(db: Database) -> None:
+    db.table("tokens").create(
+        {
+            "hash": bytes,  # SHA-256 of the secret; the secret itself is nowhere
+            "run": str,  # the run that its device is confined to, empty for all
+            "created_at": float,
+            "expires_at": float,
+            "revoked": int,
+            "device": str,  # who has used it, NULL before
+            "serial": str,  # certificate that it was used for
+        },
+        pk="hash",
+        not_null={"run", "expires_at", "revoked"},
+    )
+    certificates = db.table("certificates")
+    certificates.create(
+        {
+            "serial": str,  # hex
+            "device": str,
+            "run": str,
+            "public_key": bytes,  # SHA-256 of the SubjectPublicKeyInfo
+            "pem": bytes,
+            "issued_at": float,
+            "expires_at": float,
+        },
+        pk="serial",
+        not_null={"device", "public_key", "pem", "expires_at"},
+    )
+    certificates.create_index(["device"])
+    db.table("revocations").create(
+        {
+            "subject": str,  # device:ID, operator:NAME, viewer:NAME or serial:HEX
+            "reason": str,
+            "at": float,
+        },
+        pk="subject",
+        not_null={"at"},
+    )

@@ -33,7 +33,7 @@ class Setting:
         models: Names of the models, from [model].
         torch_device: Where the server half computes.
         seed: Root of the run's seed tree.
-        knowledge_type: float16 or float32, what knowledge travels in.
+        knowledge_type: float16, float32 or uint8, what knowledge travels in.
         proxy: The labelled proxy set, where the run has one.
         proxy_payload: The same as devices fetch it.
     """

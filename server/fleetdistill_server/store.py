@@ -25,13 +25,18 @@ from typing import Any
 
 import sqlite_utils
 
-from fleetdistill.errors import RunError, StoreError
+from fleetdistill.durable import make_directory
+from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
+from fleetdistill_server.counting import ENVELOPE, Counted
+from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.schema import migrations
 
 Row = dict[str, Any]
 _BUSY_SECONDS = 30
+DEADLINE_PASSED = "deadline passed"
+"""Reason of an ask that nobody answered in time."""
 
 
 class Store:
@@ -62,7 +67,7 @@ class Store:
             StoreError: The directory cannot be used, or the database is damaged.
         """
         with disk_errors(f"opening the store {directory}"):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
         with _database_errors():
             connection = sqlite3.connect(
                 directory / "store.sqlite", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -170,6 +175,10 @@ class Store:
             "FROM runs ORDER BY created_at, name"
         )
 
+    def run_names(self) -> list[str]:
+        """Names of all runs, oldest first."""
+        return [row["name"] for row in self._rows("SELECT name FROM runs ORDER BY created_at, name")]
+
     def own_run(self, name: str) -> str:
         """Makes the caller the run's only engine; returns the token that its later writes must carry."""
         token = secrets.token_hex(8)
@@ -202,6 +211,10 @@ class Store:
     def devices(self, run: str) -> list[Row]:
         """All devices of a run in id order."""
         return self._rows("SELECT * FROM devices WHERE run = ? ORDER BY device", run)
+
+    def count_devices(self, run: str) -> int:
+        """How many devices have checked in to a run."""
+        return int(self._value("SELECT count(*) FROM devices WHERE run = ?", run))
 
     def present_devices(self, run: str) -> list[str]:
         """Ids of the devices that are checked in, in bytewise order."""
@@ -312,21 +325,56 @@ class Store:
             *(run, number),
         )
 
-    def rounds_since_last_closed(self, run: str, number: int) -> range:
-        """The last closed round before `number`, and the short ones between the two."""
-        last = self._value(
-            "SELECT max(round) FROM rounds WHERE run = ? AND round < ? AND status = 'closed'", run, number
-        )
-        return range(last or number, number)
+    # --- what must be kept; `retention.py` deletes the rest
 
-    def spent_payloads(self, run: str, number: int) -> list[bytes]:
-        """Payloads of a round that no later round and no other run speaks of."""
-        rows = self._rows(
-            "SELECT DISTINCT mine.sha256 FROM spoken mine WHERE mine.run = ? AND mine.round = ? AND NOT EXISTS "
-            "(SELECT 1 FROM spoken s WHERE s.sha256 = mine.sha256 AND (s.run <> mine.run OR s.round > mine.round))",
-            *(run, number),
+    def set_keep_rounds(self, run: str, keep_rounds: int) -> None:
+        """Sets of how many closed rounds the payloads stay readable, the newest first; at least 0."""
+        self._write("UPDATE runs SET keep_rounds = ? WHERE name = ?", keep_rounds, run)
+
+    def first_kept_round(self, run: str, keep_rounds: int | None = None) -> int:
+        """The first round whose payloads are kept: so many closed ones, short ones after them, and the open one.
+
+        Args:
+            run: The run.
+            keep_rounds: How many closed ones, by default the run's setting.
+        """
+        row = self._row("SELECT keep_rounds, kept_from FROM runs WHERE name = ?", run) or {}
+        wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
+        closed = self._rows(
+            "SELECT round FROM rounds WHERE run = ? AND status = 'closed' ORDER BY round DESC LIMIT ?",
+            *(run, max(wanted, 1)),
         )
-        return [row["sha256"] for row in rows]
+        if wanted == 0:
+            first = closed[0]["round"] + 1 if closed else 0
+        else:
+            first = closed[-1]["round"] if len(closed) == wanted else 0
+        return max(first, int(row["kept_from"]))
+
+    def prune_rounds(self, run: str, first_kept: int) -> None:
+        """Gives up the payloads, events and figures of all rounds before `first_kept`; receipts and traffic stay."""
+        with self.transaction():
+            self._write("UPDATE runs SET kept_from = max(kept_from, ?) WHERE name = ?", first_kept, run)
+            for table in ("events", "figures"):
+                self._write(f"DELETE FROM {table} WHERE run = ? AND round > 0 AND round < ?", run, first_kept)
+
+    def delete_run(self, run: str) -> None:
+        """Forgets a run with everything that was written about it, but for who was enrolled."""
+        with self.transaction():
+            self._write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
+            for table in ("asks", "rounds", "events", "figures", "traffic", "devices"):
+                self._write(f"DELETE FROM {table} WHERE run = ?", run)
+            self._write("DELETE FROM runs WHERE name = ?", run)
+
+    def payloads_between(self, run: str, first: int, stop: int) -> set[bytes]:
+        """Digests of the payloads that rounds `first` to `stop` - 1 of a run speak of."""
+        rows = self._rows(
+            "SELECT DISTINCT sha256 FROM spoken WHERE run = ? AND round >= ? AND round < ?", run, first, stop
+        )
+        return {row["sha256"] for row in rows}
+
+    def open_asks(self) -> set[int]:
+        """Ids of the asks of all runs that still take an answer."""
+        return {row["id"] for row in self._rows("SELECT id FROM asks WHERE status = 'open'")}
 
     def rounds(self, run: str) -> list[Row]:
         """Every round with its uploads counted by what became of them."""
@@ -351,7 +399,7 @@ class Store:
         """The asks of one step in device order, each joined with its answer (columns NULL without one)."""
         return self._rows(
             "SELECT a.*, u.sha256, u.samples, u.receipt FROM asks a LEFT JOIN uploads u ON u.ask = a.id "
-            "WHERE a.run = ? AND a.round = ? AND a.step_number = ? ORDER BY a.device",
+            "AND u.quarantined_at IS NULL WHERE a.run = ? AND a.round = ? AND a.step_number = ? ORDER BY a.device",
             *(run, number, step_number),
         )
 
@@ -384,7 +432,7 @@ class Store:
         with self.transaction():
             late = self._rows("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
             for ask in late:
-                self.close_ask(ask["id"], "deadline passed")
+                self.close_ask(ask["id"], DEADLINE_PASSED)
                 text = f"{ask['device']} did not answer step {ask['step']!r} in time"
                 self.add_event(run, "late", text, number=ask["round"], device=ask["device"])
         return late
@@ -410,8 +458,43 @@ class Store:
         self._write("UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'", reason, ask)
 
     def upload_of(self, ask: int) -> Row | None:
-        """The accepted answer to an ask."""
-        return self._row("SELECT * FROM uploads WHERE ask = ?", ask)
+        """The accepted answer to an ask; not one whose payload is lost."""
+        return self._row("SELECT * FROM uploads WHERE ask = ? AND quarantined_at IS NULL", ask)
+
+    def attempts_spent(self, ask: int) -> int:
+        """The highest attempt among the accepted answers to an ask whose payloads are lost; 0 for none."""
+        return int(
+            self._value("SELECT max(attempt) FROM uploads WHERE ask = ? AND quarantined_at IS NOT NULL", ask) or 0
+        )
+
+    def take_back_upload(self, ask: int, why: str) -> None:
+        """Reports the accepted answer to an ask, whose payload is lost, with an event.
+
+        Its device is asked again, under the same deadline, while the round is open; otherwise it is out for the round.
+        An answer that is taken back already stays as it is.
+
+        Args:
+            ask: Id of the ask.
+            why: What is wrong with the payload.
+        """
+        with self.transaction():
+            row = self._row(_ANSWERED_ASK, ask)
+            if row is None:
+                return
+            late = row["deadline_at"] < time.time()
+            out = "deadline passed" if late else "device not present" if not row["present"] else "round closed"
+            again = row["round_status"] == "open" and not late and row["present"]
+            self._write(
+                "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
+                *(f"its payload was lost on the server: {why}", time.time(), row["receipt"]),
+            )
+            self._write(
+                "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
+                *("open" if again else "out", None if again else f"its answer was lost on the server, {out}", ask),
+            )
+            then = "it is asked again" if again else f"it is out for the round: {out}"
+            text = f"the answer of {row['device']} to step {row['step']!r} is lost on the server; {then}. {why}"
+            self.add_event(row["run"], "quarantined", text, number=row["round"], device=row["device"])
 
     def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Row | None:
         """Records an answer, once; the first one wins.
@@ -428,7 +511,7 @@ class Store:
             row = {"receipt": secrets.token_hex(16), "ask": ask, "attempt": attempt, "sha256": sha256}
             row |= {"data_bytes": data_bytes, "samples": samples, "received_at": time.time(), "status": "acknowledged"}
             self._insert("uploads", row)
-        return {**row, "reason": None}
+        return {**row, "reason": None, "quarantined_at": None}
 
     def uploads(self, run: str) -> list[Row]:
         """Every accepted answer of a run with its ask."""
@@ -438,12 +521,90 @@ class Store:
             run,
         )
 
+    # --- tokens, certificates, revocations
+
+    def add_tokens(self, hashes: Sequence[bytes], run: str, expires_at: float) -> None:
+        """Keeps the SHA-256 of new enrolment tokens."""
+        row = {"run": run, "created_at": time.time(), "expires_at": expires_at, "revoked": 0}
+        with self.transaction():
+            for one in hashes:
+                self._insert("tokens", {"hash": one, **row})
+
+    def token(self, token_hash: bytes) -> Row | None:
+        """An enrolment token by the SHA-256 of its secret."""
+        return self._row("SELECT * FROM tokens WHERE hash = ?", token_hash)
+
+    def tokens(self) -> list[Row]:
+        """All enrolment tokens, oldest first."""
+        return self._rows("SELECT * FROM tokens ORDER BY created_at, hash")
+
+    def revoke_tokens(self, prefix: str) -> int:
+        """Revokes the unused tokens whose hash begins with these hex digits; returns how many that were."""
+        sql = "UPDATE tokens SET revoked = 1 WHERE revoked = 0 AND device IS NULL AND instr(lower(hex(hash)), ?) = 1"
+        return self._write(sql, prefix)
+
+    def use_token(self, token_hash: bytes, certificate: Mapping[str, Any]) -> None:
+        """Marks a token as used and records the certificate that it was used for, in one transaction."""
+        with self.transaction():
+            self.add_certificate(certificate)
+            self._write(
+                "UPDATE tokens SET device = ?, serial = ? WHERE hash = ?",
+                *(certificate["device"], certificate["serial"], token_hash),
+            )
+
+    def add_certificate(self, certificate: Mapping[str, Any]) -> None:
+        """Records a certificate and forgets those of its device that have expired."""
+        with self.transaction():
+            self._write(
+                "DELETE FROM certificates WHERE device = ? AND expires_at < ?", certificate["device"], time.time()
+            )
+            self._insert("certificates", certificate)
+
+    def certificates(self, device: str) -> list[Row]:
+        """Certificates of a device, the newest last."""
+        return self._rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
+
+    def certificate(self, serial: str) -> Row | None:
+        """A certificate by its serial number in hex."""
+        return self._row("SELECT * FROM certificates WHERE serial = ?", serial)
+
+    def revoke(self, subject: str, reason: str) -> bool:
+        """Shuts out a device, a person or a certificate, for good; False if it was so already."""
+        row = {"subject": subject, "reason": reason, "at": time.time()}
+        with self.transaction():
+            known = self.revocation(subject, "") is not None
+            self._insert("revocations", row, "ON CONFLICT (subject) DO NOTHING")
+        return not known
+
+    def revocation(self, holder: str, certificate: str) -> Row | None:
+        """Whether a holder or its certificate was revoked: `device:ID` and `serial:HEX`."""
+        return self._row("SELECT * FROM revocations WHERE subject IN (?, ?) LIMIT 1", holder, certificate)
+
+    def is_revoked(self, holder: str, certificate: str) -> bool:
+        """The same in short, for every call that a server answers."""
+        sql = "SELECT 1 FROM revocations WHERE subject IN (?, ?) LIMIT 1"
+        with self._lock, _database_errors():
+            return self._db.conn.execute(sql, (holder, certificate)).fetchone() is not None
+
+    def revocations(self) -> list[Row]:
+        """Everything that was revoked, oldest first."""
+        return self._rows("SELECT * FROM revocations ORDER BY at")
+
     # --- what happened
 
     def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> None:
         """Notes something that a person may want to know later."""
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": text}
         self._insert("events", {**row, "at": time.time()})
+
+    def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
+        """Says how many refusals of a device are not noted one by one; returns the event, to be `known` next time."""
+        if known is not None and self._write(
+            "UPDATE events SET text = ?, at = ? WHERE id = ?", text, time.time(), known
+        ):
+            return known
+        self.add_event(run, "refusals-left-out", text, device=device)
+        return int(self._value("SELECT max(id) FROM events"))
 
     def events(self, run: str, kind: str | None = None) -> list[Row]:
         """Events of a run, oldest first."""
@@ -468,20 +629,63 @@ class Store:
         )
 
     def add_traffic(
-        self, run: str, number: int, device: str, direction: str, tensor_bytes: int, envelope_bytes: int
+        self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int
     ) -> None:
-        """Adds one payload to the count of what went over the link."""
-        row = {"run": run, "round": number, "device": device, "direction": direction, "payloads": 1}
-        self._insert(
-            "traffic",
-            {**row, "tensor_bytes": tensor_bytes, "envelope_bytes": envelope_bytes},
-            "ON CONFLICT DO UPDATE SET payloads = payloads + 1, tensor_bytes = tensor_bytes + excluded.tensor_bytes, "
-            "envelope_bytes = envelope_bytes + excluded.envelope_bytes",
-        )
+        """Adds one payload, or the part of it that was sent, to the count of what went over the link."""
+        name = {"run": run, "round": number, "device": device, "direction": direction}
+        with self.transaction():
+            self._count_bytes({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)
+            for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
+                self._count_bytes({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind])
+
+    def _count_bytes(self, name: Row, payloads: int, tensor: int, envelope: int, sent: int) -> None:
+        columns = {"payloads": payloads, "tensor_bytes": tensor, "envelope_bytes": envelope, "sent_bytes": sent}
+        added = ", ".join(f"{column} = {column} + excluded.{column}" for column in columns)
+        self._insert("traffic", {**name, **columns}, f"ON CONFLICT DO UPDATE SET {added}")
 
     def traffic(self, run: str) -> list[Row]:
-        """Bytes by round, device and direction."""
-        return self._rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction", run)
+        """Bytes by round, device and direction: tensors and headers as they are, `sent_bytes` all as it travelled."""
+        return self._rows(
+            "SELECT run, round, device, direction, sum(payloads) AS payloads, sum(tensor_bytes) AS tensor_bytes, "
+            "sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent_bytes FROM traffic WHERE run = ? "
+            "GROUP BY round, device, direction ORDER BY round, device, direction",
+            run,
+        )
+
+    def traffic_by_kind(self, run: str) -> list[Row]:
+        """The same by kind of part too; the headers' kind is "envelope", that of rows of an older version is empty."""
+        return self._rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
+
+    # --- following a run
+
+    def progress(self, run: str, after_event: int = 0) -> Progress | None:
+        """A run as it stands, or None if there is none of that name. Once it is over, nothing is missing.
+
+        Args:
+            run: The run.
+            after_event: Number of the last event that is known already.
+        """
+        row = self._row(RUN_PROGRESS, run)  # first: what is read after its end is all there is
+        if row is None:
+            return None
+        config = json.loads(row.pop("config")).get("run", {})
+        said = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds")}
+        return Progress(
+            run={**said, "reason": row["reason"] or ""},
+            rounds=self._rows(ROUND_PROGRESS, run),
+            steps=self._rows(STEP_PROGRESS, run),
+            events=self._rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
+        )
+
+
+_ANSWERED_ASK = """
+SELECT a.*, u.receipt, r.status AS round_status, coalesce(d.present, 1) AS present
+FROM asks a
+JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL
+LEFT JOIN rounds r ON r.run = a.run AND r.round = a.round
+LEFT JOIN devices d ON d.run = a.run AND d.device = a.device
+WHERE a.id = ?
+"""
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
@@ -502,8 +706,9 @@ def _database_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        raise StoreError(f"the database failed: {'the disk is full' if full else error}") from error
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise NoSpaceError("the database failed: the disk is full") from error
+        raise StoreError(f"the database failed: {error}") from error
 
 
 def _refuse_changes(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:

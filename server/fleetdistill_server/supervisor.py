@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleetdistill.errors import RunError
-from fleetdistill.file_lock import lock_file
-from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
+from fleetdistill_server import serve_lock
+from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
 from fleetdistill_server.run_config import RunConfig, completed_part
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, make_pair
@@ -87,6 +87,7 @@ class Supervisor:
 
     Attributes:
         port: Where the front listens, None before it does.
+        enrol_port: Where devices enrol, None before the front listens there and on plain text.
     """
 
     def __init__(
@@ -102,12 +103,10 @@ class Supervisor:
         self._log = log
         self._stopped = threading.Event()
         self.port: int | None = None
+        self.enrol_port: int | None = None
         self._engine: Child | None = None
         self.store = Store.open(Path(config.server.store))
-        lock = lock_file(Path(config.server.store) / "serve.lock")
-        if lock is None:
-            raise RunError(f"another `fleetdistill serve` uses the store {config.server.store}; stop it first")
-        self._lock = lock
+        self._lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         self.store.begin_run(config.run.name, config.fixed_part(), completed_part)
 
@@ -130,7 +129,17 @@ class Supervisor:
         """
         front_ends, self._engine_ends = make_pair()
         store = ["--store", self._config.server.store]
-        listen = ["--listen", self._config.server.listen, "--lease-seconds", str(self._config.server.lease_seconds)]
+        server = self._config.server
+        listen = ["--listen", server.listen, "--lease-seconds", str(server.lease_seconds)]
+        listen += ["--compression", server.compression, "--limits", str(self._config.limits.limits())]
+        listen += [
+            "--disk-budget-bytes",
+            str(server.disk_budget_bytes),
+            "--keep-free-bytes",
+            str(server.keep_free_bytes),
+        ]
+        tls = server.tls()
+        listen += tls.arguments() if tls else []
         self._front = Child("fleetdistill_server.front", [*store, *listen], front_ends, self._log, keep_output=True)
         self._read_port()
         told = False
@@ -152,12 +161,14 @@ class Supervisor:
             self._lock.close()
 
     def _read_port(self) -> None:
-        """The front says `listening PORT` when it has begun."""
+        """The front says `listening PORT` when it has begun, with TLS after `enrolling PORT`."""
         stdout = self._front.process.stdout
         assert stdout is not None
 
         def read() -> None:
             for line in stdout:
+                if line.startswith("enrolling "):
+                    self.enrol_port = int(line.split()[1])
                 if line.startswith("listening "):
                     self.port = int(line.split()[1])
                     self._on_listening(self.port)
@@ -173,10 +184,16 @@ class Supervisor:
         logger.warning("the front ended with %s; starting it again", code)
         if self.port is not None:  # devices know this port, even if the first start drew it freely
             host = self._config.server.listen.rpartition(":")[0]
-            at = self._front.arguments.index("--listen") + 1
-            self._front.arguments[at] = f"{host}:{self.port}"
+            self._listen_again("--listen", host, self.port)
+        tls = self._config.server.tls()
+        if tls is not None and self.enrol_port is not None:
+            self._listen_again("--enrol-listen", tls.enrol_listen.rpartition(":")[0], self.enrol_port)
         self._front.restart()
         self._read_port()
+
+    def _listen_again(self, option: str, host: str, port: int) -> None:
+        at = self._front.arguments.index(option) + 1
+        self._front.arguments[at] = f"{host}:{port}"
 
     def _look_after_engine(self) -> None:
         if self._engine is None:
@@ -193,11 +210,16 @@ class Supervisor:
             raise RunError("the engine cannot run this configuration; see the line above")
         self._note_progress(self._engine)
         if self._engine.failures >= MAX_RESTARTS:
-            reason = f"the engine failed {self._engine.failures + 1} times at the same point, last with {code}"
+            reason = f"the engine failed {self._engine.failures + 1} times at the same point, {self._why(code)}"
             self.store.end_run(self._config.run.name, "stopped", reason)
             raise RunError(f"{reason}; its log says why, the state is intact")
         logger.warning("the engine ended with %s; starting it again", code)
         self._engine.restart()
+
+    def _why(self, code: int) -> str:
+        """What the engine last said of itself, or how its process ended."""
+        failures = self.store.events(self._config.run.name, ENGINE_FAILED)
+        return f"last with {code}" + (f": {failures[-1]['text']}" if failures else "")
 
     _completed = 0
 

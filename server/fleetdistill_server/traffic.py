@@ -1,8 +1,8 @@
 """What a round of a method costs on the wire: its exchanges, counted in numbers by the type that they travel in.
 
 Pure arithmetic over sizes. A server half describes its round in `exchanges`, `fleetdistill methods` prints the bytes,
-and a test holds them against the traffic that the store counts. Tensor bytes only: headers, metrics and plans add about
-half a kilobyte a message.
+and a test holds them against the traffic that the store counts. Tensor bytes only, before packing: headers, metrics and
+plans add about half a kilobyte a message.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.wire.codec import float_type, in_channel_steps
 
-KnowledgeType = Literal["float16", "float32"]
-KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32")
+KnowledgeType = Literal["float16", "float32", "uint8"]
+KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
 
 _FLOAT32, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.int32, np.int64))
@@ -51,6 +52,7 @@ class Sizes:
     Attributes:
         samples: Of the device: N, in FedD2S K.
         features: Numbers of one sample's features at the cut: FedDKC's F, FedD2S's s_1.
+        channels: Channels that these numbers belong to, the first axis of a sample's features; None: each is its own.
         classes: C.
         model: W, what of the model travels; with FedDKD_BN that is without batch-norm.
         proxy_samples: P, rows of the proxy set.
@@ -59,6 +61,7 @@ class Sizes:
         discriminator: DaFKD's W_d, a discriminator that shares no layers; None: as large as the model.
         layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer, where a run
             begins: the logits.
+        layer_channels: Channels of these; None: each number is its own.
         head: FedD2S's layers above l; none at the last layer.
 
     Raises:
@@ -74,7 +77,14 @@ class Sizes:
     generator: Weights = field(default=Weights(120_000))
     discriminator: Weights | None = None
     layer_features: int | None = None
+    channels: int | None = None
+    layer_channels: int | None = None
     head: Weights = field(default=Weights(0))
+
+    @property
+    def feature_channels(self) -> int:
+        """Channels of the features at the cut."""
+        return self.features if self.channels is None else self.channels
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -90,13 +100,17 @@ class Content:
     """The tensors of one message, in numbers by what they are; contents add up.
 
     Attributes:
-        knowledge: Features, logits, embeddings, soft labels: the run's knowledge type.
+        features: Feature columns of own samples: the run's knowledge type.
+        channels: Of these columns; with uint8 each has a step and a minimum.
+        knowledge: Logits, embeddings, soft labels: the run's knowledge type, float16 with uint8.
         float32: Gradients and weighted predictions.
         labels: int32.
         ids: int64.
         weights: Parameters (float32) and buffers of models.
     """
 
+    features: int = 0
+    channels: int = 0
     knowledge: int = 0
     float32: int = 0
     labels: int = 0
@@ -107,7 +121,10 @@ class Content:
         """Tensor bytes of the message."""
         weights = sum(_FLOAT32 * one.parameters + one.buffer_bytes for one in self.weights)
         fixed = _FLOAT32 * self.float32 + _INT32 * self.labels + _INT64 * self.ids
-        return np.dtype(knowledge_type).itemsize * self.knowledge + fixed + weights
+        scales = 2 * _FLOAT32 * self.channels if in_channel_steps(knowledge_type, [1]) else 0
+        knowledge = np.dtype(knowledge_type).itemsize * self.features
+        knowledge += float_type(knowledge_type).itemsize * self.knowledge
+        return knowledge + scales + fixed + weights
 
 
 NOTHING = Content()

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fleetdistill.errors import DataError, KnowledgeError
+from fleetdistill.wire.codec import float_type
 
 Rate = tuple[str, float]
 """The setting that training goes wrong with, and its value: what a failure names."""
@@ -71,14 +72,15 @@ def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
 
     Args:
         values: Of any shape.
-        knowledge_type: float16 or float32, the run's; goes up to 65504 or 3.4e38.
+        knowledge_type: The run's; what a server says goes up to 3.4e38 with float32, with the others up to 65504.
         rate: The setting that is then to blame.
     """
     largest = float(values.abs().max()) if values.numel() else 0.0
-    limit = float(np.finfo(knowledge_type).max)
+    travels_in = float_type(knowledge_type)
+    limit = float(np.finfo(travels_in).max)
     if not largest <= limit:
         raise KnowledgeError(
-            f"after training the model says up to {largest:g}, {knowledge_type} goes up to {limit:g}; "
+            f"after training the model says up to {largest:g}, {travels_in.name} goes up to {limit:g}; "
             f"{_too_large(rate)}"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.wire.v1 import contract_pb2
@@ -44,13 +45,18 @@ class View:
         return [*facts, *(_table(title, rows) if rows else f"{title} (0)" for title, rows in lists)]
 
 
-def runs(store: Store) -> View:
-    """All runs."""
-    return View({"runs": [_run_row(row) for row in store.runs()]})
+def runs(store: Store, served: str | None = None) -> View:
+    """All runs; `served` is the one that a server works on at this moment, if one does."""
+    return View({"runs": [_run_row(row, served) for row in store.runs()]})
 
 
-def run(store: Store, name: str) -> View:
+def run(store: Store, name: str, served: str | None = None) -> View:
     """One run: rounds, accuracies, traffic, and everything out of the ordinary.
+
+    Args:
+        store: Where it lives.
+        name: The run.
+        served: The run that a server works on at this moment, if one does.
 
     Raises:
         ConfigurationError: There is no run of that name.
@@ -60,13 +66,19 @@ def run(store: Store, name: str) -> View:
         raise ConfigurationError(f"there is no run {name!r}; the store has {', '.join(found) or 'none'}")
     told = _Told.by("round", store, name)
     guards = guards_by_round(store, name)
+    traffic = store.traffic_by_kind(name)
+    sent = _grouped(traffic, "round")
     lists = {
-        "rounds": [_round_row(row, guards[row["round"]], told) for row in store.rounds(name)],
-        "bytes": _bytes_by_device(store, name),
+        "rounds": [
+            {**_round_row(row, guards[row["round"]], told), **_sent_cells(sent.get(row["round"], ()))}
+            for row in store.rounds(name)
+        ],
+        "bytes": _bytes_by_device(traffic),
+        "bytes_by_kind": _bytes_by_kind(traffic),
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
-    return View(lists, {**_run_row(found[name]), "guards_fired": guards.total(), **told.totals()})
+    return View(lists, {**_run_row(found[name], served), "guards_fired": guards.total(), **told.totals()})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -78,17 +90,18 @@ def devices(store: Store, only: str | None) -> View:
     return View({"devices": [_device_row(row, told[name]) for name in names for row in store.devices(name)]})
 
 
-def _run_row(row: Row) -> Row:
+def _run_row(row: Row, served: str | None) -> Row:
     config = json.loads(row["config"])
+    idle = row["status"] in ("preparing", "running") and row["name"] != served
     return {
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
-        "status": row["status"],
+        "status": row["status"] + (" (no server)" if idle else ""),
         "reason": row["reason"] or "",
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds"),
         "devices": row["devices"],
-        "started": _when(row["created_at"]),
+        "started": when(row["created_at"]),
     }
 
 
@@ -160,13 +173,35 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
     }
 
 
-def _bytes_by_device(store: Store, name: str) -> list[Row]:
+def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
+    """Tensors and headers as they are, the headers of both directions, and everything as it travelled."""
     rows: dict[str, Row] = {}
-    for one in store.traffic(name):
-        row = rows.setdefault(one["device"], {"device": one["device"], "up": 0, "down": 0, "envelope_bytes": 0})
+    nothing = dict.fromkeys(("up", "down", "envelope_bytes", "up_sent", "down_sent"), 0)
+    for one in traffic:
+        row = rows.setdefault(one["device"], {"device": one["device"], **nothing})
         row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
         row["envelope_bytes"] += one["envelope_bytes"]
+        row[f"{one['direction']}_sent"] += one["sent_bytes"]
     return list(rows.values())
+
+
+def _bytes_by_kind(traffic: Sequence[Row]) -> list[Row]:
+    """The same by what the parts are; all devices and rounds together."""
+    rows: dict[str, Row] = {}
+    for one in sorted(traffic, key=lambda row: str(row["kind"])):
+        kind = one["kind"] or "not told apart"
+        row = rows.setdefault(kind, {"kind": kind, **dict.fromkeys(("up", "down", "up_sent", "down_sent"), 0)})
+        row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
+        row[f"{one['direction']}_sent"] += one["sent_bytes"]
+    return list(rows.values())
+
+
+def _sent_cells(traffic: Iterable[Row]) -> Row:
+    """What travelled in one round, all devices together."""
+    cells = {"bytes_up": 0, "bytes_down": 0}
+    for one in traffic:
+        cells[f"bytes_{one['direction']}"] += one["sent_bytes"]
+    return cells
 
 
 def _reported_row(row: Row) -> Row:
@@ -175,7 +210,7 @@ def _reported_row(row: Row) -> Row:
 
 def _event_row(row: Row) -> Row:
     names = ("round", "device", "kind", "code", "text")
-    return {**{name: row[name] for name in names}, "at": _when(row["at"])}
+    return {**{name: row[name] for name in names}, "at": when(row["at"])}
 
 
 def _device_row(row: Row, told: _Told) -> Row:
@@ -191,11 +226,12 @@ def _device_row(row: Row, told: _Told) -> Row:
         "test_accuracy": _mean_figure(scored[-1:]),
         **_verdict_cells(told.verdicts.get(row["device"])),
         "sdk": profile.sdk_version,
-        "last_seen": _when(row["last_seen"]),
+        "last_seen": when(row["last_seen"]),
     }
 
 
-def _when(seconds: float) -> str:
+def when(seconds: float) -> str:
+    """A moment as people read it, ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
@@ -206,5 +242,10 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*("" if row[name] is None else str(row[name]) for name in names))
+        table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
     return table
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal obeys instead of showing them."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

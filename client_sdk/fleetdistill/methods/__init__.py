@@ -1,4 +1,8 @@
-"""The table of methods, device side. Each is a file of its name with a configuration and a device half."""
+"""The table of methods, device side. Each is a file of its name with a configuration and a device half.
+
+An app adds a method of its own with `register`. Nothing else does: a contract only names a method, so a server can
+never make a device import code.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +28,35 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "feddkd": ("FedDKDConfig", "FedDKDDevice"),
     }
 )
-"""Name of a method, and its configuration and device half in the file of that name."""
+"""Name of a method that comes along, and its configuration and device half in the file of that name."""
+
+_registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
+
+
+def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None:
+    """Adds a method of the app's own to this process; `fleetdistill_server.methods.register` adds its server half.
+
+    Args:
+        method: Its name in run.toml and in the contract.
+        config: A frozen dataclass of settings with `from_settings` and `for_classes`, as `LocalTraining` has them.
+        device: Its device half.
+
+    Raises:
+        ConfigurationError: Another method has the name.
+    """
+    if method in METHODS or _registered.get(method, (config, device)) != (config, device):
+        raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
+    _registered[method] = (config, device)
 
 
 def config_class(method: str) -> type[Any]:
     """The configuration class of a method. Raises ConfigurationError for an unknown one."""
-    return getattr(_module(method), METHODS[method][0])  # type: ignore[no-any-return]
+    return _classes(method)[0]
 
 
 def device_class(method: str) -> type[DeviceMethod]:
     """The device half of a method. Raises ConfigurationError for an unknown one."""
-    return getattr(_module(method), METHODS[method][1])  # type: ignore[no-any-return]
+    return _classes(method)[1]
 
 
 def config_to_plan(config: Any) -> Plan:
@@ -56,7 +78,12 @@ def config_from_plan(method: str, plan: Plan) -> Any:
         ) from error
 
 
-def _module(method: str) -> Any:
+def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:
+    if method in _registered:
+        return _registered[method]
     if method not in METHODS:
-        raise ConfigurationError(f"unknown method {method!r}, expected one of {', '.join(sorted(METHODS))}")
-    return import_module(f"fleetdistill.methods.{method}")
+        known = ", ".join(sorted({*METHODS, *_registered}))
+        raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
+    module = import_module(f"fleetdistill.methods.{method}")
+    config, device = METHODS[method]
+    return getattr(module, config), getattr(module, device)

@@ -6,7 +6,7 @@ One generic mapping by field names serves every kind: a new kind is a class, a m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from fleetdistill import knowledge
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.knowledge import Array, Kind, Parts
+from fleetdistill.wire.channels import LARGEST, in_steps
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
@@ -40,6 +41,24 @@ _CLASSES = {
 }
 # Their floats travel in the run's knowledge type; parameters and gradients always keep float32.
 _KNOWLEDGE = (knowledge.SampleKnowledge, knowledge.RefinedKnowledge, knowledge.ProxyKnowledge)
+KNOWLEDGE_TYPES = (
+    tensor_pb2.ELEMENT_TYPE_FLOAT32,
+    tensor_pb2.ELEMENT_TYPE_FLOAT16,
+    tensor_pb2.ELEMENT_TYPE_UINT8,
+)
+"""Types that knowledge can travel in, for a device's profile."""
+_FLOAT32, _FLOAT16, _UINT8 = (np.dtype(one) for one in (np.float32, np.float16, np.uint8))
+
+
+def float_type(knowledge_type: np.dtype | type | str) -> np.dtype:
+    """What knowledge travels in that is no feature column of own samples: float16 in a run of uint8."""
+    found = np.dtype(knowledge_type)
+    return _FLOAT16 if found == _UINT8 else found
+
+
+def in_channel_steps(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:
+    """Whether a feature column travels as steps of its channels; `shape` is that of one sample, and has channels."""
+    return np.dtype(knowledge_type) == _UINT8 and len(shape) > 0
 
 
 class ArraySource:
@@ -90,7 +109,8 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
 
     Args:
         parts: Part name to kind.
-        knowledge_type: float32 or float16, the type that features, logits and the like travel in.
+        knowledge_type: float32 or float16, the type that features, logits and the like travel in; or uint8, with which
+            feature columns of own samples travel as steps of their channels and everything else as float16.
 
     Raises:
         KnowledgeError: A value does not fit `knowledge_type`; names the tensor and the row.
@@ -102,7 +122,7 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
         part = message.parts.add(name=name)
         target = getattr(part, KIND_NAMES[type(kind)])
         target.SetInParent()
-        wire_type = np.dtype(knowledge_type) if isinstance(kind, _KNOWLEDGE) else np.dtype(np.float32)
+        wire_type = np.dtype(knowledge_type) if isinstance(kind, _KNOWLEDGE) else _FLOAT32
         _Encoder(arrays, wire_type).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
@@ -143,8 +163,9 @@ class _Encoder:
         if kind == "Tensor":
             self._describe(target, item, path)
         elif kind == "NamedTensor":
+            stepped = message.DESCRIPTOR.name == "SampleKnowledge"  # its only named tensors are feature columns
             for name, array in item.items():
-                self._describe(target.add(name=name).tensor, array, f"{path}/{name}")
+                self._describe(target.add(name=name).tensor, array, f"{path}/{name}", stepped)
         elif kind is not None and field.is_repeated:
             for one in item:
                 self.fill(target.add(), one, path)
@@ -155,8 +176,24 @@ class _Encoder:
             with _field_errors(path, item):
                 setattr(message, field.name, item)
 
-    def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
-        array = _to_wire_type(np.asarray(array), self._wire_type, path)
+    def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str, stepped: bool = False) -> None:
+        array = np.asarray(array)
+        if stepped and array.dtype.kind == "f" and in_channel_steps(self._wire_type, array.shape[1:]):
+            self._describe_steps(tensor, array, path)
+        else:
+            self._add(tensor, _to_wire_type(array, float_type(self._wire_type), path))
+
+    def _describe_steps(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
+        with np.errstate(over="ignore"):
+            numbers = array.astype(_FLOAT32, copy=False)
+        _check_range(array, np.abs(numbers) <= LARGEST, "uint8", path)
+        elements, step, minimum = in_steps(numbers)
+        self._add(tensor, elements)
+        tensor.encoding = tensor_pb2.ENCODING_CHANNEL_STEPS
+        self._add(tensor.channels.step, step)
+        self._add(tensor.channels.minimum, minimum)
+
+    def _add(self, tensor: tensor_pb2.Tensor, array: Array) -> None:
         tensor.element_type = ELEMENT_TYPES[array.dtype]
         tensor.shape.extend(array.shape)
         tensor.encoding = tensor_pb2.ENCODING_RAW
@@ -190,17 +227,20 @@ def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
     if array.dtype.kind == "f" and array.dtype != wire_type:
         with np.errstate(over="ignore"):
             narrow = array.astype(wire_type)
-        overflown = np.isinf(narrow) & np.isfinite(array)
-        if overflown.any():
-            row = int(np.argwhere(overflown)[0][0]) if array.ndim else 0
-            raise KnowledgeError(
-                f"{path}, row {row}: {float(array[overflown][0]):g} does not fit {wire_type.name} "
-                "(largest 65504 for float16); use float32 for this run or scale the features down"
-            )
+        _check_range(array, np.isfinite(narrow) | ~np.isfinite(array), wire_type.name, path)
         array = narrow
     if array.dtype not in ELEMENT_TYPES:
         raise WireError(f"{path}: elements of type {array.dtype} cannot travel")
     return array
+
+
+def _check_range(array: Array, fits: Array, name: str, path: str) -> None:
+    if not fits.all():
+        row = int(np.argwhere(~fits)[0][0]) if array.ndim else 0
+        raise KnowledgeError(
+            f"{path}, row {row}: {float(array[~fits][0]):g} does not fit {name} "
+            f"(largest {LARGEST:.0f} for float16 and uint8); use float32 for this run or scale the features down"
+        )
 
 
 def _fill_plan(message: Message, plan: knowledge.Plan, path: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import google_crc32c
@@ -17,6 +17,8 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
+from fleetdistill.wire.channels import numbers_of
+from fleetdistill.wire.compression import RAW, Packer, unpacked
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -35,17 +37,29 @@ DTYPES: dict[int, np.dtype[Any]] = {
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
     tensor_pb2.ELEMENT_TYPE_BOOL: np.dtype("?"),
 }
+_FLOAT32 = DTYPES[tensor_pb2.ELEMENT_TYPE_FLOAT32]
 ELEMENT_TYPES: dict[np.dtype[Any], Any] = {dtype: element_type for element_type, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor stands: its path within the parts, such as `knowledge/features/cut`, and its bytes."""
+    """Where one tensor stands, and how its bytes are read.
+
+    Attributes:
+        path: Its place within the parts, such as `knowledge/features/cut`.
+        dtype: Type of one element.
+        shape: Sizes of the axes.
+        start: First byte of its data.
+        kind: Kind of the part that it belongs to, such as `sample_knowledge`.
+        channels: Slots of `step` and `minimum` where elements are steps on the scale of their channel, else None.
+    """
 
     path: str
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+    kind: str = ""
+    channels: tuple[Slot, Slot] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,19 +83,35 @@ def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
     """Finds every tensor of the parts in field order.
 
     Raises:
-        WireError: A tensor has an unknown type or encoding, a negative axis, too many or too long axes, or carries
-            data inline; a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
+        WireError: A tensor has an unknown type or encoding, a negative axis, too many or too long axes, no fitting
+            `channels`, or carries data inline; a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
     """
     found: list[Slot] = []
-    start = 0
-    for path, tensor in _tensors(parts):
-        slot = Slot(path, _dtype(path, tensor), _shape(path, tensor), start)
-        found.append(slot)
-        start = slot.stop
+    for kind, path, tensor in _tensors(parts):
+        found += _slots_of(kind, path, tensor, found[-1].stop if found else 0)
         if len(found) > MAX_TENSORS:
             raise WireError(f"the payload has more than {MAX_TENSORS} tensors")
     _check_unique([slot.path for slot in found])
     return tuple(found)
+
+
+def _slots_of(kind: str, path: str, tensor: tensor_pb2.Tensor, start: int) -> list[Slot]:
+    """The tensor's slot, and behind it those of its channels where it has them."""
+    slot = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, kind)
+    if tensor.encoding == tensor_pb2.ENCODING_RAW:
+        return [slot]
+    step = _channel_slot(slot, "step", tensor.channels.step, slot.stop)
+    minimum = _channel_slot(slot, "minimum", tensor.channels.minimum, step.stop)
+    return [replace(slot, channels=(step, minimum)), step, minimum]
+
+
+def _channel_slot(of: Slot, name: str, tensor: tensor_pb2.Tensor, start: int) -> Slot:
+    path = f"{of.path}/{name}"
+    found = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, of.kind)
+    if (found.dtype, found.shape, tensor.encoding) != (_FLOAT32, of.shape[1:2], tensor_pb2.ENCODING_RAW):
+        text = f"tensor {path!r} is {found.dtype.name} {list(found.shape)}"
+        raise WireError(f"{text}, must be raw float32 {list(of.shape[1:2])}: one number for each channel")
+    return found
 
 
 def data_bytes(parts: knowledge_pb2.Parts) -> int:
@@ -105,30 +135,58 @@ def pieces(source: DataSource, start: int, stop: int) -> Iterator[bytes]:
         start += size
 
 
-def chunks(source: DataSource, all_slots: Sequence[Slot], first_byte: int = 0) -> Iterator[knowledge_pb2.TensorChunk]:
-    """Cuts a payload's data, from `first_byte` on, into checksummed chunks that never span two tensors."""
+def chunks(
+    source: DataSource,
+    all_slots: Sequence[Slot],
+    first_byte: int = 0,
+    compression: knowledge_pb2.Compression.ValueType = RAW,
+) -> Iterator[knowledge_pb2.TensorChunk]:
+    """Cuts a payload's data, from `first_byte` on, into checksummed chunks that never span two tensors.
+
+    Args:
+        source: Gives the data.
+        all_slots: Where its tensors stand.
+        first_byte: Counted over all tensors, before packing.
+        compression: What the receiver takes; see `fleetdistill.wire.compression`.
+    """
+    packer = Packer(compression)
     for number, slot in enumerate(all_slots):
-        for_this = range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES)
-        for start in for_this:
-            data = source.read(start, min(CHUNK_BYTES, slot.stop - start))
+        packer.next_tensor()
+        for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
+            data, packed = packer.pack(source.read(start, min(CHUNK_BYTES, slot.stop - start)))
             yield knowledge_pb2.TensorChunk(
-                tensor=number, offset=start - slot.start, data=data, crc32c=google_crc32c.value(data)
+                tensor=number,
+                offset=start - slot.start,
+                data=data,
+                crc32c=google_crc32c.value(data),
+                compression=packed,
             )
 
 
+def chunk_data(chunk: knowledge_pb2.TensorChunk) -> bytes:
+    """The tensor's bytes in a chunk, unpacked. Raises WireError for a frame that is damaged or holds over 1 MiB."""
+    return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
+
+
 def array_of(slot: Slot, source: DataSource) -> np.ndarray:
-    """Reads one tensor whole, as a read-only array."""
+    """Reads one tensor whole, as a read-only array: the numbers, where its elements stand for some."""
     data = source.read(slot.start, slot.nbytes)
-    return np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
+    elements = np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
+    if slot.channels is None:
+        return elements
+    step, minimum = (array_of(one, source) for one in slot.channels)
+    return numbers_of(elements, step, minimum)
 
 
-def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, tensor_pb2.Tensor]]:
+def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, str, tensor_pb2.Tensor]]:
+    """Kind of the part, path and description of every tensor, but for those of channels."""
     for part in parts.parts:
         _check_name(part.name)
         kind = part.WhichOneof("kind")
         if kind is None:
             raise WireError(f"part {part.name!r} has no kind that this version knows")
-        yield from _walk(getattr(part, kind), part.name)
+        for path, tensor in _walk(getattr(part, kind), part.name):
+            yield kind, path, tensor
 
 
 def _walk(message: Message, path: str) -> Iterator[tuple[str, tensor_pb2.Tensor]]:
@@ -160,11 +218,17 @@ def _check_unique(paths: list[str]) -> None:
 def _dtype(path: str, tensor: tensor_pb2.Tensor) -> np.dtype:
     if tensor.data:
         raise WireError(f"tensor {path!r} carries its data in the header; data come in chunks")
-    if tensor.encoding != tensor_pb2.ENCODING_RAW:
-        raise WireError(f"tensor {path!r} has encoding {tensor.encoding}, this version knows only raw")
+    if tensor.encoding not in (tensor_pb2.ENCODING_RAW, tensor_pb2.ENCODING_CHANNEL_STEPS):
+        raise WireError(f"tensor {path!r} has encoding {tensor.encoding}, this version knows raw and channel steps")
     dtype = DTYPES.get(tensor.element_type)
     if dtype is None:
         raise WireError(f"tensor {path!r} has unknown element type {tensor.element_type}")
+    in_steps = tensor.encoding == tensor_pb2.ENCODING_CHANNEL_STEPS
+    if in_steps != tensor.HasField("channels"):
+        raise WireError(f"tensor {path!r} has {'no' if in_steps else 'needless'} steps and minima of its channels")
+    if in_steps and (dtype != np.uint8 or len(tensor.shape) < 2):
+        text = f"tensor {path!r} is {dtype.name} {list(tensor.shape)[: MAX_AXES + 1]}"
+        raise WireError(f"{text}, channel steps are uint8 with at least two axes")
     return dtype
 
 

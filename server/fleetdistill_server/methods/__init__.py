@@ -1,4 +1,4 @@
-"""The table of methods, server side. Each is a file of its name with the server half."""
+"""The table of methods, server side. Each is a file of its name with the server half; `register` adds one of your own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,29 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
         "feddkd": "FedDKDServer",
     }
 )
-"""Name of a method, and its server half in the file of that name."""
+"""Name of a method that comes along, and its server half in the file of that name."""
+
+_registered: dict[str, type[ServerMethod]] = {}
+
+
+def register(method: str, server: type[ServerMethod]) -> None:
+    """Adds the server half of a method of your own to this process; its configuration and device half go to
+    `fleetdistill.methods.register`, here too, because the server checks run.toml with the configuration.
+
+    Raises:
+        ConfigurationError: Another method has the name.
+    """
+    if method in SERVER_METHODS or _registered.get(method, server) is not server:
+        raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
+    _registered[method] = server
 
 
 def server_class(method: str) -> type[ServerMethod]:
     """The server half of a method. Raises ConfigurationError for an unknown one."""
+    if method in _registered:
+        return _registered[method]
     if method not in SERVER_METHODS:
-        raise ConfigurationError(f"unknown method {method!r}, expected one of {', '.join(sorted(SERVER_METHODS))}")
+        known = ", ".join(sorted({*SERVER_METHODS, *_registered}))
+        raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
     module = import_module(f"fleetdistill_server.methods.{method}")
     return getattr(module, SERVER_METHODS[method])  # type: ignore[no-any-return]

@@ -86,7 +86,8 @@ class FedD2SServer(ServerMethod):
         """fedd2s.md, section 8, with the sample ids both ways."""
         k = sizes.samples
         at_layer = sizes.classes if sizes.layer_features is None else sizes.layer_features
-        up = Content(knowledge=k * (sizes.features + at_layer), labels=k, ids=k)
+        channels = sizes.feature_channels + (at_layer if sizes.layer_channels is None else sizes.layer_channels)
+        up = Content(features=k * (sizes.features + at_layer), channels=channels, labels=k, ids=k)
         return [Exchange(step="extract", up=up), Exchange(step="learn", down=_reply_content(config, sizes, at_layer))]
 
     def features(self) -> Mapping[str, tuple[int, ...]]:

@@ -71,7 +71,8 @@ class FedDKCServer(ServerMethod):
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
         """feddkc.md, section 8, with the sample ids both ways."""
         n, c = sizes.samples, sizes.classes
-        up = Content(knowledge=n * (sizes.features + c), labels=n, ids=n)
+        features, channels = n * sizes.features, sizes.feature_channels
+        up = Content(features=features, channels=channels, knowledge=n * c, labels=n, ids=n)
         return [Exchange(step="train", down=Content(knowledge=n * c, ids=n), up=up)]
 
     def features(self) -> dict[str, tuple[int, ...]]:

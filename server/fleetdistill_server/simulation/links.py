@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
+from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
@@ -48,7 +49,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
     from fleetdistill_server.engine import Engine
 
     store = Store.in_memory()
-    desk = Desk(store)
+    desk = Desk(store, compression=compression_of(config.server.compression))
     with contextlib.ExitStack() as stack:
         devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
         engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)))

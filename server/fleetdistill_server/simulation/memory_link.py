@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.desk import Desk
 
@@ -53,7 +54,9 @@ class MemoryLink:
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
     ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
-        request = service_pb2.DownloadRequest(identity=identity, sha256=sha256, first_byte=first_byte)
+        request = service_pb2.DownloadRequest(
+            identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
+        )
         payload, chunks = self._desk.download(request)
         return payload.header(), chunks
 

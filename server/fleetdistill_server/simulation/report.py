@@ -35,7 +35,8 @@ class DeviceReport:
     """One device's line. Accuracies are in [0, 1] on the global test part; `own` weighs classes as the device has them.
 
     Attributes:
-        bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes.
+        bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
+        sent_up, sent_down: The same as it travelled.
         onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's.
     """
 
@@ -49,6 +50,8 @@ class DeviceReport:
     own_accuracy_fleet: float
     bytes_up: int
     bytes_down: int
+    sent_up: int
+    sent_down: int
     onnx_file: str
     onnx_max_difference: float
 
@@ -71,6 +74,8 @@ class FleetReport:
         bytes_by_round: For each completed round what a device sent (`up`) and was sent (`down`), tensors and envelopes,
             mean over all devices. Rounds that fell short, initial weights and the proxy set count with the completed
             round after them, the end result with the last round, so that the sum is everything.
+        traffic: Bytes by round, device, direction and kind of part, as they are and as they travelled (`sent_bytes`);
+            the headers' kind is "envelope".
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
         global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
@@ -98,6 +103,7 @@ class FleetReport:
     figures_by_round: list[Figures]
     late: Figures
     bytes_by_round: list[dict[str, float]]
+    traffic: list[dict[str, Any]]
     acknowledged_uploads: int
     used_uploads: int
     reported_uploads: int
@@ -160,6 +166,7 @@ def make_report(done: Outcome) -> FleetReport:
         figures_by_round=by_round,
         late=late_figures(by_round),
         bytes_by_round=_bytes_by_round(traffic, _completed(done.store, done.run), len(devices)),
+        traffic=[_traffic_row(one) for one in done.store.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
         guards_fired=len(guard_events(done.store, done.run)),
         models_kept=app_models.kept,
@@ -209,6 +216,8 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
         own_accuracy_fleet=_own(fleet_cc, samples_1c),
         bytes_up=_bytes(own_traffic, "up"),
         bytes_down=_bytes(own_traffic, "down"),
+        sent_up=_sent(own_traffic, "up"),
+        sent_down=_sent(own_traffic, "down"),
         onnx_file=_collect_model(done.wanted.out, spec),
         onnx_max_difference=exported["max_difference"],
     )
@@ -267,6 +276,15 @@ def _own(counts_cc: Ints, samples_1c: Ints) -> float:
 
 def _bytes(traffic: Sequence[Row], direction: str) -> int:
     return sum(one["tensor_bytes"] + one["envelope_bytes"] for one in traffic if one["direction"] == direction)
+
+
+def _sent(traffic: Sequence[Row], direction: str) -> int:
+    return sum(one["sent_bytes"] for one in traffic if one["direction"] == direction)
+
+
+def _traffic_row(row: Row) -> dict[str, Any]:
+    names = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
+    return {name: row[name] for name in names}
 
 
 def _collect_model(out: Path, spec: DeviceSpec) -> str:

@@ -34,7 +34,7 @@ class Simulation:
         seed: Decides partition, models, batches and everything else.
         link: `memory` or `grpc`.
         threads: Threads of every handler.
-        knowledge_type: float16 or float32 on the wire.
+        knowledge_type: float16, float32 or uint8 on the wire.
         torch_device: Where the server half computes: auto, cpu, cuda.
         out: Folder for report.json, the figure and the models; its folder `work` is made anew.
         with_alone: Train every device alone too.
@@ -59,7 +59,7 @@ class Simulation:
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
     threads: int = 1
-    knowledge_type: Literal["float16", "float32"] = "float16"
+    knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
     torch_device: str = "auto"
     out: Path = Path("out/simulation")
     with_alone: bool = True

@@ -175,7 +175,9 @@ class Contract(_message.Message):
     method: _builtins.str
     """Name of the method, as in `fleetdistill.methods`."""
     knowledge_type: _tensor_pb2.ElementType.ValueType
-    """Element type of features and logits on the wire: float16 or float32."""
+    """Element type of features and logits on the wire: float16, float32, or uint8: feature columns of a device's own samples
+    in ENCODING_CHANNEL_STEPS, all else in float16.
+    """
     extractor_fingerprint: _builtins.str
     """Hex SHA-256 over the extractor's sorted names, shapes and types; empty where any extractor fits."""
     model_fingerprint: _builtins.str
@@ -268,6 +270,7 @@ class DeviceProfile(_message.Message):
     ALLOWED_COLUMNS_FIELD_NUMBER: _builtins.int
     SDK_VERSION_FIELD_NUMBER: _builtins.int
     PROXY_DIGEST_FIELD_NUMBER: _builtins.int
+    COMPRESSIONS_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Name of the local model for lists and reports, at most 128 characters."""
     parameters: _builtins.int
@@ -296,11 +299,15 @@ class DeviceProfile(_message.Message):
 
     @_builtins.property
     def knowledge_types(self) -> _containers.RepeatedScalarFieldContainer[_tensor_pb2.ElementType.ValueType]:
-        """Element types that the device can send."""
+        """Element types that the device can send; with uint8 it must know ENCODING_CHANNEL_STEPS."""
 
     @_builtins.property
     def allowed_columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the app allows to leave the device; see `Requirements.columns`."""
+
+    @_builtins.property
+    def compressions(self) -> _containers.RepeatedScalarFieldContainer[_knowledge_pb2.Compression.ValueType]:
+        """Compressions that the device can pack and unpack; empty for none."""
 
     def __init__(
         self,
@@ -317,10 +324,11 @@ class DeviceProfile(_message.Message):
         allowed_columns: _abc.Iterable[_builtins.str] | None = ...,
         sdk_version: _builtins.str = ...,
         proxy_digest: _builtins.bytes = ...,
+        compressions: _abc.Iterable[_knowledge_pb2.Compression.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_columns", b"allowed_columns", "classes", b"classes", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "input_shape", b"input_shape", "knowledge_types", b"knowledge_types", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "parameters", b"parameters", "proxy_digest", b"proxy_digest", "samples", b"samples", "sdk_version", b"sdk_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_columns", b"allowed_columns", "classes", b"classes", "compressions", b"compressions", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "input_shape", b"input_shape", "knowledge_types", b"knowledge_types", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "parameters", b"parameters", "proxy_digest", b"proxy_digest", "samples", b"samples", "sdk_version", b"sdk_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

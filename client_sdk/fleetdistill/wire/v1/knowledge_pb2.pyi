@@ -48,6 +48,28 @@ VALUE_SCALE_PROBABILITIES: ValueScale.ValueType  # 2
 """Rows sum to 1."""
 Global___ValueScale: _TypeAlias = ValueScale  # noqa: Y015
 
+class _Compression:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CompressionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Compression.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COMPRESSION_UNSPECIFIED: _Compression.ValueType  # 0
+    """As they are; also what a peer sends that knows no compression."""
+    COMPRESSION_ZSTD: _Compression.ValueType  # 1
+    """One frame of Zstandard (RFC 8878) that states its content size and holds exactly the chunk's bytes."""
+
+class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
+    """How the bytes of a chunk are packed for the way. It changes nothing of what they are: digests, sizes, offsets and what
+    is stored are those of the bytes before packing.
+    """
+
+COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
+"""As they are; also what a peer sends that knows no compression."""
+COMPRESSION_ZSTD: Compression.ValueType  # 1
+"""One frame of Zstandard (RFC 8878) that states its content size and holds exactly the chunk's bytes."""
+Global___Compression: _TypeAlias = Compression  # noqa: Y015
+
 @_typing.final
 class ModelParameters(_message.Message):
     """Parameters and buffers of a model or of a part of it."""
@@ -98,7 +120,9 @@ class SampleKnowledge(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.NamedTensor]:
-        """Columns by the cut that they were taken at, each [N, ...] float32 or float16, finite."""
+        """Columns by the cut that they were taken at, each [N, ...] float32 or float16, finite; in a run whose knowledge type
+        is uint8 in ENCODING_CHANNEL_STEPS, but for columns [N], which are float16.
+        """
 
     @_builtins.property
     def logits(self) -> _tensor_pb2.Tensor:
@@ -702,14 +726,17 @@ class TensorChunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     """Position of the tensor in the payload, counted from 0 in field order."""
     offset: _builtins.int
     """First byte of the piece within the tensor."""
     data: _builtins.bytes
-    """1 byte to 1 MiB, row-major."""
+    """1 byte to 1 MiB, row-major; after unpacking where they are packed."""
     crc32c: _builtins.int
-    """CRC-32C of `data`."""
+    """CRC-32C of `data` as sent."""
+    compression: Global___Compression.ValueType
+    """How `data` are packed. Only what the receiver has said that it takes."""
     def __init__(
         self,
         *,
@@ -717,10 +744,11 @@ class TensorChunk(_message.Message):
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
         crc32c: _builtins.int = ...,
+        compression: Global___Compression.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "crc32c", b"crc32c", "data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,10 +7,12 @@ Errors carry a google.rpc.Status with one ErrorInfo: domain "fleetdistill", reas
 docs/protocol.md, and metadata that names the tensor, the row or the two sides that disagree.
 """
 
+from collections import abc as _abc
 from fleetdistill.wire.v1 import contract_pb2 as _contract_pb2
 from fleetdistill.wire.v1 import knowledge_pb2 as _knowledge_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -118,12 +120,15 @@ class CheckInResponse(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    COMPRESSION_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
     """32 bytes for a new id, empty otherwise. Present only when the profile was given and accepted."""
     lease_seconds: _builtins.float
     """The device is taken for gone when it has not called for this long."""
     heartbeat_seconds: _builtins.float
     """Largest span between two heartbeats."""
+    compression: _knowledge_pb2.Compression.ValueType
+    """How the device should pack the chunks of its uploads, one of its profile's; unspecified: not at all."""
     @_builtins.property
     def contract(self) -> _contract_pb2.Contract:
         """What the device has to fit."""
@@ -135,10 +140,11 @@ class CheckInResponse(_message.Message):
         secret: _builtins.bytes = ...,
         lease_seconds: _builtins.float = ...,
         heartbeat_seconds: _builtins.float = ...,
+        compression: _knowledge_pb2.Compression.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "contract", b"contract", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,6 +164,7 @@ class Ask(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     COMPLETED_ROUNDS_FIELD_NUMBER: _builtins.int
+    FIRST_ATTEMPT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Counted from 1; a short round keeps its number, the next one gets a new one."""
     step_number: _builtins.int
@@ -174,6 +181,10 @@ class Ask(_message.Message):
     """Seconds left until an answer is late."""
     completed_rounds: _builtins.int
     """Rounds completed so far, for progress."""
+    first_attempt: _builtins.int
+    """Least number of the attempt to answer, at least 1; above 1 when the server has lost an answer that it had acknowledged
+    and asks again. An answer of an earlier attempt is taken too, if all of it is sent again.
+    """
     def __init__(
         self,
         *,
@@ -185,10 +196,11 @@ class Ask(_message.Message):
         seed: _builtins.int = ...,
         deadline_seconds: _builtins.float = ...,
         completed_rounds: _builtins.int = ...,
+        first_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_rounds", b"completed_rounds", "deadline_seconds", b"deadline_seconds", "payload", b"payload", "payload_bytes", b"payload_bytes", "round", b"round", "seed", b"seed", "step", b"step", "step_number", b"step_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_rounds", b"completed_rounds", "deadline_seconds", b"deadline_seconds", "first_attempt", b"first_attempt", "payload", b"payload", "payload_bytes", b"payload_bytes", "round", b"round", "seed", b"seed", "step", b"step", "step_number", b"step_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,10 +479,18 @@ class UploadStatusResponse(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     NEXT_BYTE_FIELD_NUMBER: _builtins.int
     ASK_OPEN_FIELD_NUMBER: _builtins.int
+    CLOSED_CODE_FIELD_NUMBER: _builtins.int
+    CLOSED_TEXT_FIELD_NUMBER: _builtins.int
     next_byte: _builtins.int
     """First data byte of the payload that the server lacks, counted over all tensors; 0 for an unknown upload."""
     ask_open: _builtins.bool
     """False when the ask takes no answer any more."""
+    closed_code: _builtins.str
+    """Why it takes none, a code of docs/protocol.md such as "late" or "closed"; empty while it is open, with a receipt, and
+    from a server of 0.1.
+    """
+    closed_text: _builtins.str
+    """The same as a sentence for a person, at most 1,000 characters; empty with the code."""
     @_builtins.property
     def receipt(self) -> Global___Receipt:
         """Set when the ask has an accepted answer, whichever attempt it was."""
@@ -481,10 +501,12 @@ class UploadStatusResponse(_message.Message):
         receipt: Global___Receipt | None = ...,
         next_byte: _builtins.int = ...,
         ask_open: _builtins.bool = ...,
+        closed_code: _builtins.str = ...,
+        closed_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask_open", b"ask_open", "next_byte", b"next_byte", "receipt", b"receipt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask_open", b"ask_open", "closed_code", b"closed_code", "closed_text", b"closed_text", "next_byte", b"next_byte", "receipt", b"receipt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -639,6 +661,7 @@ class DownloadRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    COMPRESSIONS_FIELD_NUMBER: _builtins.int
     sha256: _builtins.bytes
     """Digest of the wanted payload, 32 bytes."""
     first_byte: _builtins.int
@@ -647,16 +670,21 @@ class DownloadRequest(_message.Message):
     def identity(self) -> Global___Identity:
         """Who calls."""
 
+    @_builtins.property
+    def compressions(self) -> _containers.RepeatedScalarFieldContainer[_knowledge_pb2.Compression.ValueType]:
+        """Compressions that the device can unpack; empty for none. The server is free to use none."""
+
     def __init__(
         self,
         *,
         identity: Global___Identity | None = ...,
         sha256: _builtins.bytes = ...,
         first_byte: _builtins.int = ...,
+        compressions: _abc.Iterable[_knowledge_pb2.Compression.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_byte", b"first_byte", "identity", b"identity", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compressions", b"compressions", "first_byte", b"first_byte", "identity", b"identity", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

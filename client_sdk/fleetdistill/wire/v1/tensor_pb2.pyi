@@ -73,6 +73,10 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     """Never sent."""
     ENCODING_RAW: _Encoding.ValueType  # 1
     """Row-major elements, nothing else."""
+    ENCODING_CHANNEL_STEPS: _Encoding.ValueType  # 2
+    """Row-major elements of type uint8, each a step on the scale of its channel; see `ChannelSteps`. The numbers that
+    they stand for are float32.
+    """
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     """How elements are laid out in the bytes. More compact encodings get their own values here."""
@@ -81,7 +85,45 @@ ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 """Never sent."""
 ENCODING_RAW: Encoding.ValueType  # 1
 """Row-major elements, nothing else."""
+ENCODING_CHANNEL_STEPS: Encoding.ValueType  # 2
+"""Row-major elements of type uint8, each a step on the scale of its channel; see `ChannelSteps`. The numbers that
+they stand for are float32.
+"""
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
+
+@_typing.final
+class ChannelSteps(_message.Message):
+    """Reads the elements of a tensor [N, D, ...] as numbers: number = minimum[d] + element * step[d], in float32, for
+    channel d, the position on axis 1. Both tensors are ENCODING_RAW, and their data follow those of the tensor.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    MINIMUM_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def step(self) -> Global___Tensor:
+        """[D] float32, 0 to 513.8 (2 * 65,504 / 255): the distance between two neighbouring elements; 0 where all numbers of
+        the channel are alike.
+        """
+
+    @_builtins.property
+    def minimum(self) -> Global___Tensor:
+        """[D] float32, -65,504 to 65,504: the number that element 0 stands for."""
+
+    def __init__(
+        self,
+        *,
+        step: Global___Tensor | None = ...,
+        minimum: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["minimum", b"minimum", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["minimum", b"minimum", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChannelSteps: _TypeAlias = ChannelSteps  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
@@ -93,6 +135,7 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     element_type: Global___ElementType.ValueType
     """Type of every element."""
     encoding: Global___Encoding.ValueType
@@ -103,6 +146,10 @@ class Tensor(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sizes of the axes, each at least 0, at most 16 axes; empty for a scalar."""
 
+    @_builtins.property
+    def channels(self) -> Global___ChannelSteps:
+        """Present exactly with ENCODING_CHANNEL_STEPS, in a tensor of at least two axes."""
+
     def __init__(
         self,
         *,
@@ -110,10 +157,11 @@ class Tensor(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         encoding: Global___Encoding.ValueType = ...,
         data: _builtins.bytes = ...,
+        channels: Global___ChannelSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "element_type", b"element_type", "encoding", b"encoding", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "data", b"data", "element_type", b"element_type", "encoding", b"encoding", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

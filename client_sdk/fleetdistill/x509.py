@@ -1,0 +1,28 @@
+"""The little that a device needs of X.509, through the `cryptography` package (the extra `tls`)."""
+
+from __future__ import annotations
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+
+def new_key() -> bytes:
+    """A fresh ECDSA P-256 key as PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def signing_request(key: bytes) -> bytes:
+    """A PKCS #10 request, DER, that says nothing but the public key. Raises ValueError for a key that is none."""
+    private = serialization.load_pem_private_key(key, None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(private, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.DER)
+
+
+def life(chain: bytes) -> tuple[float, float]:
+    """From when to when the first certificate of a PEM is valid, seconds since 1970. Raises ValueError."""
+    certificate = x509.load_pem_x509_certificate(chain)
+    return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()

@@ -1,0 +1,70 @@
+"""What the commands share: options, errors as one sentence, and how a store is opened and a view printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill_server import views
+from fleetdistill_server.store import Store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the store, [server] store in run.toml.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ServerOption = Annotated[
+    str | None, typer.Option("--server", help="host:port of a server with TLS, instead of a store on this machine.")
+]
+IdentityOption = Annotated[
+    Path | None, typer.Option("--identity", help="Your identity for --server, from `fleetdistill pki issue`.")
+]
+DEFAULT_STORE = Path("fleetdistill-store")
+_PIPED_WIDTH = 240
+_UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}
+
+
+def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
+    """Turns an error of ours into one sentence on standard error and exit status 1."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except FleetDistillError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+    return wrapped
+
+
+def seconds_of(option: str, span: str) -> float:
+    """Reads a span of time such as 30d, given with an option. Raises ConfigurationError."""
+    number, unit = span[:-1], span[-1:]
+    if unit not in _UNITS or not (number.isascii() and number.isdecimal()):
+        raise ConfigurationError(f"{option} {span!r}: give a number and d, h or m, such as 30d")
+    return int(number) * _UNITS[unit]
+
+
+def open_store(directory: Path) -> Store:
+    """The store in a directory. Raises ConfigurationError if there is none."""
+    if not (directory / "store.sqlite").exists():
+        raise ConfigurationError(f"there is no store in {directory}; name the one of your run.toml with --store")
+    return Store.open(directory)
+
+
+def show(view: views.View, as_json: bool) -> None:
+    """Prints a view."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    if as_json:
+        typer.echo(view.json())
+    else:
+        console.print(*view.tables(), sep="\n\n")

@@ -1,0 +1,46 @@
+"""The enrolment calls over gRPC. Who may make them is `roles.py`'s business."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fleetdistill.credentials import AUTHORITIES
+from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+from fleetdistill_server.desk import Commit
+from fleetdistill_server.refusals import in_pool
+from fleetdistill_server.roles import holder_in
+from fleetdistill_server.store import Store
+from fleetdistill_server.tokens import EnrolmentDesk
+
+
+class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
+    """Gives devices their certificates."""
+
+    def __init__(self, desk: EnrolmentDesk, store: Store, commit: Commit, pool: ThreadPoolExecutor) -> None:
+        self._desk = desk
+        self._store = store
+        self._commit = commit
+        self._pool = pool
+
+    async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolResponse:
+        return await in_pool(self._pool, context, partial(self._enrol, request))
+
+    async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewResponse:
+        holder = holder_in(context)
+        assert holder is not None  # the guard lets in nobody else
+        return await in_pool(self._pool, context, partial(self._renew, request, holder))
+
+    def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:
+        self._desk.check_token(self._store, request.secret)
+        given = (request.secret, request.device, request.signing_request)
+        certificate = self._commit(lambda store: self._desk.enrol(store, *given))
+        return enrolment_pb2.EnrolResponse(certificate=certificate, authorities=self._authorities())
+
+    def _renew(self, request: enrolment_pb2.RenewRequest, holder: Any) -> enrolment_pb2.RenewResponse:
+        certificate = self._commit(lambda store: self._desk.renew(store, holder, request.signing_request))
+        return enrolment_pb2.RenewResponse(certificate=certificate, authorities=self._authorities())
+
+    def _authorities(self) -> bytes:
+        return (self._desk.directory / AUTHORITIES).read_bytes()

@@ -1,0 +1,280 @@
+"""What one device, and all devices together, may ask of the server at a time.
+
+Only devices that have shown who they are count here, so nobody can use up another one's share. What others may cost is
+bounded before any of our code runs, by gRPC's own limits on connections and streams (`channel_options`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codes import AFTER_SECONDS, Code
+
+T = TypeVar("T")
+Who = tuple[str, str]
+"""A device of a run: (run, device)."""
+
+_HOUR = 3600.0
+# When to come back for a place that frees itself when another call ends.
+_SOON_SECONDS = 5.0
+# Files that are not connections: the database, uploads under way, pipes.
+_OTHER_FILES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The `[limits]` of run.toml; server/README.md says what each means."""
+
+    open_calls: int = 20_000
+    open_calls_per_device: int = 8
+    open_calls_per_connection: int = 100
+    uploads_per_hour: int = 36_000
+    bytes_in_flight: int = 64 << 30
+    bytes_in_flight_per_device: int = 4 << 30
+    devices: int = 100_000
+    refusals_per_hour: int = 20
+    stall_seconds: float = 120.0
+    handshake_seconds: float = 20.0
+    idle_seconds: float = 600.0
+
+    @classmethod
+    def parse(cls, text: str) -> Limits:
+        """Reads what `str` wrote."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    def channel_options(self) -> list[tuple[str, int]]:
+        """What gRPC itself enforces before a call reaches us.
+
+        A connection that does not finish its handshake, or that makes no call, is closed; so is one whose other end no
+        longer answers pings. Connections leave room for the files of the store.
+        """
+        return [
+            ("grpc.server.max_pending_requests", self.open_calls),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * self.open_calls),
+            ("grpc.max_concurrent_streams", self.open_calls_per_connection),
+            ("grpc.max_allowed_incoming_connections", max(open_files() - _OTHER_FILES, _OTHER_FILES)),
+            ("grpc.server_handshake_timeout_ms", _milliseconds(self.handshake_seconds)),
+            ("grpc.max_connection_idle_ms", _milliseconds(self.idle_seconds)),
+            ("grpc.keepalive_time_ms", _milliseconds(self.stall_seconds / 2)),
+            ("grpc.keepalive_timeout_ms", _milliseconds(self.handshake_seconds)),
+        ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, math.ceil(min(seconds, _HOUR * 24) * 1000))
+
+
+def open_files() -> int:
+    """How many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def allow_open_files() -> None:
+    """Every connection is an open file, and systems begin with few: takes as many as are allowed."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Place(AbstractContextManager["Place"]):
+    """A share of a limit that is held until `release`, or the end of a block; releasing twice does nothing."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Gives the share back."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Allowance:
+    """So many an hour for each key, all at once if need be."""
+
+    def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_hour, self._clock = per_hour, clock
+        self._left: dict[Who, tuple[float, float]] = {}
+
+    def take(self, who: Who) -> float:
+        """Takes one and returns 0, or returns the seconds after which there will be one."""
+        now = self._clock()
+        left, since = self._left.get(who, (float(self._per_hour), now))
+        left = min(self._per_hour, left + (now - since) * self._per_hour / _HOUR)
+        taken = left >= 1
+        self._left[who] = (left - taken, now)
+        return 0.0 if taken else (1 - left) * _HOUR / self._per_hour
+
+
+class _Held:
+    """How much each device holds of one thing, and all of them."""
+
+    def __init__(self) -> None:
+        self.by: Counter[Who] = Counter()
+        self.all = 0
+
+    def add(self, who: Who, amount: int) -> None:
+        self.by[who] += amount
+        self.all += amount
+        if self.by[who] <= 0:
+            del self.by[who]
+
+
+class Limiter:
+    """Counts what is under way and refuses what goes over a limit. May be used from any thread.
+
+    Args:
+        limits: The limits; None for no limit, as in a simulation.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._calls, self._bytes = _Held(), _Held()
+        self._uploads = Allowance(limits.uploads_per_hour if limits else 1, clock)
+
+    def open_call(self, who: Who) -> Place:
+        """A place for a call that stays open for a while.
+
+        Raises:
+            RefusedError: `too-many`: the device, or all together, have as many open as they may.
+        """
+        if self.limits is None:
+            return Place(lambda: None)
+        with self._lock:
+            _check(self._calls.by[who] + 1, self.limits.open_calls_per_device, who, "open calls")
+            _check(self._calls.all + 1, self.limits.open_calls, who, "open calls of all devices")
+            return self._take(self._calls, who, 1)
+
+    def begin_upload(self, who: Who) -> None:
+        """Counts an upload that begins.
+
+        Raises:
+            RefusedError: `too-many`: the device has begun as many in this hour as it may.
+        """
+        if self.limits is not None:
+            with self._lock:
+                wait = self._uploads.take(who)
+            if wait:
+                raise too_many(who, f"has begun {self.limits.uploads_per_hour} uploads within an hour", wait)
+
+    def hold_bytes(self, who: Who, size: int) -> Place:
+        """A place for an upload of `size` bytes. One of a device, and one of all, may be of any size.
+
+        Raises:
+            RefusedError: `too-many`: too many bytes are under way.
+        """
+        if self.limits is None:
+            return Place(lambda: None)
+        counted = max(size, 1)
+        with self._lock:
+            if self._bytes.by[who]:
+                most = self.limits.bytes_in_flight_per_device
+                _check(self._bytes.by[who] + counted, most, who, "bytes of uploads under way")
+            if self._bytes.all:
+                most = self.limits.bytes_in_flight
+                _check(self._bytes.all + counted, most, who, "bytes of all devices' uploads under way")
+            return self._take(self._bytes, who, counted)
+
+    def check_devices(self, who: Who, known: int) -> None:
+        """Refuses a new device of a run that has as many as it may."""
+        if self.limits is not None:
+            _check(known + 1, self.limits.devices, who, "devices in the run beside it")
+
+    def _take(self, held: _Held, who: Who, amount: int) -> Place:
+        held.add(who, amount)
+        return Place(lambda: self._give_back(held, who, amount))
+
+    def _give_back(self, held: _Held, who: Who, amount: int) -> None:
+        with self._lock:
+            held.add(who, -amount)
+
+
+def _check(wanted: int, most: int, who: Who, what: str) -> None:
+    if wanted > most:
+        raise too_many(who, f"would have {wanted} {what}, the limit is {most}", _SOON_SECONDS)
+
+
+def too_many(who: Who, what: str, after_seconds: float) -> RefusedError:
+    """The refusal of a device that asks for more than its share, with the moment to come back at."""
+    text = f"device {who[1]} {what}; come back in {math.ceil(after_seconds)} s"
+    return RefusedError(Code.TOO_MANY, text, {"device": who[1], AFTER_SECONDS: f"{after_seconds:.3f}"})
+
+
+class RefusalNotes:
+    """Which refusals become events: so many of a device an hour; of more there is a count.
+
+    Whoever is not registered shares one allowance with all others of the kind, so ids cost nothing.
+    """
+
+    def __init__(self, per_hour: int | None) -> None:
+        self._lock = threading.Lock()
+        self._allowance = Allowance(per_hour) if per_hour is not None else None
+        self._left_out: Counter[Who] = Counter()
+        self._told: Counter[Who] = Counter()
+
+    def take(self, run: str, device: str) -> bool:
+        """Whether to note a refusal of this device; the empty name stands for all that are not registered."""
+        with self._lock:
+            if self._allowance is None or not self._allowance.take((run, device)):
+                return True
+            self._left_out[run, device] += 1
+            return False
+
+    def news(self) -> dict[Who, int]:
+        """How many were left out, of the devices for which that has grown since the last time."""
+        with self._lock:
+            grown = {who: count for who, count in self._left_out.items() if count > self._told[who]}
+            self._told.update({who: count - self._told[who] for who, count in grown.items()})
+            return grown
+
+
+async def in_good_time(
+    messages: AsyncIterator[T], seconds: float, held: Callable[[], int], enough: int
+) -> AsyncIterator[T]:
+    """Gives the messages of a stream as long as `held` grows by `enough` bytes in each `seconds` of waiting for them.
+
+    Only the sender's time counts, not the time that its messages are worked on.
+
+    Raises:
+        RefusedError: `incomplete`, when the sender is too slow.
+    """
+    loop = asyncio.get_running_loop()
+    iterator = aiter(messages)
+    left, mark = seconds, held()
+    while True:
+        began = loop.time()
+        try:
+            async with asyncio.timeout(left):
+                message = await anext(iterator)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _too_slow(held() - mark, enough, seconds) from None
+        left -= loop.time() - began
+        if held() - mark >= enough:
+            left, mark = seconds, held()
+        yield message
+
+
+def _too_slow(brought: int, enough: int, seconds: float) -> RefusedError:
+    text = f"the stream brought {brought} bytes in {seconds:g} s, of {enough} that it has to"
+    return RefusedError(Code.INCOMPLETE, f"{text}; what came is kept, go on from there")

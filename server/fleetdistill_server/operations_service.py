@@ -1,0 +1,125 @@
+"""The calls of operators and viewers over gRPC: the views of the command line, typed. `roles.py` says who may call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
+from fleetdistill_server import views
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.pki import Authority
+from fleetdistill_server.refusals import in_pool
+from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.store import Row, Store
+from fleetdistill_server.tokens import create_tokens
+from fleetdistill_server.wakeups import POLL_SECONDS
+
+MOST_ROWS = 1000
+_LONGEST_REASON = 512
+_OVER = ("finished", "stopped")
+
+
+class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
+    """What operators do and viewers see."""
+
+    def __init__(self, desk: Desk, directory: Path, pool: ThreadPoolExecutor, pki: Path, enrol_port: int) -> None:
+        self._store, self._commit = desk.store, desk.commit
+        self._directory = directory
+        self._pool = pool
+        self._pki = pki
+        self._enrol_port = enrol_port
+
+    async def ListRuns(self, request: operations_pb2.ListRunsRequest, context: Any) -> operations_pb2.ListRunsResponse:
+        return await in_pool(self._pool, context, self._list)
+
+    async def ShowRun(self, request: operations_pb2.ShowRunRequest, context: Any) -> operations_pb2.ShowRunResponse:
+        return await in_pool(self._pool, context, partial(self._show, request.run))
+
+    async def WatchRun(
+        self, request: operations_pb2.WatchRunRequest, context: Any
+    ) -> AsyncIterator[operations_pb2.WatchRunResponse]:
+        before: operations_pb2.ShowRunResponse | None = None
+        while True:
+            now = await in_pool(self._pool, context, partial(self._show, request.run))
+            if before is None or now != before:
+                yield _news(before, now)
+            if now.run.status in _OVER:
+                return
+            before = now
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def RevokeDevice(
+        self, request: operations_pb2.RevokeDeviceRequest, context: Any
+    ) -> operations_pb2.RevokeDeviceResponse:
+        return await in_pool(self._pool, context, partial(self._revoke, request))
+
+    async def CreateTokens(
+        self, request: operations_pb2.CreateTokensRequest, context: Any
+    ) -> operations_pb2.CreateTokensResponse:
+        return await in_pool(self._pool, context, partial(self._create, request))
+
+    def _list(self) -> operations_pb2.ListRunsResponse:
+        rows = views.runs(self._store, served_run(self._directory)).lists["runs"]
+        return operations_pb2.ListRunsResponse(runs=[_filled(operations_pb2.RunSummary, row) for row in rows])
+
+    def _show(self, run: str) -> operations_pb2.ShowRunResponse:
+        try:
+            view = views.run(self._store, run, served_run(self._directory))
+        except ConfigurationError as error:
+            raise RefusedError(Code.UNKNOWN_RUN, str(error)[:_LONGEST_REASON]) from error
+        return operations_pb2.ShowRunResponse(
+            run=_filled(operations_pb2.RunSummary, view.facts),
+            rounds=[_filled(operations_pb2.RoundSummary, row) for row in view.lists["rounds"][-MOST_ROWS:]],
+            events=[_filled(operations_pb2.RunEvent, row) for row in view.lists["events"][-MOST_ROWS:]],
+        )
+
+    def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
+        return operations_pb2.RevokeDeviceResponse(changed=self._commit(partial(_revoke_device, request)))
+
+    def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
+        authority = Authority(self._pki)
+        given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run)
+        try:
+            return operations_pb2.CreateTokensResponse(tokens=self._commit(lambda store: create_tokens(store, *given)))
+        except ConfigurationError as error:
+            raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:
+    try:
+        return revoke_device(store, request.device, request.reason)
+    except ConfigurationError as error:
+        raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def _filled(kind: type[Any], row: Row) -> Any:
+    """A message with those values of a row that it has fields for; None leaves a field absent."""
+    fields = kind.DESCRIPTOR.fields_by_name
+    return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
+
+
+def _news(
+    before: operations_pb2.ShowRunResponse | None, now: operations_pb2.ShowRunResponse
+) -> operations_pb2.WatchRunResponse:
+    """What has changed; at first all rounds and no events."""
+    answer = operations_pb2.WatchRunResponse(run=now.run)
+    known = {one.round: one for one in before.rounds} if before else {}
+    answer.rounds.extend(one for one in now.rounds if known.get(one.round) != one)
+    answer.events.extend(_after(before.events, now.events) if before else [])
+    return answer
+
+
+def _after(before: Any, now: Any) -> list[operations_pb2.RunEvent]:
+    """The events behind the last one that was known; both lists are ends of one that only grows."""
+    if not before:
+        return list(now)
+    last = max((place for place, one in enumerate(now) if one == before[-1]), default=-1)
+    return list(now[last + 1 :])

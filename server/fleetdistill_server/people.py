@@ -1,0 +1,74 @@
+"""The remote commands: what an operator or viewer asks a server over mTLS, as the views that local commands print."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from fleetdistill.credentials import load_credentials
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
+from fleetdistill_server.store import Row
+from fleetdistill_server.views import View
+
+
+class RemoteServer:
+    """Calls `OperationsService`. Use `connect`."""
+
+    def __init__(self, server: str, stub: Any) -> None:
+        self._server = server
+        self._stub = stub
+
+    def runs(self) -> View:
+        """All runs."""
+        answer = self._call("ListRuns", operations_pb2.ListRunsRequest())
+        return View({"runs": [_row(one) for one in answer.runs]})
+
+    def run(self, name: str) -> View:
+        """One run: its rounds and events."""
+        answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
+        lists = {"rounds": [_row(one) for one in answer.rounds], "events": [_row(one) for one in answer.events]}
+        return View(lists, _row(answer.run))
+
+    def revoke(self, device: str, reason: str) -> bool:
+        """Revokes a device; False if it was so before."""
+        request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
+        return bool(self._call("RevokeDevice", request).changed)
+
+    def tokens(self, count: int, seconds: float, run: str) -> list[str]:
+        """Makes enrolment tokens."""
+        request = operations_pb2.CreateTokensRequest(count=count, expires_seconds=seconds, run=run)
+        return list(self._call("CreateTokens", request).tokens)
+
+    def _call(self, method: str, request: Any) -> Any:
+        with errors_of(self._server):
+            return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
+
+
+@contextlib.contextmanager
+def connect(server: str, identity: Path | None) -> Iterator[RemoteServer]:
+    """A connection as the person whose identity is in a directory.
+
+    Raises:
+        ConfigurationError: No identity is given, or it cannot be read.
+        LinkError: The server is away, or its certificate is not of the CA in the identity.
+        RefusedError: This person may not do that.
+    """
+    if identity is None:
+        raise ConfigurationError("--server needs --identity DIR, a directory that `fleetdistill pki issue` has made")
+    with grpc.secure_channel(server, load_credentials(identity).channel()) as channel:
+        yield RemoteServer(server, operations_pb2_grpc.OperationsServiceStub(channel))
+
+
+def _row(message: Any) -> Row:
+    """A message as a row; absent figures are None."""
+    fields = message.DESCRIPTOR.fields
+    return {
+        one.name: None if one.has_presence and not message.HasField(one.name) else getattr(message, one.name)
+        for one in fields
+    }

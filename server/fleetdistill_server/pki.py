@@ -1,0 +1,429 @@
+"""The server's own certificate authority: one directory with everything that TLS needs.
+
+    ca.pem        the CA certificates that are accepted, the newest first; the second one while the CA changes
+    ca-key.pem    key of the CA that signs, 0600; enrolment and renewal need it
+    server.pem    the server's key and certificate and, while the CA changes, the link from the old CA; 0600
+    ROLE-NAME/    identity of a person: identity.pem (key and certificate, 0600) and ca.pem
+
+Keys are ECDSA P-256. A certificate says who it is for in a URI among its alternative names, `fleetdistill:ROLE:NAME`,
+and a device's may confine it to a run with `fleetdistill:run:NAME`. Only what stands in the certificate counts; of a
+signing request nothing but the public key is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fleetdistill.credentials import AUTHORITIES, IDENTITY, write_private
+from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.wire.codes import Code
+
+CA_KEY = "ca-key.pem"
+SERVER = "server.pem"
+CA_DAYS = 3650.0
+SERVER_DAYS = 365.0
+PERSON_DAYS = 365.0
+_ALWAYS = ("localhost", "127.0.0.1")
+_URI = "fleetdistill"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LARGEST_REQUEST = 4096
+# Clocks of devices differ: a certificate is valid from a little before its issue, but never by much of its life.
+_BACKDATED_SECONDS = 300.0
+_DAY_SECONDS = 86_400.0
+_REMEMBERED = 20_000
+
+
+class Role(StrEnum):
+    """What a certificate makes of its holder."""
+
+    DEVICE = "device"
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whom a certificate names.
+
+    Attributes:
+        role, name: From the certificate's URI.
+        run: The run that a device is confined to, empty for all.
+        serial: Of the certificate, hex.
+        expires_at: Seconds since 1970.
+        public_key: As `fingerprint` says.
+    """
+
+    role: Role
+    name: str
+    run: str = ""
+    serial: str = ""
+    expires_at: float = math.inf
+    public_key: bytes = b""
+
+    @property
+    def subjects(self) -> tuple[str, str]:
+        """What a revocation may name: the holder, or this certificate alone."""
+        return f"{self.role}:{self.name}", f"serial:{self.serial}"
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate that was just signed. Times in seconds since 1970, `public_key` as `fingerprint` says."""
+
+    pem: bytes
+    serial: str
+    public_key: bytes
+    issued_at: float
+    expires_at: float
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def holder_of(pem: bytes) -> Holder | None:
+    """Reads whom a certificate is for; None if it names no role of ours. Its signature was checked by TLS."""
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return None
+    said = dict(
+        uri.split(":", 2)[1:] for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if _ours(uri)
+    )
+    roles = [Role(word) for word in said if word in set(Role)]
+    if len(roles) != 1:
+        return None
+    key = certificate.public_key()
+    return Holder(
+        role=roles[0],
+        name=said[roles[0]],
+        run=said.get("run", ""),
+        serial=f"{certificate.serial_number:x}",
+        expires_at=certificate.not_valid_after_utc.timestamp(),
+        public_key=fingerprint(key) if isinstance(key, ec.EllipticCurvePublicKey) else b"",
+    )
+
+
+def _ours(uri: str) -> bool:
+    return uri.startswith(f"{_URI}:") and uri.count(":") == 2
+
+
+def check_hosts(names: Sequence[str]) -> None:
+    """Raises ConfigurationError if a server certificate cannot be for one of these host names and addresses."""
+    for name in names:
+        _host(name)
+
+
+def is_name(text: str) -> bool:
+    """Whether a device, a person or a run may be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
+def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
+    """The public key of a signing request, whose signature proves that the sender has the private one.
+
+    Raises:
+        RefusedError: It is no such request, or of another kind of key.
+    """
+    try:
+        if len(der) > _LARGEST_REQUEST:
+            raise ValueError(f"it has {len(der)} bytes, at most {_LARGEST_REQUEST} are taken")
+        request = x509.load_der_x509_csr(der)
+        key = request.public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise ValueError("its key is not ECDSA P-256")
+        if not request.is_signature_valid:
+            raise ValueError("its signature is not by its key")
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise RefusedError(Code.BAD_MESSAGE, f"the signing request cannot be used: {error}") from error
+    return key
+
+
+def fingerprint(key: ec.EllipticCurvePublicKey) -> bytes:
+    """SHA-256 of a public key."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return sha256(key.public_bytes(serialization.Encoding.DER, form)).digest()
+
+
+class Authority:
+    """The CA of a directory, ready to sign.
+
+    Raises:
+        ConfigurationError: The directory has none, or its files cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with _readable(directory):
+            self.bundle = (directory / AUTHORITIES).read_bytes()
+            self._key = _private_key((directory / CA_KEY).read_bytes())
+            self._certificates = x509.load_pem_x509_certificates(self.bundle)
+        own = [one for one in self._certificates if one.public_key() == self._key.public_key()]
+        if not own:
+            raise ConfigurationError(f"{directory}: {CA_KEY} is not the key of a certificate in {AUTHORITIES}")
+        self._own = own[0]
+
+    @property
+    def der(self) -> bytes:
+        """The certificate of the CA that signs, for a token."""
+        return self._own.public_bytes(serialization.Encoding.DER)
+
+    def sign_device(self, key: ec.EllipticCurvePublicKey, device: str, run: str, days: float) -> Issued:
+        """A device's certificate.
+
+        Args:
+            key: The device's public key.
+            device: Its id.
+            run: The run that it is confined to, or empty.
+            days: Life of the certificate, above 0.
+        """
+        uris = [_uri(Role.DEVICE, device), *([_uri("run", run)] if run else [])]
+        signed = self._sign(key, device, [x509.UniformResourceIdentifier(uri) for uri in uris], days)
+        return Issued(
+            pem=_pem(signed),
+            serial=f"{signed.serial_number:x}",
+            public_key=fingerprint(key),
+            issued_at=signed.not_valid_before_utc.timestamp(),
+            expires_at=signed.not_valid_after_utc.timestamp(),
+        )
+
+    def issue_person(self, role: Role, name: str, days: float, out: Path) -> None:
+        """Writes the identity of an operator or viewer: a fresh key and its certificate, and the CA.
+
+        Raises:
+            ConfigurationError: The name or the role cannot be used, or the files cannot be written.
+        """
+        if role is Role.DEVICE:
+            raise ConfigurationError("devices are enrolled, so that their keys never leave them: `fleetdistill enrol`")
+        if not is_name(name):
+            raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = [x509.UniformResourceIdentifier(_uri(role, name))]
+        signed = self._sign(key.public_key(), name, names, days)
+        with _readable(out):
+            out.mkdir(parents=True, exist_ok=True)
+            write_private(out / AUTHORITIES, self.bundle)
+            write_private(out / IDENTITY, _key_pem(key) + _pem(signed))
+
+    def issue_server(self, names: Sequence[str], days: float) -> None:
+        """Writes a fresh key and certificate for the server, valid for these host names and addresses.
+
+        Raises:
+            ConfigurationError: A name cannot be one, or the file cannot be written.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        wanted = [_host(name) for name in dict.fromkeys([*names, *_ALWAYS])]
+        signed = self._sign(key.public_key(), "fleetdistill server", wanted, days, ExtendedKeyUsageOID.SERVER_AUTH)
+        with _readable(self.directory):
+            write_private(self.directory / SERVER, _key_pem(key) + _pem(signed) + self._link())
+
+    def server_names(self) -> list[str]:
+        """The names that the present server certificate is for."""
+        with _readable(self.directory):
+            present = x509.load_pem_x509_certificate((self.directory / SERVER).read_bytes())
+            names = present.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return [
+            *names.get_values_for_type(x509.DNSName),
+            *(str(one) for one in names.get_values_for_type(x509.IPAddress)),
+        ]
+
+    def _link(self) -> bytes:
+        """The CA certified by the one before it, while that is accepted: who trusts only the old one can follow."""
+        path = self.directory / _link_name(self._own)
+        return path.read_bytes() if path.exists() else b""
+
+    def _sign(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        common_name: str,
+        names: Sequence[x509.GeneralName],
+        days: float,
+        usage: x509.ObjectIdentifier = ExtendedKeyUsageOID.CLIENT_AUTH,
+    ) -> x509.Certificate:
+        """A certificate of the CA for one use; it never outlives the CA."""
+        issuer = self._own
+        builder = _builder(common_name, issuer.subject, key, days, until=issuer.not_valid_after_utc)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(list(names)), critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+
+def make_authority(directory: Path, days: float = CA_DAYS) -> Authority:
+    """Makes a CA in a directory.
+
+    Args:
+        directory: Made if need be.
+        days: Life of the CA's certificate.
+
+    Raises:
+        ConfigurationError: There is one already, or the directory cannot be written.
+    """
+    if (directory / CA_KEY).exists() or (directory / AUTHORITIES).exists():
+        raise ConfigurationError(
+            f"{directory} has a CA already; name another directory, or use `fleetdistill pki rotate-ca`"
+        )
+    key, certificate = _new_ca(days)
+    with _readable(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(directory / CA_KEY, _key_pem(key))
+        write_private(directory / AUTHORITIES, _pem(certificate))
+    return Authority(directory)
+
+
+def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
+    """Begins a change of the CA: a new one signs from now on, the old one is still accepted.
+
+    Devices learn of the new CA with their next renewal; the server's certificate is signed anew at once and carries the
+    link that lets those follow who know the old CA only. `forget_old_authority` ends the change.
+
+    Raises:
+        ConfigurationError: There is no CA, a change is under way, or the directory cannot be written.
+    """
+    old = Authority(directory)
+    if len(old._certificates) > 1:
+        raise ConfigurationError(f"{directory}: a change of the CA is under way; end it with `pki forget-old-ca` first")
+    key, certificate = _new_ca(days)
+    link = _certify(certificate, old._key, old._own)
+    names = old.server_names()
+    with _readable(directory):  # in this order, so that after a crash the old CA goes on signing
+        write_private(directory / _link_name(certificate), _pem(link))
+        write_private(directory / AUTHORITIES, _pem(certificate) + old.bundle)
+        write_private(directory / CA_KEY, _key_pem(key))
+    new = Authority(directory)
+    new.issue_server(names, SERVER_DAYS)
+    return new
+
+
+def forget_old_authority(directory: Path) -> None:
+    """Ends a change of the CA: only certificates of the one that signs are accepted from now on.
+
+    Raises:
+        ConfigurationError: No change is under way, or the directory cannot be written.
+    """
+    authority = Authority(directory)
+    if len(authority._certificates) < 2:
+        raise ConfigurationError(f"{directory} accepts one CA only; there is no old one to forget")
+    with _readable(directory):
+        write_private(directory / AUTHORITIES, _pem(authority._own))
+        (directory / _link_name(authority._own)).unlink(missing_ok=True)
+
+
+def _new_ca(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # A name of its own, so that two CAs in one bundle are told apart.
+    common_name = f"fleetdistill CA {fingerprint(key.public_key()).hex()[:8]}"
+    return key, _ca_builder(common_name, None, key.public_key(), days).sign(key, hashes.SHA256())
+
+
+def _certify(
+    certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate
+) -> x509.Certificate:
+    """A CA's certificate once more, signed by another CA; it ends with that one."""
+    public_key = certificate.public_key()
+    assert isinstance(public_key, ec.EllipticCurvePublicKey)
+    (common_name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    builder = _ca_builder(str(common_name.value), issuer.subject, public_key, CA_DAYS, until=issuer.not_valid_after_utc)
+    return builder.sign(key, hashes.SHA256())
+
+
+def _ca_builder(
+    common_name: str,
+    issuer: x509.Name | None,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    until: datetime.datetime | None = None,
+) -> x509.CertificateBuilder:
+    builder = _builder(common_name, issuer, key, days, until)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, no more
+    return builder.add_extension(usage, critical=True)
+
+
+def _builder(
+    common_name: str,
+    issuer: x509.Name | None,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    until: datetime.datetime | None = None,
+) -> x509.CertificateBuilder:
+    life = days * _DAY_SECONDS
+    now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(seconds=life)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(seconds=min(_BACKDATED_SECONDS, life / 10)))
+        .not_valid_after(min(end, until) if until else end)
+    )
+
+
+def _link_name(certificate: x509.Certificate) -> str:
+    return f"link-{certificate.serial_number:x}.pem"
+
+
+def _uri(kind: str, name: str) -> str:
+    return f"{_URI}:{kind}:{name}"
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    try:
+        if not name:
+            raise ValueError("it is empty")
+        return x509.DNSName(name)
+    except ValueError as error:
+        raise ConfigurationError(f"--names: {name!r} is no host name or address: {error}") from error
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(pem, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the key is not ECDSA")
+    return key
+
+
+@contextlib.contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    """Turns errors of files and of what is in them into a sentence. Never quotes contents: they may be keys."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        missing = os.path.basename(error.filename or "")
+        text = f"{directory} has no {missing}; make a PKI with `fleetdistill pki init --pki {directory}`"
+        raise ConfigurationError(text) from error
+    except OSError as error:
+        raise ConfigurationError(f"the directory {directory} cannot be used: {error}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(f"a file in {directory} is damaged, or no key or certificate of ours") from error

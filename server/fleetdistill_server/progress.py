@@ -1,0 +1,50 @@
+"""How far a run has come: what `Store.progress` reads, for whoever shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run as it stands, as plain rows.
+
+    Attributes:
+        run: run, method, status, reason, completed_rounds, wanted_rounds, and how many devices are present.
+        rounds: Every round: status, devices, answers, what became of them, figures and bytes as they travelled.
+        steps: The steps of the newest round: how many devices were asked, have answered, and are out.
+        events: Those after the known one.
+    """
+
+    run: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+RUN_PROGRESS = (
+    "SELECT name AS run, status, reason, completed_rounds, config, "
+    "(SELECT count(*) FROM devices WHERE run = name AND present = 1) AS present FROM runs WHERE name = ?"
+)
+ROUND_PROGRESS = (
+    "WITH answers AS (SELECT a.round, count(*) AS answers, sum(u.status = 'used') AS used, "
+    "sum(u.status = 'reported') AS reported FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 "
+    "GROUP BY a.round), "
+    "sent AS (SELECT round, sum(iif(direction = 'up', sent_bytes, 0)) AS up, "
+    "sum(iif(direction = 'down', sent_bytes, 0)) AS down FROM traffic WHERE run = ?1 GROUP BY round), "
+    "guards AS (SELECT round, count(*) AS fired FROM events WHERE run = ?1 AND kind LIKE '%-guard' GROUP BY round), "
+    "scores AS (SELECT round, avg(sum / count) AS mean FROM figures WHERE run = ?1 AND name = 'accuracy' AND "
+    "split = 'test' AND count > 0 GROUP BY round) "
+    "SELECT r.round, r.status, r.reason, json_array_length(r.cohort) AS devices, coalesce(n.answers, 0) AS answers, "
+    "coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported, round(s.mean, 4) AS test_accuracy, "
+    "coalesce(g.fired, 0) AS guards, coalesce(t.up, 0) AS bytes_up, coalesce(t.down, 0) AS bytes_down, "
+    "round(r.ended_at - r.started_at, 2) AS seconds FROM rounds r LEFT JOIN answers n USING (round) "
+    "LEFT JOIN sent t USING (round) LEFT JOIN guards g USING (round) LEFT JOIN scores s USING (round) "
+    "WHERE r.run = ?1 ORDER BY r.round"
+)
+STEP_PROGRESS = (
+    "SELECT round, step_number, step, count(*) AS asked, sum(status = 'answered') AS answered, "
+    "sum(status = 'out') AS out FROM asks WHERE run = ?1 AND round = (SELECT max(round) FROM rounds WHERE run = ?1) "
+    "GROUP BY round, step_number, step ORDER BY step_number"
+)

@@ -1,0 +1,67 @@
+"""How a gRPC call of the server ends: with work done in a pool of threads, or with a status from the table of codes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError
+from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# What a refusal says travels in trailers, of which gRPC takes 8 KiB.
+LONGEST_SENTENCE = 1000
+
+
+async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T]) -> T:
+    """Does a call's work in the pool; whatever it raises ends the call with a status from the table."""
+    return await ended(context, asyncio.get_running_loop().run_in_executor(pool, work))
+
+
+async def ended(context: Any, work: Awaitable[T]) -> T:
+    """Waits for a call's work; whatever it raises ends the call with a status from the table."""
+    try:
+        return await work
+    except FleetDistillError as error:
+        await abort(context, error)
+    except Exception:
+        logger.exception("a call failed")
+        await abort(context, RefusedError(Code.INTERNAL, "a fault of the server; see its log"))
+
+
+async def abort(context: Any, error: FleetDistillError) -> NoReturn:
+    """Ends a call with the error's status and its google.rpc details."""
+    refusal = error if isinstance(error, RefusedError) else _as_refusal(error)
+    status = rich_status(refusal)
+    await context.abort(
+        getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
+        status.message,
+        (("grpc-status-details-bin", status.SerializeToString()),),
+    )
+    raise AssertionError("abort raises")
+
+
+def _as_refusal(error: FleetDistillError) -> RefusedError:
+    if isinstance(error, NoSpaceError):
+        return RefusedError(Code.NO_SPACE, f"{error}; no receipt is given, try again later")
+    logger.error("a call failed: %s", error)
+    return RefusedError(Code.INTERNAL, "the server's store failed; see its log")
+
+
+def rich_status(refusal: RefusedError) -> status_pb2.Status:
+    """The google.rpc.Status with one ErrorInfo that carries the reason and its details."""
+    details = {name: value[:LONGEST_SENTENCE] for name, value in refusal.details.items()}
+    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    number = getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status).value[0]
+    return status_pb2.Status(code=number, message=str(refusal)[:LONGEST_SENTENCE], details=[packed])

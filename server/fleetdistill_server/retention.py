@@ -1,0 +1,278 @@
+"""What of a store may be deleted, and deleting it.
+
+Needed are, of every run, its checkpoint, what its contract names, and whatever its kept rounds speak of: the newest
+closed ones (`[server] keep_rounds`), short ones after them, and the open one. All else goes: at the end of a round what
+just ceased to be needed, and now and then, by `sweep`, what crashes left behind.
+
+No acknowledged upload is ever deleted. Who deletes looks at the rows and deletes under the database's write lock, and
+the front commits a receipt under the same lock only if the payload is still there. What an engine or a front is about
+to speak of is young, and `sweep` leaves the young alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from fleetdistill import failpoints
+from fleetdistill.errors import ConfigurationError, RunError, StoreError
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store import Row, Store
+
+GRACE_SECONDS = 3600.0
+"""What nothing speaks of is left alone for so long: somebody may be about to."""
+SWEEP_SECONDS = 300.0
+"""Between two sweeps of a front."""
+_GROUP = 200
+_WAIT_SECONDS = 10.0
+_STAGED_FOR = re.compile(r"ask-(\d+)-attempt-\d+")
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Digests of what must not be deleted."""
+
+    payloads: set[bytes]
+    checkpoints: set[bytes]
+
+    def __contains__(self, sha256: object) -> bool:
+        return sha256 in self.payloads or sha256 in self.checkpoints
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What was deleted, or would be.
+
+    Attributes:
+        payloads: Payloads and checkpoints.
+        staged: Uploads that nobody will finish.
+        bytes: Of both together.
+    """
+
+    payloads: int = 0
+    staged: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` gave up, or would.
+
+    Attributes:
+        rounds: Rounds whose payloads, events and figures go.
+        freed: Files.
+    """
+
+    rounds: int
+    freed: Freed
+
+
+def needed(store: Store) -> Needed:
+    """Everything that must stay readable."""
+    found = Needed(set(), set())
+    for name in store.run_names():
+        row = store.run(name) or {}
+        if row["checkpoint"] is not None:
+            found.checkpoints.add(row["checkpoint"])
+        if row["contract"] is not None:
+            found.payloads.update(_named_by(row["contract"]))
+        found.payloads.update(store.payloads_between(name, store.first_kept_round(name), _NEVER))
+    return found
+
+
+def free_after_round(store: Store, run: str, checkpoint: bytes | None) -> None:
+    """Deletes what the run ceased to need when its newest round closed.
+
+    Args:
+        store: Of the run.
+        run: The run.
+        checkpoint: The one that the round's replaced.
+    """
+    keep = int((store.run(run) or {})["keep_rounds"])
+    spent = store.payloads_between(run, store.first_kept_round(run, keep + 1), store.first_kept_round(run, keep))
+    with store.blobs.alone() as free:
+        if free:  # otherwise a later sweep does it
+            _delete(store, [*spent, *([checkpoint] if checkpoint is not None else [])])
+
+
+def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
+    """Deletes what crashes left behind: payloads that nothing needs, and uploads whose asks take no answer any more.
+
+    Does nothing while another process deletes or makes a backup.
+    """
+    with store.blobs.alone() as free:
+        if not free:
+            return Freed()
+        kept = needed(store)
+        spent = {
+            one.sha256: one.bytes
+            for one in store.blobs.held()
+            if one.age_seconds >= grace_seconds and one.sha256 not in kept
+        }
+        deleted = _delete(store, spent)
+        staged = _discard_staged(store, grace_seconds)
+        return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
+
+
+def sweep_directory(directory: Path) -> Freed:
+    """Sweeps the store in a directory."""
+    store = Store.open(directory)
+    try:
+        return sweep(store)
+    finally:
+        store.close()
+
+
+def prune(
+    store: Store,
+    run: str,
+    *,
+    keep_rounds: int | None = None,
+    older_than_seconds: float | None = None,
+    whole: bool = False,
+    dry_run: bool = False,
+    served: str | None = None,
+) -> Pruned:
+    """Gives up old rounds of a run: their payloads, events and figures; receipts and traffic stay. Or the whole run.
+
+    Args:
+        store: Of the run.
+        run: The run.
+        keep_rounds: Closed rounds to keep, the newest first; by default the run's own setting.
+        older_than_seconds: Give up only rounds that ended so long ago.
+        whole: Forget the run altogether.
+        dry_run: Only say what would go.
+        served: The run that a server works on at this moment, if one does.
+
+    Raises:
+        ConfigurationError: There is no such run, or `keep_rounds` is negative.
+        RunError: The run may still need what would go.
+        StoreError: Another process deletes or makes a backup, and does not end.
+    """
+    row = store.run(run)
+    if row is None:
+        raise ConfigurationError(f"there is no run {run!r}; the store has {', '.join(store.run_names()) or 'none'}")
+    _check_may_go(row, keep_rounds, whole, served)
+    grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
+    with alone(store):
+        sizes = {one.sha256: one.bytes for one in store.blobs.held() if one.age_seconds >= grace}
+        stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
+        numbers = [one["round"] for one in store.rounds(run) if int(row["kept_from"]) <= one["round"] < stop]
+        spent = store.payloads_between(run, 0, stop) | (_whole(row) if whole else set())
+        going = _dry(store, row, stop, whole, spent) if dry_run else _really(store, row, stop, whole, spent)
+    freed = [sizes[one] for one in going if one in sizes]
+    return Pruned(len(numbers), Freed(payloads=len(freed), bytes=sum(freed)))
+
+
+def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | None) -> None:
+    over = row["status"] in ("finished", "stopped")
+    if keep_rounds is not None and keep_rounds < 0:
+        raise ConfigurationError(f"--keep-rounds is {keep_rounds}, must be at least 0")
+    if whole and (not over or served == row["name"]):
+        state = "is being served" if served == row["name"] else f"is {row['status']}"
+        raise RunError(f"run {row['name']!r} {state}; only a run that is over, and not served, can be deleted whole")
+    if keep_rounds == 0 and not over:
+        raise RunError(
+            f"run {row['name']!r} is {row['status']}: its newest closed round is needed, for devices that are slow and "
+            "for `fleetdistill export`; keep at least 1"
+        )
+
+
+def _first_kept(store: Store, run: str, keep_rounds: int | None, older_than_seconds: float | None) -> int:
+    first = store.first_kept_round(run, keep_rounds)
+    if older_than_seconds is None:
+        return first
+    since = time.time() - older_than_seconds
+    young: list[int] = [
+        one["round"] for one in store.rounds(run) if one["ended_at"] is None or one["ended_at"] >= since
+    ]
+    return min([first, *young])
+
+
+class _TakeBack(Exception):
+    """Ends a transaction without its effects."""
+
+
+def _dry(store: Store, row: Row, stop: int, whole: bool, spent: set[bytes]) -> set[bytes]:
+    left: set[bytes] = set()
+    try:
+        with store.transaction():
+            _forget(store, row, stop, whole)
+            kept = needed(store)
+            left = {one for one in spent if one not in kept}
+            raise _TakeBack
+    except _TakeBack:
+        return left
+
+
+def _really(store: Store, row: Row, stop: int, whole: bool, spent: set[bytes]) -> set[bytes]:
+    _forget(store, row, stop, whole)
+    return set(_delete(store, spent))
+
+
+def _forget(store: Store, row: Row, stop: int, whole: bool) -> None:
+    if whole:
+        store.delete_run(row["name"])
+    else:
+        store.prune_rounds(row["name"], stop)
+
+
+def _whole(row: Row) -> set[bytes]:
+    """What a run needs beside the payloads of its rounds."""
+    found = _named_by(row["contract"]) if row["contract"] is not None else set()
+    return found | ({row["checkpoint"]} if row["checkpoint"] is not None else set())
+
+
+def _named_by(contract: bytes) -> set[bytes]:
+    read = contract_pb2.Contract.FromString(contract)
+    return {read.initial_weights, read.proxy_digest} - {b""}
+
+
+def _delete(store: Store, digests: Iterable[bytes]) -> list[bytes]:
+    """Deletes those that nothing needs, and returns them."""
+    gone: list[bytes] = []
+    left = iter(digests)
+    while group := list(islice(left, _GROUP)):
+        with store.transaction():  # the write lock: between the look and the deletion nobody commits a receipt
+            kept = needed(store)
+            for sha256 in group:
+                if sha256 not in kept:
+                    failpoints.hit("engine.gc.before-drop")
+                    store.blobs.drop(sha256)
+                    failpoints.hit("engine.gc.after-drop")
+                    gone.append(sha256)
+    return gone
+
+
+def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
+    """Discards uploads whose asks are closed, and pieces of payloads that a dead process made; returns their sizes."""
+    staged = store.blobs.staging()  # first: what is staged for an ask that opens after this look is not in it
+    open_asks = store.open_asks()
+    gone = []
+    for one in staged:
+        upload = _STAGED_FOR.fullmatch(one.key)
+        stale = int(upload[1]) not in open_asks if upload else one.age_seconds >= grace_seconds
+        if stale:
+            store.blobs.discard(one.key)
+            gone.append(one.bytes)
+    return gone
+
+
+@contextlib.contextmanager
+def alone(store: Store) -> Iterator[None]:
+    """Waits a while for whoever else deletes or makes a backup."""
+    until = time.monotonic() + _WAIT_SECONDS
+    while True:
+        with store.blobs.alone() as found:
+            if found:
+                yield
+                return
+        if time.monotonic() > until:
+            raise StoreError("another process deletes payloads or makes a backup; try again when it is done")
+        time.sleep(0.05)

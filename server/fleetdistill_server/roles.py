@@ -1,0 +1,233 @@
+"""Who may call what: one table for every method, held by an interceptor before a request is even parsed.
+
+A caller is what its connection proves: the role in its certificate, nobody on TLS without one (the enrolment port), or
+anybody on plain text. A method that is not in the table is refused to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from fleetdistill.errors import FleetDistillError, RefusedError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.pki import Holder, Role, holder_of
+from fleetdistill_server.refusals import abort
+from fleetdistill_server.store import Store
+
+T = TypeVar("T")
+
+
+class Caller(StrEnum):
+    """What a connection proves of whoever calls."""
+
+    PLAIN = "plain text"
+    ANONYMOUS = "TLS without a certificate"
+    DEVICE = "device"
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+
+
+_DEVICE = "/fleetdistill.wire.v1.DeviceService/"
+_ENROLMENT = "/fleetdistill.wire.v1.EnrolmentService/"
+_OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
+_DEVICES = frozenset({Caller.DEVICE, Caller.PLAIN})  # on plain text the secret of the first check-in tells the device
+_PEOPLE = frozenset({Caller.OPERATOR, Caller.VIEWER})
+_INSIDE = _DEVICES | _PEOPLE
+
+WHO_MAY: dict[str, frozenset[Caller]] = {
+    f"{_DEVICE}CheckIn": _DEVICES,
+    f"{_DEVICE}NextAsk": _DEVICES,
+    f"{_DEVICE}Heartbeat": _DEVICES,
+    f"{_DEVICE}Leave": _DEVICES,
+    f"{_DEVICE}Decline": _DEVICES,
+    f"{_DEVICE}UploadStatus": _DEVICES,
+    f"{_DEVICE}Upload": _DEVICES,
+    f"{_DEVICE}Download": _DEVICES,
+    f"{_ENROLMENT}Enrol": frozenset({Caller.ANONYMOUS}),
+    f"{_ENROLMENT}Renew": frozenset({Caller.DEVICE}),
+    f"{_OPERATIONS}ListRuns": _PEOPLE,
+    f"{_OPERATIONS}ShowRun": _PEOPLE,
+    f"{_OPERATIONS}WatchRun": _PEOPLE,
+    f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}CreateTokens": frozenset({Caller.OPERATOR}),
+    "/grpc.health.v1.Health/Check": _INSIDE,
+    "/grpc.health.v1.Health/Watch": _INSIDE,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
+}
+"""Every method that the server has, and its callers."""
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
+    """Holds every call against `WHO_MAY`, the certificate's life, and the revocations. A server's first interceptor.
+
+    Args:
+        revocations: A store for reading them, used in the event loop and by nobody else. It is one look into an index,
+            which in WAL mode waits for no writer.
+        tls: Whether the server speaks TLS. On plain text the device that a request names stands for its caller; that
+            it is this device is the business of the desk, which knows the secrets.
+    """
+
+    def __init__(self, revocations: Store, tls: bool) -> None:
+        self._revocations = revocations
+        self.tls = tls
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Puts the checks around a method's handler."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _Guarded(self, handler_call_details.method, handler).handler()
+
+    def admit(self, method: str, context: Any) -> Holder | None:
+        """Checks a call by its connection alone; returns whom its certificate names.
+
+        Raises:
+            RefusedError: This caller may not call the method, or its certificate is no longer good.
+        """
+        holder = holder_in(context) if self.tls else None
+        without = Caller.ANONYMOUS if self.tls else Caller.PLAIN
+        caller = Caller(holder.role.value) if holder else without
+        if holder is not None:
+            self.still_good(holder)
+        if caller not in WHO_MAY.get(method, ()):
+            name = f" {holder.name!r}" if holder else ""
+            may = ", ".join(sorted(WHO_MAY.get(method, ()))) or "nobody"
+            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; it is for: {may}")
+        return holder
+
+    def still_good(self, holder: Holder | None) -> None:
+        """Raises RefusedError if a certificate has expired or was revoked, it or its holder."""
+        if holder is None:
+            return
+        if holder.expires_at < time.time():
+            text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it, or enrol anew"
+            raise RefusedError(Code.EXPIRED, text)
+        if self._revocations.is_revoked(*holder.subjects):
+            raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; ask the operator")
+
+    def vouched(self, request: Any, holder: Holder | None) -> Holder | None:
+        """Whom a request speaks for: whom the certificate names, on plain text whom the request does.
+
+        A request that names no run gets the one of the certificate.
+
+        Raises:
+            RefusedError: It speaks for another device than the certificate, or of a run that this is not for.
+        """
+        identity = _identity_of(request)
+        if identity is None:
+            return holder
+        if not self.tls:
+            holder = Holder(Role.DEVICE, identity.device)
+            self.still_good(holder)
+        elif holder is not None:
+            _check_speaks_for(identity, holder)
+        return holder
+
+
+class _Guarded:
+    """One method behind its checks. Unary requests come in as bytes, so that nothing is parsed before them."""
+
+    def __init__(self, guard: Guard, method: str, handler: Any) -> None:
+        self._guard = guard
+        self._method = method
+        self._handler = handler
+        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        self._kind = kinds[2 * handler.request_streaming + handler.response_streaming]
+        self._work = getattr(handler, self._kind)
+
+    def handler(self) -> Any:
+        """The handler to serve instead."""
+        make = getattr(grpc, f"{self._kind}_rpc_method_handler")
+        streams = self._handler.response_streaming and inspect.isasyncgenfunction(self._work)
+        parse = self._handler.request_deserializer if self._handler.request_streaming else None
+        return make(self._stream if streams else self._call, parse, self._handler.response_serializer)
+
+    async def _call(self, request: Any, context: Any) -> Any:
+        holder, request = await self._begin(request, context)
+        answer = await self._work(request, _Context(context, self._guard, holder))
+        await _or_abort(context, self._guard.still_good, holder)  # a long poll may have outlasted the certificate
+        return answer
+
+    async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        holder, request = await self._begin(request, context)
+        async for answer in self._work(request, _Context(context, self._guard, holder)):
+            await _or_abort(context, self._guard.still_good, holder)
+            yield answer
+
+    async def _begin(self, request: Any, context: Any) -> tuple[Holder | None, Any]:
+        holder = await _or_abort(context, self._guard.admit, self._method, context)
+        if self._handler.request_streaming:
+            return holder, self._requests(request, holder, context)
+        request = self._handler.request_deserializer(request)
+        return await _or_abort(context, self._guard.vouched, request, holder), request
+
+    async def _requests(self, requests: AsyncIterator[Any], holder: Holder | None, context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            holder = await _or_abort(context, self._guard.vouched, request, holder)
+            await _or_abort(context, self._guard.still_good, holder)
+            yield request
+
+
+class _Context:
+    """A call's context that looks at the certificate again before every message that is written to it."""
+
+    def __init__(self, context: Any, guard: Guard, holder: Holder | None) -> None:
+        self._context = context
+        self._guard = guard
+        self._holder = holder
+
+    async def write(self, message: Any) -> None:
+        """Sends a message of a stream."""
+        await _or_abort(self._context, self._guard.still_good, self._holder)
+        await self._context.write(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+async def _or_abort(context: Any, check: Callable[..., T], *given: Any) -> T:
+    try:
+        return check(*given)
+    except FleetDistillError as error:
+        await abort(context, error)
+
+
+@contextlib.contextmanager
+def open_guard(directory: Path, tls: bool) -> Iterator[Guard]:
+    """A guard with a connection of its own to the store in a directory."""
+    store = Store.open(directory)
+    try:
+        yield Guard(store, tls)
+    finally:
+        store.close()
+
+
+def holder_in(context: Any) -> Holder | None:
+    """Whom the certificate of a call's connection names; None without one, or if it names no role of ours."""
+    pem = context.auth_context().get("x509_pem_cert")
+    return holder_of(pem[0]) if pem else None
+
+
+def _check_speaks_for(identity: service_pb2.Identity, holder: Holder) -> None:
+    if identity.device != holder.name:
+        text = f"the certificate is for device {holder.name!r}, the request speaks for {identity.device[:64]!r}"
+        raise RefusedError(Code.NOT_ALLOWED, text)
+    if holder.run and identity.run not in ("", holder.run):
+        text = f"the certificate is for run {holder.run!r}, the request is about {identity.run[:64]!r}"
+        raise RefusedError(Code.NOT_ALLOWED, text)
+    if holder.run:
+        identity.run = holder.run
+
+
+def _identity_of(request: Any) -> service_pb2.Identity | None:
+    if isinstance(request, service_pb2.UploadRequest):
+        return request.header.identity if request.HasField("header") else None
+    found = getattr(request, "identity", None)
+    return found if isinstance(found, service_pb2.Identity) else None

@@ -1,0 +1,29 @@
+"""How a server is told to speak TLS: the same words in run.toml, for the supervisor and for the front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ENROL_PORT = 50052
+"""Where devices enrol unless the operator says otherwise."""
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS of a front.
+
+    Attributes:
+        directory: Of the PKI.
+        enrol_listen: `host:port` of the enrolment port.
+        certificate_days: Life of a device's certificate.
+    """
+
+    directory: Path
+    enrol_listen: str
+    certificate_days: float
+
+    def arguments(self) -> list[str]:
+        """The same for the front's command line."""
+        days = str(self.certificate_days)
+        return ["--pki", str(self.directory), "--enrol-listen", self.enrol_listen, "--certificate-days", days]

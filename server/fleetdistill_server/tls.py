@@ -1,0 +1,117 @@
+"""The front's TLS: its certificate, reloaded when the files change, so that rotation needs no restart.
+
+gRPC asks `_Files.changed` at every new connection; connections that are open stay so.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from fleetdistill.credentials import AUTHORITIES, split
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.pki import SERVER, Authority
+from fleetdistill_server.security import Tls
+from fleetdistill_server.tokens import EnrolmentDesk
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a front listens; `enrol` is None on plain text."""
+
+    devices: int
+    enrol: int | None = None
+
+
+def listen_on(server: Any, listen: str, tls: Tls | None) -> Ports:
+    """Takes the ports of a gRPC server.
+
+    Raises:
+        RuntimeError: An address cannot be had; gRPC's own.
+        ConfigurationError: The PKI cannot be read.
+    """
+    if tls is None:
+        return Ports(server.add_insecure_port(listen))
+    return Ports(
+        server.add_secure_port(listen, _credentials(tls.directory, client_certificates=True)),
+        server.add_secure_port(tls.enrol_listen, _credentials(tls.directory, client_certificates=False)),
+    )
+
+
+def add_services(server: Any, store: Path, desk: Desk, pool: ThreadPoolExecutor, tls: Tls, ports: Ports) -> None:
+    """Adds what only a server with TLS offers: enrolment, and the calls of people. `store` is the store's directory."""
+    from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
+    from fleetdistill_server.enrolment_service import EnrolmentService
+    from fleetdistill_server.operations_service import OperationsService  # loads rich, which plain text needs not
+
+    enrolment = EnrolmentService(EnrolmentDesk(tls.directory, tls.certificate_days), desk.store, desk.commit, pool)
+    enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(enrolment, server)
+    assert ports.enrol is not None
+    operations = OperationsService(desk, store, pool, tls.directory, ports.enrol)
+    operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
+
+
+def check_files(directory: Path) -> None:
+    """Raises ConfigurationError if a server could not speak TLS with this PKI, or could not enrol devices."""
+    _Files(directory).configuration()
+    Authority(directory)
+
+
+def _credentials(directory: Path, client_certificates: bool) -> Any:
+    """Credentials of a port.
+
+    Args:
+        directory: Of the PKI.
+        client_certificates: Whether a client must show a certificate of an accepted CA.
+
+    Raises:
+        ConfigurationError: The files cannot be read.
+    """
+    files = _Files(directory)
+    first = files.configuration()
+    return grpc.dynamic_ssl_server_credentials(first, files.changed, require_client_authentication=client_certificates)
+
+
+class _Files:
+    """The server's certificate and the accepted CAs, as they stand on the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = (directory / SERVER, directory / AUTHORITIES)
+        self._stamp: tuple[tuple[int, int], ...] = ()
+
+    def configuration(self) -> Any:
+        """Reads the files. Raises ConfigurationError."""
+        try:
+            stamp = self._stamps()
+            key, chain = split(self._paths[0].read_bytes())
+            authorities = self._paths[1].read_bytes()
+        except OSError as error:
+            text = (
+                f"cannot read {error.filename}; make a PKI with `fleetdistill pki init --pki {self._paths[0].parent}`"
+            )
+            raise ConfigurationError(text) from error
+        if not (key and chain):
+            raise ConfigurationError(
+                f"{self._paths[0]} must hold a key and a certificate; `fleetdistill pki renew-server`"
+            )
+        self._stamp = stamp
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
+
+    def changed(self) -> Any:
+        """What is new since the last look, None for nothing. Trouble keeps what was there: nobody is cut off."""
+        try:
+            return None if self._stamps() == self._stamp else self.configuration()
+        except (OSError, ConfigurationError) as error:
+            logger.error("the changed certificate is not used: %s", error)
+            return None
+
+    def _stamps(self) -> tuple[tuple[int, int], ...]:
+        return tuple((stat.st_mtime_ns, stat.st_ino) for stat in (path.stat() for path in self._paths))

@@ -1,0 +1,144 @@
+"""One-time enrolment tokens, and what becomes of one: a certificate, once."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fleetdistill.enrolment import write_token
+from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import enrolment_pb2
+from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, is_name, read_request
+from fleetdistill_server.store import Row, Store
+
+MOST_TOKENS = 10_000
+MOST_SECONDS = 366 * 86_400.0
+_SECRET_BYTES = 32
+
+
+def create_tokens(store: Store, authority: Authority, port: int, count: int, seconds: float, run: str) -> list[str]:
+    """Makes tokens and keeps the SHA-256 of their secrets.
+
+    Args:
+        store: Where the server looks them up.
+        authority: The CA whose certificate goes into them.
+        port: Of the enrolment port.
+        count: How many, 1 to 10,000.
+        seconds: Until they expire, above 0, at most a year.
+        run: The run that their devices are confined to; empty for all.
+
+    Raises:
+        ConfigurationError: A value is out of range, or there is no such run.
+    """
+    if not 1 <= count <= MOST_TOKENS:
+        raise ConfigurationError(f"count is {count}, must be 1 to {MOST_TOKENS}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ConfigurationError(f"tokens would expire after {seconds:g} seconds, must be above 0 and at most a year")
+    if run and not is_name(run):
+        raise ConfigurationError(f"run {run[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+    made = [secrets.token_bytes(_SECRET_BYTES) for _ in range(count)]
+    store.add_tokens([sha256(secret).digest() for secret in made], run, time.time() + seconds)
+    ca = authority.der
+    return [write_token(enrolment_pb2.EnrolmentToken(secret=secret, ca=ca, port=port)) for secret in made]
+
+
+def state_of(token: Row, now: float) -> str:
+    """used, revoked, expired or open."""
+    if token["device"] is not None:
+        return "used"
+    if token["revoked"]:
+        return "revoked"
+    return "expired" if token["expires_at"] < now else "open"
+
+
+@dataclass(frozen=True)
+class EnrolmentDesk:
+    """Gives certificates to devices.
+
+    Attributes:
+        directory: Of the PKI; read at every call, so that a change of the CA needs no restart.
+        days: Life of a device's certificate.
+    """
+
+    directory: Path
+    days: float
+
+    def check_token(self, store: Store, secret: bytes) -> None:
+        """Raises RefusedError for a secret that is no live token's, before anything else of a request is looked at."""
+        _live(store.token(sha256(secret).digest()))
+
+    def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
+        """Uses a token, in one transaction with the record of its certificate; returns the certificate.
+
+        The same token with the same key and id gets the same certificate again until the token expires.
+
+        Raises:
+            RefusedError: The token is not live, or the id is malformed, revoked, or another key's.
+        """
+        key = read_request(request)
+        token_hash = sha256(secret).digest()
+        token = _live(store.token(token_hash))
+        if token["device"] is not None:
+            return _same_again(store, token, device, key)
+        _check_id(store, device, key)
+        issued = Authority(self.directory).sign_device(key, device, token["run"], self.days)
+        store.use_token(token_hash, _record(issued, device, token["run"]))
+        return issued.pem
+
+    def renew(self, store: Store, holder: Holder, request: bytes) -> bytes:
+        """The next certificate of a device; the newest one again while more than half of its life is left.
+
+        Raises:
+            RefusedError: The request is for another key than the device's.
+        """
+        key = read_request(request)
+        if fingerprint(key) != holder.public_key:
+            text = f"device {holder.name!r} keeps its key; another one needs another id and a token"
+            raise RefusedError(Code.NOT_ALLOWED, text)
+        for newest in store.certificates(holder.name)[-1:]:
+            if time.time() < (newest["expires_at"] + newest["issued_at"]) / 2 and newest["run"] == holder.run:
+                return bytes(newest["pem"])
+        issued = Authority(self.directory).sign_device(key, holder.name, holder.run, self.days)
+        store.add_certificate(_record(issued, holder.name, holder.run))
+        return issued.pem
+
+
+def _live(token: Row | None) -> Row:
+    state = "unknown" if token is None else state_of(token, time.time())
+    over = token is not None and (token["revoked"] or token["expires_at"] < time.time())
+    if token is None or over:
+        raise RefusedError(Code.BAD_TOKEN, f"the enrolment token is {state}; ask the operator for a fresh one")
+    return token
+
+
+def _same_again(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
+    row = store.certificate(token["serial"])
+    same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
+    if row is None or not same or row["expires_at"] < time.time():
+        raise RefusedError(Code.BAD_TOKEN, "the enrolment token is used; ask the operator for a fresh one")
+    return bytes(row["pem"])
+
+
+def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None:
+    """An id belongs to the first key that enrolled with it, for good."""
+    if not is_name(device):
+        text = f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'"
+        raise RefusedError(Code.BAD_IDENTITY, text)
+    if store.revocation(f"{Role.DEVICE}:{device}", "") is not None:
+        raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; it can only come back under another id")
+    known = {row["public_key"] for row in store.certificates(device)}
+    if known and fingerprint(key) not in known:
+        text = (
+            f"device id {device!r} belongs to another key; choose another id, or restore the device's state directory"
+        )
+        raise RefusedError(Code.BAD_IDENTITY, text)
+
+
+def _record(issued: Issued, device: str, run: str) -> Row:
+    return {"device": device, "run": run, **asdict(issued)}

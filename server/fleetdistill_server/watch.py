@@ -1,0 +1,234 @@
+"""`fleetdistill runs watch`: follows a run from its store, live on a terminal, line by line anywhere else.
+
+`changes` reads what is new and knows nothing of printing; the printers are given what it found. Every change is plain
+data with a `kind`: run, round, step or event.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.store import Row, Store
+from fleetdistill_server.traffic import readable_bytes
+from fleetdistill_server.views import printable
+
+LOOK_SECONDS = 0.5
+_OVER = ("finished", "stopped")
+_LAST_EVENTS = 8
+_LAST_ROUNDS = 20
+
+
+def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
+    """What is new in a run, oldest first.
+
+    Args:
+        store: Where the run is.
+        run: Its name.
+        seen: What earlier calls found, by what it is about; empty at first, then what this function left in it.
+
+    Raises:
+        ConfigurationError: There is no run of that name.
+    """
+    found = store.progress(run, int(seen.get("last event", {}).get("id", 0)))
+    if found is None:
+        known = ", ".join(row["name"] for row in store.runs()) or "none"
+        raise ConfigurationError(f"there is no run {run!r}; the store has {known}")
+    for event in found.events:
+        seen["last event"] = {"id": event["id"]}
+    rows = [("step", row) for row in found.steps] + [("round", row) for row in found.rounds] + [("run", found.run)]
+    told = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in found.events]
+    for kind, row in rows:
+        name = f"{kind} {row.get('round', '')} {row.get('step_number', '')}"
+        if seen.get(name) != row:
+            seen[name] = row
+            told.append({"kind": kind, **row})
+    return sorted(told, key=_moment)
+
+
+def _without(row: Row, *names: str) -> Row:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _moment(change: Row) -> tuple[bool, int, int]:
+    """By round; what the run says of itself comes last, and a round that ended after what happened in it."""
+    ended = change["kind"] == "round" and change["status"] != "open"
+    order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
+    return change["kind"] == "run", int(change.get("round", 0)), order
+
+
+def _pause() -> None:
+    time.sleep(LOOK_SECONDS)
+
+
+def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Iterator[list[Row]]:
+    """Yields what is new, again and again, until the run is over.
+
+    Args:
+        store: Where the run is.
+        run: Its name.
+        wait: Called between two looks.
+    """
+    seen: dict[str, Row] = {}
+    while True:
+        new = changes(store, run, seen)
+        yield new
+        if any(one["kind"] == "run" and one["status"] in _OVER for one in new):
+            return
+        wait()
+
+
+class Printer(Protocol):
+    """Shows changes as they come."""
+
+    def show(self, new: list[Row]) -> None:
+        """Takes what is new."""
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+
+    def show(self, new: list[Row]) -> None:
+        for one in new:
+            self._say(json.dumps(one))
+
+
+class PlainLines:
+    """One sentence a line, for pipes and logs."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+
+    def show(self, new: list[Row]) -> None:
+        for one in new:
+            self._say(sentence(one))
+
+
+class LiveTable:
+    """Rounds, the open step and the last events, drawn anew at every change."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._run: Row = {}
+        self._rounds: dict[int, Row] = {}
+        self._step = ""
+        self._events: deque[str] = deque(maxlen=_LAST_EVENTS)
+
+    def show(self, new: list[Row]) -> None:
+        for one in new:
+            self._take(one)
+        if new:
+            self._live.update(self._drawn(), refresh=True)
+
+    def _take(self, one: Row) -> None:
+        if one["kind"] == "run":
+            self._run = one
+        elif one["kind"] == "round":
+            self._rounds[one["round"]] = one
+        elif one["kind"] == "step":
+            self._step = sentence(one)
+        else:
+            self._events.append(sentence(one))
+
+    def _drawn(self) -> Group:
+        table = Table(title=Text(sentence(self._run)), title_justify="left", title_style="bold")
+        for name in (
+            "round",
+            "status",
+            "devices",
+            "answers",
+            "used",
+            "test accuracy",
+            "guards",
+            "up",
+            "down",
+            "seconds",
+        ):
+            table.add_column(name, justify="left" if name == "status" else "right")
+        for number in sorted(self._rounds)[-_LAST_ROUNDS:]:
+            table.add_row(*_cells(self._rounds[number]))
+        return Group(table, *(Text(line) for line in (self._step, *self._events)))
+
+
+def _cells(row: Row) -> list[str]:
+    accuracy, seconds = row["test_accuracy"], row["seconds"]
+    return [
+        str(row["round"]),
+        row["status"],
+        str(row["devices"]),
+        str(row["answers"]),
+        str(row["used"]),
+        "" if accuracy is None else f"{accuracy:.1%}",
+        str(row["guards"]),
+        readable_bytes(row["bytes_up"]),
+        readable_bytes(row["bytes_down"]),
+        "" if seconds is None else f"{seconds:.1f}",
+    ]
+
+
+def sentence(change: Row) -> str:
+    """A change in words, on one line and without what a terminal would obey: events quote devices."""
+    return printable(_sentence(change))
+
+
+def _sentence(change: Row) -> str:
+    if change["kind"] == "run":
+        of = f"{change['completed_rounds']} of {change['wanted_rounds']} rounds"
+        reason = f": {change['reason']}" if change["reason"] else ""
+        said = f"run {change['run']} ({change['method']}): {change['status']}{reason}"
+        return f"{said}, {of}, {change['present']} devices present"
+    if change["kind"] == "step":
+        gone = f", {change['out']} out" if change["out"] else ""
+        return f"round {change['round']}, {change['step']}: {change['answered']} of {change['asked']} answers{gone}"
+    if change["kind"] == "event":
+        about = " ".join(one for one in (change["device"], change["code"]) if one)
+        return f"round {change['round']}, {change['event']}{f' ({about})' if about else ''}: {change['text']}"
+    return _round_sentence(change)
+
+
+def _round_sentence(row: Row) -> str:
+    reason = f" ({row['reason']})" if row["reason"] else ""
+    said = f"round {row['round']}: {row['status']}{reason}, {row['devices']} devices, {row['answers']} answers"
+    if row["status"] == "open":
+        return said
+    figures = [f"{row['used']} used, {row['reported']} reported", f"{row['seconds']:.1f} s"]
+    figures += [f"test accuracy {row['test_accuracy']:.1%}"] if row["test_accuracy"] is not None else []
+    figures += [f"guards {row['guards']}"] if row["guards"] else []
+    sent = f"{readable_bytes(row['bytes_up'])} up, {readable_bytes(row['bytes_down'])} down"
+    return ", ".join([said, *figures, sent])
+
+
+def watch(store: Store, run: str, *, as_json: bool, console: Console) -> None:
+    """Follows a run until it is over: a live table where `console` is a terminal, else lines; Ctrl-C ends it.
+
+    Raises:
+        ConfigurationError: There is no run of that name.
+    """
+    live = console.is_terminal and not as_json
+    screen = Live(console=console, auto_refresh=False) if live else None
+    shown: AbstractContextManager[object] = screen if screen is not None else nullcontext()
+
+    def say(line: str) -> None:
+        print(line, file=console.file, flush=True)
+
+    lines = JsonLines(say) if as_json else PlainLines(say)
+    printer: Printer = LiveTable(screen) if screen is not None else lines
+    try:
+        with shown:
+            for new in follow(store, run):
+                printer.show(new)
+    except KeyboardInterrupt:
+        return
