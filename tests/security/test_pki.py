@@ -1,0 +1,302 @@
+"""The PKI's files, its commands, and what the server refuses without one."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from support.live_front import RUN, prepare_store
+from support.processes import children, wait_until
+from support.secured import device_credentials, make_pki, secured_front
+from typer.testing import CliRunner
+
+from fleetdistill import Device
+from fleetdistill.credentials import load_credentials
+from fleetdistill.enrolment import PREFIX, read_token
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli import app
+from fleetdistill_server.pki import Authority, Role, forget_old_authority, holder_of, make_authority, rotate_authority
+from fleetdistill_server.store import Store
+
+RUN_TOML = """
+[run]
+name = "checks"
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[server]
+listen = "{listen}"
+store = "{store}"
+pki = "{pki}"
+enrol_listen = "127.0.0.1:0"
+"""
+
+
+def fleetdistill(*words: Any) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def done(*words: Any) -> str:
+    result = fleetdistill(*words)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def error_of(*words: Any) -> str:
+    result = fleetdistill(*words)
+    assert result.exit_code == 1, result.output
+    return result.stderr
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def first_certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificates(path.read_bytes())[0]
+
+
+# --- the files
+
+
+def test_init_makes_everything_a_server_needs_readable_by_its_owner_only(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    done("pki", "init", "--pki", pki, "--names", "fleet.example.org, 192.0.2.7", "--operator", "olga")
+    files = {path.relative_to(pki).as_posix(): mode(path) for path in pki.rglob("*") if path.is_file()}
+    names = ["ca.pem", "ca-key.pem", "server.pem", "operator-olga/identity.pem", "operator-olga/ca.pem"]
+    assert files == dict.fromkeys(names, 0o600)
+    assert mode(pki) == 0o700
+    server = first_certificate(pki / "server.pem")
+    alternative = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert set(alternative.get_values_for_type(x509.DNSName)) == {"fleet.example.org", "localhost"}
+    assert {str(one) for one in alternative.get_values_for_type(x509.IPAddress)} == {"192.0.2.7", "127.0.0.1"}
+    holder = holder_of(load_credentials(pki / "operator-olga").chain)
+    assert holder is not None
+    assert (holder.role, holder.name) == (Role.OPERATOR, "olga")
+
+
+def test_certificates_are_for_one_use_and_no_ca(tmp_path: Path) -> None:
+    authority = make_pki(tmp_path / "pki")
+    authority.issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
+    uses = {
+        tmp_path / "pki" / "server.pem": ExtendedKeyUsageOID.SERVER_AUTH,
+        tmp_path / "vera" / "identity.pem": ExtendedKeyUsageOID.CLIENT_AUTH,
+    }
+    for path, use in uses.items():
+        certificate = first_certificate(path)
+        assert list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [use]
+        assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        certificate.verify_directly_issued_by(first_certificate(tmp_path / "pki" / "ca.pem"))
+
+
+def test_a_certificate_never_outlives_its_ca(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "pki", days=2.0)
+    holder = holder_of(device_credentials(authority, "d1", days=30.0).chain)
+    ca = first_certificate(tmp_path / "pki" / "ca.pem")
+    assert holder is not None
+    assert holder.expires_at == ca.not_valid_after_utc.timestamp()
+
+
+def test_a_second_ca_in_one_directory_is_refused(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    done("pki", "init", "--pki", pki)
+    before = {path: path.read_bytes() for path in pki.rglob("*") if path.is_file()}
+    assert "has a CA already" in error_of("pki", "init", "--pki", pki)
+    assert {path: path.read_bytes() for path in pki.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--names", "b\u00fccher.example"], "is no host name or address"),
+        (["--operator", "../eve"], "must be 1 to 64 letters"),
+        (["--days", "0"], "must be above 0"),
+    ],
+)
+def test_wrong_options_of_init_leave_nothing_behind(tmp_path: Path, words: list[str], sentence: str) -> None:
+    assert sentence in error_of("pki", "init", "--pki", tmp_path / "pki", *words)
+    assert not (tmp_path / "pki").exists()
+
+
+def test_only_people_are_issued_certificates_by_hand(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    issue = ["pki", "issue", "--pki", tmp_path / "pki", "--name", "d1", "--role"]
+    assert "devices are enrolled" in error_of(*issue, "device")
+    done(*issue, "viewer")
+    holder = holder_of(load_credentials(tmp_path / "pki" / "viewer-d1").chain)
+    assert holder is not None
+    assert holder.role is Role.VIEWER
+
+
+def test_renewing_the_servers_certificate_keeps_its_names(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    done("pki", "init", "--pki", pki, "--names", "fleet.example.org")
+    names, serial = Authority(pki).server_names(), first_certificate(pki / "server.pem").serial_number
+    done("pki", "renew-server", "--pki", pki)
+    assert Authority(pki).server_names() == names
+    assert first_certificate(pki / "server.pem").serial_number != serial
+
+
+def test_a_change_of_the_ca_is_begun_once_and_ended_once(tmp_path: Path) -> None:
+    authority = make_pki(tmp_path / "pki")
+    with pytest.raises(ConfigurationError, match="accepts one CA only"):
+        forget_old_authority(tmp_path / "pki")
+    rotate_authority(tmp_path / "pki")
+    with pytest.raises(ConfigurationError, match="a change of the CA is under way"):
+        rotate_authority(tmp_path / "pki")
+    forget_old_authority(tmp_path / "pki")
+    assert Authority(tmp_path / "pki").der != authority.der
+    assert not list((tmp_path / "pki").glob("link-*"))
+
+
+@pytest.mark.parametrize("name", ["ca-key.pem", "ca.pem"])
+def test_damaged_and_missing_files_are_a_sentence_without_contents(tmp_path: Path, name: str) -> None:
+    make_pki(tmp_path / "pki")
+    path = tmp_path / "pki" / name
+    path.write_text("secret words")
+    with pytest.raises(ConfigurationError, match="is damaged, or no key or certificate of ours") as found:
+        Authority(tmp_path / "pki")
+    assert "secret words" not in str(found.value)
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=rf"has no {name}; make a PKI with `fleetdistill pki init"):
+        Authority(tmp_path / "pki")
+
+
+def test_a_key_of_another_ca_is_noticed(tmp_path: Path) -> None:
+    make_pki(tmp_path / "a")
+    make_pki(tmp_path / "b")
+    (tmp_path / "a" / "ca-key.pem").write_bytes((tmp_path / "b" / "ca-key.pem").read_bytes())
+    with pytest.raises(ConfigurationError, match=r"ca-key.pem is not the key of a certificate in ca.pem"):
+        Authority(tmp_path / "a")
+
+
+# --- tokens and revocations by command
+
+
+def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    where = ["--store", tmp_path / "store", "--pki", tmp_path / "pki"]
+    out = tmp_path / "tokens"
+    done("enrol", *where, "--count", "100", "--expires", "2h", "--run", RUN, "--enrol-port", "6000", "--out", out)
+    tokens = [read_token(line) for line in out.read_text().splitlines()]
+    assert mode(out) == 0o600
+    assert len({token.secret for token in tokens}) == 100
+    assert {token.port for token in tokens} == {6000}
+    listed = done("enrol", *where, "--list")
+    assert "tokens (100)" in listed
+    assert PREFIX not in listed
+    some = re.findall(r"^ ([0-9a-f]{16}) ", listed, re.MULTILINE)
+    assert done("enrol", *where, "--revoke", some[0]) == "1 tokens revoked\n"
+    assert done("enrol", *where, "--revoke", some[0]) == "0 tokens revoked\n"
+    assert done("enrol", *where).startswith(PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--count", "0"], "count is 0, must be 1 to 10000"),
+        (["--count", "10001"], "must be 1 to 10000"),
+        (["--expires", "soon"], "--expires 'soon': give a number and d, h or m"),
+        (["--expires", "0h"], "must be above 0 and at most a year"),
+        (["--expires", "400d"], "must be above 0 and at most a year"),
+        (["--run", "a/b"], "run 'a/b' must be 1 to 64 letters"),
+        (["--enrol-port", "0"], "--enrol-port 0 must be 1 to 65535"),
+        (["--revoke", "zz"], "must be 8 to 64 hex digits"),
+        (["--server", "127.0.0.1:1"], "--server needs --identity DIR"),
+    ],
+)
+def test_wrong_options_of_enrol_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
+    make_pki(tmp_path / "pki")
+    Store.open(tmp_path / "store").close()
+    assert sentence in error_of("enrol", "--store", tmp_path / "store", "--pki", tmp_path / "pki", *words)
+
+
+def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
+    store = prepare_store(tmp_path / "store")
+    where = ["--store", tmp_path / "store"]
+    assert done("devices", "revoke", "d1", *where, "--reason", "stolen") == "device 'd1' is revoked\n"
+    assert done("devices", "revoke", "d1", *where) == "device 'd1' was revoked before\n"
+    assert done("pki", "revoke", "--role", "viewer", "--name", "vera", *where) == "viewer 'vera' is revoked\n"
+    assert {row["subject"]: row["reason"] for row in store.revocations()} == {"device:d1": "stolen", "viewer:vera": ""}
+    assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
+    assert "devices are revoked with" in error_of("pki", "revoke", "--role", "device", "--name", "d1", *where)
+    store.close()
+
+
+def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -> None:
+    authority, store = make_pki(tmp_path / "pki"), prepare_store(tmp_path / "store")
+    for role, name in ((Role.OPERATOR, "olga"), (Role.VIEWER, "vera")):
+        authority.issue_person(role, name, 1.0, tmp_path / name)
+    store.start_round(RUN, ["d1"])
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        here = ["--server", f"127.0.0.1:{front.port}", "--identity"]
+        olga, vera = [*here, tmp_path / "olga"], [*here, tmp_path / "vera"]
+        assert f'"run": "{RUN}"' in done("runs", "list", "--json", *vera)
+        assert '"cohort": 1' in done("runs", "show", RUN, "--json", *vera)
+        assert "viewer 'vera' may not call" in error_of("devices", "revoke", "d1", *vera)
+        assert "viewer 'vera' may not call" in error_of("enrol", *vera)
+        assert done("devices", "revoke", "d1", "--reason", "far away", *olga) == "device 'd1' is revoked\n"
+        token = read_token(done("enrol", "--expires", "1m", *olga).strip())
+        assert token.port == front.enrol_port
+        assert "there is no run 'nope'" in error_of("runs", "show", "nope", *olga)
+        assert "count is 0" in error_of("enrol", "--count", "0", *olga)
+    assert [row["reason"] for row in store.revocations()] == ["far away"]
+    assert "cannot be reached" in error_of("runs", "list", *olga)
+    store.close()
+
+
+# --- serve, and the SDK
+
+
+def run_toml(folder: Path, listen: str, pki: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN_TOML.format(listen=listen, store=folder / "store", pki=pki))
+    return path
+
+
+def test_serve_names_what_lacks_before_it_starts(tmp_path: Path) -> None:
+    said = error_of("serve", run_toml(tmp_path, "0.0.0.0:0"))
+    assert "is not the loopback and there is no TLS" in said
+    assert "fleetdistill pki init" in said
+    said = error_of("serve", run_toml(tmp_path, "127.0.0.1:0", pki=str(tmp_path / "pki")))
+    assert re.search(r"cannot read .*server\.pem; make a PKI with `fleetdistill pki init --pki ", said)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_serve_speaks_tls_on_every_address_and_keeps_its_ports(tmp_path: Path) -> None:
+    """The whole service, on an address that it would not use in plain text; its front is killed and comes back."""
+    authority = make_pki(tmp_path / "pki")
+    authority.issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
+    path = run_toml(tmp_path, "0.0.0.0:0", pki=str(tmp_path / "pki"))
+    command = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "serve", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            port = int(re.findall(r":(\d+)", said)[0])
+            assert re.search(r"devices enrol on 127\.0\.0\.1:\d+", said)
+            viewer = ["runs", "list", "--server", f"127.0.0.1:{port}", "--identity", tmp_path / "vera"]
+            assert "checks" in done(*viewer)
+            (front,) = children(process.pid, "fleetdistill_server.front")
+            subprocess.run(["kill", "-9", str(front)], check=True)
+            wait_until(lambda: children(process.pid, "fleetdistill_server.front") not in ([], [front]), "a new front")
+            wait_until(lambda: fleetdistill(*viewer).exit_code == 0, "the same port")
+        finally:
+            process.terminate()
+            process.wait(30)
+            _, errors = process.communicate()
+    assert "warning" not in errors
+
+
+def test_the_sdk_refuses_plain_text_to_another_machine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1:50051 is not on this machine.*Device\(enrolment="):
+        Device(server="192.0.2.1:50051", worker=lambda contract: None, state_dir=tmp_path)  # type: ignore[arg-type,return-value]

@@ -1,0 +1,410 @@
+"""Every RPC of the protos, called by everyone, against a real front over real TLS."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from support.live_front import RUN, prepare_store, refusal_of, refused, upload_name, write_asks
+from support.processes import wait_until
+from support.secured import (
+    CALL_SECONDS,
+    SecuredFront,
+    device_credentials,
+    forged,
+    make_pki,
+    make_token,
+    person_credentials,
+    secured_front,
+    serial_of,
+    wait_for_expiry,
+)
+from wire_samples import in_pieces, make_contract, make_payload, make_profile
+
+from fleetdistill import x509 as device_x509
+from fleetdistill.credentials import Credentials
+from fleetdistill.enrolment import read_token
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import (
+    contract_pb2,
+    enrolment_pb2,
+    knowledge_pb2,
+    operations_pb2,
+    service_pb2,
+    service_pb2_grpc,
+    tensor_pb2,
+)
+from fleetdistill_server.method_table import methods as methods_view
+from fleetdistill_server.pki import Authority, Role
+from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.roles import WHO_MAY, Caller, Guard
+from fleetdistill_server.store import Store
+from fleetdistill_server.traffic import Sizes
+
+OTHER_RUN = "other"
+DEVICE = "rightful"
+SECRET = b"s" * 32
+NEIGHBOUR = "neighbour"
+FILES = (contract_pb2, enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, tensor_pb2)
+METHODS: dict[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for file in FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+STANDARD: dict[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for file in (health_pb2, reflection_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.name != "List"  # the asyncio servicer of grpcio-health-checking has none
+}
+ALL = METHODS | STANDARD
+_numbers = itertools.count()
+
+
+@dataclass
+class World:
+    """A front, its store, and the credentials of everyone."""
+
+    front: SecuredFront
+    store: Store
+    authority: Authority
+    everyone: dict[str, Credentials]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("roles")
+    authority = make_pki(folder / "pki")
+    store = prepare_store(folder / "store")
+    store.begin_run(OTHER_RUN, {"made": "by hand"})
+    store.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
+    profile = make_profile().SerializeToString()
+    for run in (RUN, OTHER_RUN):
+        for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):
+            store.register_device(run, device, sha256(SECRET).digest(), profile)
+    everyone = {
+        "device": device_credentials(authority, DEVICE),
+        "neighbour": device_credentials(authority, NEIGHBOUR),
+        "of another run": device_credentials(authority, DEVICE, OTHER_RUN),
+        "revoked device": device_credentials(authority, "shut-out"),
+        "revoked certificate": device_credentials(authority, "withdrawn"),
+        "operator": person_credentials(authority, Role.OPERATOR, "olga"),
+        "viewer": person_credentials(authority, Role.VIEWER, "vera"),
+        "revoked operator": person_credentials(authority, Role.OPERATOR, "otto"),
+    }
+    everyone["wrong CA"] = forged(everyone["device"], f"fleetdistill:device:{DEVICE}")
+    everyone["forged operator"] = forged(everyone["operator"], "fleetdistill:operator:olga")
+    store.revoke("device:shut-out", "lost")
+    store.revoke("operator:otto", "left")
+    store.revoke(f"serial:{serial_of(everyone['revoked certificate'])}", "copied")
+    with secured_front(folder / "store", folder / "pki") as front:
+        yield World(front, store, authority, everyone)
+    store.close()
+
+
+def call(channel: grpc.Channel, path: str, request: Any) -> Any:
+    """Any method, with one message or the messages of a stream; the first answer of a stream."""
+    method = ALL[path]
+    answer_type = message_factory.GetMessageClass(method.output_type)
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    make = getattr(channel, kind)
+    stub = make(
+        path, request_serializer=lambda one: one.SerializeToString(), response_deserializer=answer_type.FromString
+    )
+    if method.client_streaming:
+        request = iter(request if isinstance(request, list) else [request])
+    answer = stub(request, timeout=CALL_SECONDS)
+    if not method.server_streaming:
+        return answer
+    first = next(iter(answer))
+    answer.cancel()
+    return first
+
+
+def identity_of(device: str, run: str = RUN) -> service_pb2.Identity:
+    """With the right secret, so that nothing but the certificate can be wrong."""
+    return service_pb2.Identity(run=run, device=device, secret=SECRET)
+
+
+def asked(world: World, identity: service_pb2.Identity, payload: Payload | None = None) -> service_pb2.UploadName:
+    """A fresh round in which a device was asked something."""
+    number = world.store.start_round(identity.run, [identity.device])
+    write_asks(world.store, number, identity.device, payload=payload, run=identity.run)
+    return upload_name(number)
+
+
+def upload(world: World, identity: service_pb2.Identity) -> Any:
+    """All messages of an upload."""
+    payload = make_payload()
+    return upload_messages(identity, asked(world, identity), payload, 64)
+
+
+def upload_messages(
+    identity: service_pb2.Identity, name: service_pb2.UploadName, payload: Payload, size: int
+) -> list[service_pb2.UploadRequest]:
+    header = service_pb2.UploadHeader(identity=identity, name=name, payload=payload.header(), samples=4)
+    chunks = [service_pb2.UploadRequest(chunk=chunk) for chunk in in_pieces(payload, size)]
+    return [service_pb2.UploadRequest(header=header), *chunks]
+
+
+def download(world: World, identity: service_pb2.Identity) -> Any:
+    payload = make_payload()
+    asked(world, identity, payload)
+    return service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256)
+
+
+def enrolment(world: World, identity: service_pb2.Identity) -> Any:
+    token = read_token(make_token(world.store, world.front))
+    key = device_x509.signing_request(device_x509.new_key())
+    return enrolment_pb2.EnrolRequest(secret=token.secret, device=f"new-{next(_numbers)}", signing_request=key)
+
+
+_service, _enrolment = "/fleetdistill.wire.v1.DeviceService", "/fleetdistill.wire.v1.EnrolmentService"
+_operations = "/fleetdistill.wire.v1.OperationsService"
+REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
+    f"{_service}/CheckIn": lambda world, one: service_pb2.CheckInRequest(identity=one, profile=make_profile()),
+    f"{_service}/NextAsk": lambda world, one: service_pb2.NextAskRequest(identity=one, wait_seconds=0.0),
+    f"{_service}/Heartbeat": lambda world, one: service_pb2.HeartbeatRequest(identity=one),
+    f"{_service}/Leave": lambda world, one: service_pb2.LeaveRequest(identity=one),
+    f"{_service}/Decline": lambda world, one: service_pb2.DeclineRequest(identity=one, round=1, step_number=1),
+    f"{_service}/UploadStatus": lambda world, one: service_pb2.UploadStatusRequest(
+        identity=one, name=asked(world, one)
+    ),
+    f"{_service}/Upload": upload,
+    f"{_service}/Download": download,
+    f"{_enrolment}/Enrol": enrolment,
+    f"{_enrolment}/Renew": lambda world, one: enrolment_pb2.RenewRequest(
+        signing_request=device_x509.signing_request(world.everyone["device"].key)
+    ),
+    f"{_operations}/ListRuns": lambda world, one: operations_pb2.ListRunsRequest(),
+    f"{_operations}/ShowRun": lambda world, one: operations_pb2.ShowRunRequest(run=RUN),
+    f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
+    f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
+    f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
+    "/grpc.health.v1.Health/Check": lambda world, one: health_pb2.HealthCheckRequest(),
+    "/grpc.health.v1.Health/Watch": lambda world, one: health_pb2.HealthCheckRequest(),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": lambda world, one: (
+        reflection_pb2.ServerReflectionRequest(list_services="")
+    ),
+}
+"""How each method is asked so that its rightful caller is served."""
+
+
+def documented() -> dict[str, set[str]]:
+    """Who may call what, as docs/security.md says it."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `/")]
+    return {row[0].strip().strip("`"): {one.strip() for one in row[1].split(",")} for row in rows}
+
+
+WHO = documented()
+OF_DEVICES = [path for path in METHODS if "DeviceService/" in path]
+HANDSHAKE = "UNAVAILABLE"
+
+
+def test_the_page_the_table_and_the_protos_name_the_same_methods() -> None:
+    assert WHO.keys() == WHO_MAY.keys() == REQUESTS.keys() == ALL.keys()
+    assert {path: {str(one) for one in callers} for path, callers in WHO_MAY.items()} == WHO
+
+
+def verdict(world: World, credentials: Credentials | None, path: str, request: Any) -> str:
+    """The code of our table that a call was refused with, the status of gRPC where there is none, or `served`."""
+    channel = world.front.channel(credentials) if credentials else world.front.anonymous()
+    with channel:
+        return outcome(channel, path, request)
+
+
+def outcome(channel: grpc.Channel, path: str, request: Any) -> str:
+    try:
+        call(channel, path, request)
+    except grpc.RpcError as error:
+        found = refusal_of(error)
+        return found.reason or found.status.name
+    return "served"
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("who", ["device", "operator", "viewer"])
+def test_each_role_is_served_what_the_page_says_and_nothing_else(world: World, path: str, who: str) -> None:
+    found = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(DEVICE)))
+    assert found == ("served" if who in WHO[path] else "not-allowed")
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_without_a_certificate_only_enrolment_is_served_and_only_on_its_port(world: World, path: str) -> None:
+    request = REQUESTS[path](world, identity_of(DEVICE))
+    assert verdict(world, None, path, request) == HANDSHAKE
+    with world.front.anonymous(enrol=True) as channel:
+        expected = "served" if str(Caller.ANONYMOUS) in WHO[path] else "not-allowed"
+        assert outcome(channel, path, request) == expected
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("who", ["wrong CA", "forged operator"])
+def test_a_certificate_of_another_ca_ends_the_handshake(world: World, path: str, who: str) -> None:
+    request = REQUESTS[path](world, identity_of(DEVICE))
+    assert verdict(world, world.everyone[who], path, request) == HANDSHAKE
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_plain_text_is_not_spoken_where_tls_is(world: World, path: str) -> None:
+    for port in (world.front.port, world.front.enrol_port):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert outcome(channel, path, REQUESTS[path](world, identity_of(DEVICE))) == HANDSHAKE
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("who", ["revoked device", "revoked certificate", "revoked operator"])
+def test_whoever_is_revoked_gets_nothing(world: World, path: str, who: str) -> None:
+    device = {"revoked device": "shut-out", "revoked certificate": "withdrawn"}.get(who, DEVICE)
+    found = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(device)))
+    assert found == "revoked"
+
+
+def test_a_certificate_that_expires_on_an_open_connection_is_good_for_nothing_more(world: World) -> None:
+    brief = device_credentials(world.authority, DEVICE, days=3 / 86_400)
+    with world.front.channel(brief) as channel:
+        heartbeat = f"{_service}/Heartbeat"
+        assert outcome(channel, heartbeat, REQUESTS[heartbeat](world, identity_of(DEVICE))) == "served"
+        wait_for_expiry(brief)
+        requests = {path: make(world, identity_of(DEVICE)) for path, make in REQUESTS.items()}
+        assert {path: outcome(channel, path, request) for path, request in requests.items()} == dict.fromkeys(
+            ALL, "expired"
+        )
+    assert verdict(world, brief, heartbeat, REQUESTS[heartbeat](world, identity_of(DEVICE))) == HANDSHAKE
+
+
+@pytest.mark.parametrize("path", OF_DEVICES)
+def test_a_device_speaks_for_itself_only(world: World, path: str) -> None:
+    request = REQUESTS[path](world, identity_of(DEVICE))
+    assert verdict(world, world.everyone["neighbour"], path, request) == "not-allowed"
+
+
+@pytest.mark.parametrize("path", OF_DEVICES)
+def test_a_certificate_for_one_run_is_none_for_another(world: World, path: str) -> None:
+    confined = world.everyone["of another run"]
+    assert verdict(world, confined, path, REQUESTS[path](world, identity_of(DEVICE, RUN))) == "not-allowed"
+    assert verdict(world, confined, path, REQUESTS[path](world, identity_of(DEVICE, OTHER_RUN))) == "served"
+
+
+def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> None:
+    """The certificate is right and so is the secret: what is asked for is somebody else's."""
+    theirs = identity_of(NEIGHBOUR)
+    payload = make_payload(3)
+    name = asked(world, theirs, payload)
+    own = {"identity": identity_of(DEVICE)}
+    requests = {
+        "Download": service_pb2.DownloadRequest(**own, sha256=payload.sha256),
+        "UploadStatus": service_pb2.UploadStatusRequest(**own, name=name),
+        "Upload": upload_messages(identity_of(DEVICE), name, payload, 64),
+    }
+    found = {
+        name: verdict(world, world.everyone["device"], f"{_service}/{name}", one) for name, one in requests.items()
+    }
+    assert found == {"Download": "not-found", "UploadStatus": "not-asked", "Upload": "not-asked"}
+    decline = service_pb2.DeclineRequest(**own, round=name.round, step_number=1)
+    assert verdict(world, world.everyone["device"], f"{_service}/Decline", decline) == "served"
+    row = world.store.ask(RUN, name.round, 1, NEIGHBOUR)
+    assert row is not None
+    assert row["status"] == "open"
+
+
+def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    guard = Guard(world.store, tls=False)
+    heartbeat = f"{_service}/Heartbeat"
+    assert guard.admit(heartbeat, None) is None
+    monkeypatch.delitem(WHO_MAY, heartbeat)
+    with pytest.raises(RefusedError, match="it is for: nobody"):
+        guard.admit(heartbeat, None)
+
+
+def test_nothing_of_a_request_is_read_before_its_caller_is_known(world: World) -> None:
+    """Bytes that are no message are refused for their sender, not for what they are."""
+    with world.front.channel(world.everyone["viewer"]) as channel:
+        stub = channel.unary_unary(f"{_service}/CheckIn")
+        with refused() as found:
+            stub(b"\xff" * 100, timeout=CALL_SECONDS)
+    assert found[0].reason == "not-allowed"
+
+
+def test_a_revocation_holds_for_the_next_call_on_an_open_connection(world: World) -> None:
+    world.store.register_device(RUN, "soon-gone", sha256(SECRET).digest(), make_profile().SerializeToString())
+    credentials = device_credentials(world.authority, "soon-gone")
+    heartbeat = f"{_service}/Heartbeat"
+    with world.front.channel(credentials) as channel:
+        request = REQUESTS[heartbeat](world, identity_of("soon-gone"))
+        assert outcome(channel, heartbeat, request) == "served"
+        revoke_device(world.store, "soon-gone", "stolen")
+        assert outcome(channel, heartbeat, request) == "revoked"
+
+
+def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) -> None:
+    world.store.register_device(RUN, "uploading", sha256(SECRET).digest(), make_profile().SerializeToString())
+    identity = identity_of("uploading")
+    name = asked(world, identity)
+    pieces = upload_messages(identity, name, make_payload(2000), 8192)
+    status = service_pb2.UploadStatusRequest(identity=identity, name=name)
+    with world.front.channel(device_credentials(world.authority, "uploading")) as channel:
+        stub = service_pb2_grpc.DeviceServiceStub(channel)
+
+        def messages() -> Iterator[service_pb2.UploadRequest]:
+            yield from pieces[:4]
+            wait_until(lambda: stub.UploadStatus(status, timeout=CALL_SECONDS).next_byte > 0, "the first pieces", 20)
+            revoke_device(world.store, "uploading", "stolen")
+            yield from pieces[4:]
+
+        with refused() as found:
+            stub.Upload(messages(), timeout=CALL_SECONDS)
+    assert found[0].reason == "revoked"
+    assert [row for row in world.store.uploads(RUN) if row["device"] == "uploading"] == []
+
+
+def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:
+    world.store.register_device(RUN, "waiting", sha256(SECRET).digest(), make_profile().SerializeToString())
+    request = service_pb2.NextAskRequest(identity=identity_of("waiting"), wait_seconds=2.0)
+    with world.front.channel(device_credentials(world.authority, "waiting")) as channel:
+        stub = service_pb2_grpc.DeviceServiceStub(channel)
+        poll = stub.NextAsk.future(request, timeout=CALL_SECONDS)
+        wait_until(lambda: world.store.device(RUN, "waiting") is not None, "the device")
+        revoke_device(world.store, "waiting", "stolen")
+        with refused() as found:
+            poll.result()
+    assert found[0].reason == "revoked"
+
+
+def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) -> None:
+    world.store.register_device(RUN, "downloading", sha256(SECRET).digest(), make_profile().SerializeToString())
+    identity, payload = identity_of("downloading"), make_payload(300_000)
+    asked(world, identity, payload)
+    request = service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256)
+    with world.front.channel(device_credentials(world.authority, "downloading")) as channel:
+        messages = service_pb2_grpc.DeviceServiceStub(channel).Download(request, timeout=CALL_SECONDS)
+        taken = [next(messages)]  # gRPC lets the server send a little ahead and then waits for the reader
+        revoke_device(world.store, "downloading", "stolen")
+        with refused() as found:
+            taken.extend(messages)
+    assert found[0].reason == "revoked"
+    assert sum(len(one.chunk.data) for one in taken) < payload.data_bytes
+
+
+def test_what_leaves_a_device_is_what_the_methods_say() -> None:
+    """docs/security.md against the data behind `fleetdistill methods`."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    section = page.split("## What leaves a device, by method\n")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
+    said = {row[0]: (row[1], row[2]) for row in rows[1:]}
+    known = methods_view(Sizes(), "float16").lists["methods"]
+    assert said == {row["method"]: (", ".join(row["columns"]), row["leaves_the_device"]) for row in known}
