@@ -44,6 +44,11 @@ def peak_memory(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def own_peak_memory() -> int:
+    """Most bytes that this process ever had in memory."""
+    return peak_memory(os.getpid())
+
+
 def kill_in(state: Callable[[], bool], pid: int) -> bool:
     """Kills a process (SIGKILL) in a state of the store: stops it, looks, and lets it go on if the state has passed."""
     os.kill(pid, signal.SIGSTOP)
