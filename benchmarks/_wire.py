@@ -1,0 +1,257 @@
+"""What the benchmarks of the wire share: a live front, a bare server beside it, payloads, and paired figures.
+
+Everything runs on the loopback: the client in this process, the front and the bare server in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from fleetdistill.credentials import AUTHORITIES, Credentials, split
+from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
+from fleetdistill_server.pki import SERVER
+from fleetdistill_server.store import Store
+
+MB = 10**6
+SHAPE = (16, 16, 16)
+ROW_BYTES = 4 * 16**3
+RUN, DEVICE = "bench", "device"
+MOST_ASKS = 200
+STREAM_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_send_message_length", 4 << 20)]
+
+
+class BareService(service_pb2_grpc.DeviceServiceServicer):
+    """Reads an upload and throws it away; sends chunks that it made beforehand."""
+
+    def __init__(self) -> None:
+        data = np.random.default_rng(0).bytes(wire.CHUNK_BYTES)
+        self._response = service_pb2.DownloadResponse(chunk=knowledge_pb2.TensorChunk(data=data))
+
+    async def Upload(self, request_iterator: Any, context: Any) -> service_pb2.UploadResponse:
+        """Reads to the end."""
+        async for _ in request_iterator:
+            pass
+        return service_pb2.UploadResponse()
+
+    async def Download(self, request: service_pb2.DownloadRequest, context: Any) -> Any:
+        """Sends as many chunks as `first_byte` says."""
+        for _ in range(request.first_byte):
+            yield self._response
+
+
+@dataclass(frozen=True)
+class Secured:
+    """A PKI and the device's credentials from it, for TLS on both sides."""
+
+    directory: Path
+    device: Credentials
+
+    def current(self) -> Credentials:
+        """As `GrpcLink` asks for them."""
+        return self.device
+
+
+@contextlib.contextmanager
+def secured(wanted: bool) -> Iterator[Secured | None]:
+    """A PKI made for the benchmark, or None for plain text."""
+    if not wanted:
+        yield None
+        return
+    from fleetdistill import x509
+    from fleetdistill_server.pki import make_authority, read_request
+
+    with tempfile.TemporaryDirectory() as name:
+        authority = make_authority(Path(name) / "pki")
+        authority.issue_server([], days=1.0)
+        key = x509.new_key()
+        issued = authority.sign_device(read_request(x509.signing_request(key)), DEVICE, "", days=1.0)
+        yield Secured(authority.directory, Credentials(key, issued.pem, authority.bundle))
+
+
+def _bare_port(server: Any, pki: Path | None) -> int:
+    if pki is None:
+        return int(server.add_insecure_port("127.0.0.1:0"))
+    key, chain = split((pki / SERVER).read_bytes())
+    authorities = (pki / AUTHORITIES).read_bytes()
+    return int(server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)], authorities, True)))
+
+
+def _serve_bare(ports: Any, pki: Path | None) -> None:
+    async def run() -> None:
+        server = grpc.aio.server(options=STREAM_OPTIONS)
+        service_pb2_grpc.add_DeviceServiceServicer_to_server(BareService(), server)
+        ports.put(_bare_port(server, pki))
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def bare_stub(tls: Secured | None = None) -> Iterator[Any]:
+    """A stub of a server in another process that does nothing but stream."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    server = context.Process(target=_serve_bare, args=(ports, tls and tls.directory), daemon=True)
+    server.start()
+    address = f"127.0.0.1:{ports.get()}"
+    with (
+        grpc.secure_channel(address, tls.device.channel(), options=STREAM_OPTIONS)
+        if tls
+        else grpc.insecure_channel(address, options=STREAM_OPTIONS)
+    ) as channel:
+        yield service_pb2_grpc.DeviceServiceStub(channel)
+    server.terminate()
+    server.join()
+
+
+@dataclass
+class Front:
+    """A live front, its store, and a device that is checked in and asked `MOST_ASKS` times."""
+
+    process: subprocess.Popen[str]
+    store: Store
+    directory: Path
+    link: GrpcLink
+    identity: service_pb2.Identity
+    asks: Iterator[int]
+
+    def upload(self, payload: Payload) -> None:
+        """One upload as a device does it, receipt included."""
+        header = service_pb2.UploadHeader(
+            identity=self.identity,
+            name=service_pb2.UploadName(round=1, step_number=next(self.asks), attempt=1),
+            payload=payload.header(),
+            samples=1,
+        )
+        self.link.upload(header, wire.chunks(payload.source, payload.slots))
+
+    def peak_memory(self) -> int:
+        """Most bytes that the front ever had in memory (Linux)."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+@contextlib.contextmanager
+def live_front(handed_out: list[Payload] | None = None, tls: Secured | None = None) -> Iterator[Front]:
+    """Runs a front over a store of its own.
+
+    Args:
+        handed_out: What the device may download.
+        tls: What to speak TLS with, None for plain text.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        store = _prepared_store(directory, handed_out or [])
+        command = [sys.executable, "-m", "fleetdistill_server.front", "--store", name, "--listen", "127.0.0.1:0"]
+        if tls:
+            command += ["--pki", str(tls.directory), "--enrol-listen", "127.0.0.1:0", "--certificate-days", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            port = next(line.split()[1] for line in process.stdout if line.startswith("listening"))
+            link = GrpcLink(f"127.0.0.1:{port}", tls)
+            yield Front(process, store, directory, link, _check_in(link), itertools.count(1))
+            link.close()
+        finally:
+            process.terminate()
+            process.wait()
+            store.close()
+
+
+def _prepared_store(directory: Path, handed_out: list[Payload]) -> Store:
+    store = Store.open(directory)
+    contract = contract_pb2.Contract(
+        run=RUN,
+        method="none",
+        classes=[str(label) for label in range(10)],
+        input_shape=[1],
+        features=[contract_pb2.NamedShape(name="cut", shape=SHAPE)],
+        knowledge_type=tensor_pb2.ELEMENT_TYPE_FLOAT32,
+        requirements=contract_pb2.Requirements(columns=["features", "logits", "labels"]),
+        rounds=1,
+        threads=1,
+        max_upload_bytes=8 << 30,
+    )
+    store.begin_run(RUN, {})
+    store.publish_contract(RUN, contract.SerializeToString())
+    store.start_round(RUN, [DEVICE])
+    ask = {"run": RUN, "round": 1, "device": DEVICE, "step": "train", "payload": None, "payload_bytes": 0}
+    ask |= {"expects": {"knowledge": "sample_knowledge"}, "seed": 0, "deadline_at": time.time() + 3600}
+    asks = [{**ask, "step_number": number} for number in range(1, MOST_ASKS + 1)]
+    for asked, payload in zip(reversed(asks), handed_out, strict=False):
+        store.blobs.put(payload)
+        asked |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes}
+    store.write_asks(asks)
+    return store
+
+
+def _check_in(link: GrpcLink) -> service_pb2.Identity:
+    identity = service_pb2.Identity(run=RUN, device=DEVICE)
+    profile = contract_pb2.DeviceProfile(
+        classes=10,
+        samples=1,
+        input_shape=[1],
+        features=[contract_pb2.NamedShape(name="cut", shape=SHAPE)],
+        knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32],
+        allowed_columns=["features", "logits", "labels"],
+    )
+    identity.secret = link.check_in(identity, profile).secret
+    return identity
+
+
+def make_payload(size: int) -> Payload:
+    """Knowledge of about `size` bytes of random features, so that nothing is zero pages."""
+    rng, rows = np.random.default_rng(0), max(size // ROW_BYTES, 1)
+    return encode(
+        {
+            "knowledge": SampleKnowledge(
+                sample_ids=np.arange(rows),
+                features={"cut": rng.random((rows, *SHAPE), np.float32)},
+                logits=rng.random((rows, 10), np.float32),
+                labels=np.zeros(rows, np.int32),
+            )
+        }
+    )
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long something takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def in_turns(works: list[Callable[[], object]], repeats: int) -> list[tuple[float, ...]]:
+    """Seconds of each work, `repeats` times in alternation, after one turn that does not count."""
+    return [tuple(seconds(work) for work in works) for _ in range(repeats + 1)][1:]
+
+
+def ratios_text(slower: list[float], faster: list[float]) -> str:
+    """Median, least and largest of the paired ratios of two rates, from their seconds; 1 is as fast."""
+    ratios = sorted(bare / ours for ours, bare in zip(slower, faster, strict=True))
+    return f"{statistics.median(ratios):.2f} (min {ratios[0]:.2f}, max {ratios[-1]:.2f}, {len(ratios)} pairs)"
+
+
+def rate(size: int, times: list[float]) -> str:
+    """The median rate in words."""
+    return f"{size / MB / statistics.median(times):.0f} MB/s"

@@ -1,0 +1,71 @@
+"""Downloads from the front, against a bare gRPC stream of as many chunks of 1 MiB made beforehand.
+
+All are measured in alternation in one run. `stream` takes the chunks and checks the CRC-32C of each, as every client
+has to; `device` is what a device does: it writes them to a file too, hashes them and maps the file. 1 is as fast as the
+bare stream.
+
+    python benchmarks/downloads.py [--sizes 16 64 256] [--pairs 15] [--tls]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import google_crc32c
+from _wire import MB, Front, bare_stub, in_turns, live_front, make_payload, rate, ratios_text, secured
+
+from fleetdistill.transfer import download
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import service_pb2
+
+
+def stream(front: Front, sha256: bytes) -> None:
+    """Takes a whole download and checks its chunks."""
+    _, chunks = front.link.download(front.identity, sha256, 0)
+    for chunk in chunks:
+        assert google_crc32c.value(chunk.data) == chunk.crc32c
+
+
+def bare_stream(stub: Any, count: int) -> None:
+    """Takes as many chunks and does nothing with them."""
+    for _ in stub.Download(service_pb2.DownloadRequest(first_byte=count)):
+        pass
+
+
+def measure(front: Front, stub: Any, payload: Payload, pairs: int) -> None:
+    """Prints the figures of one size."""
+    count = -(-payload.data_bytes // wire.CHUNK_BYTES)
+    turns = in_turns(
+        [
+            lambda: bare_stream(stub, count),
+            lambda: stream(front, payload.sha256),
+            lambda: download(front.link, front.identity, payload.sha256),
+        ],
+        pairs,
+    )
+    bare, chunks, device = (list(column) for column in zip(*turns, strict=True))
+    size = payload.data_bytes
+    print(
+        f"{size / MB:5.0f} MB: stream {ratios_text(chunks, bare)} of a bare stream, device {ratios_text(device, bare)};"
+        f" here {rate(size, chunks)} and {rate(size, device)}, bare {rate(size, bare)}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Speed of downloads.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256], help="in MB")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--tls", action="store_true", help="TLS with certificates on both sides, against the same")
+    given = parser.parse_args()
+    payloads = [make_payload(size * MB) for size in given.sizes]
+    with secured(given.tls) as tls, bare_stub(tls) as stub, live_front(payloads, tls) as front:
+        for payload in payloads:
+            measure(front, stub, payload, given.pairs)
+
+
+if __name__ == "__main__":
+    main()
