@@ -63,7 +63,9 @@ def _commands(command: Any, path: tuple[str, ...] = ("fleetdistill",)) -> dict[s
     inner = getattr(command, "commands", None)
     if inner is None:
         return {" ".join(path): command}
-    return {name: leaf for word, one in inner.items() for name, leaf in _commands(one, (*path, word)).items()}
+    # A group may do something by itself, as `fleetdistill devices` does.
+    own = {" ".join(path): command} if len(path) > 1 and command.invoke_without_command else {}
+    return own | {name: leaf for word, one in inner.items() for name, leaf in _commands(one, (*path, word)).items()}
 
 
 COMMANDS = _commands(typer.main.get_command(app))
@@ -94,7 +96,8 @@ def test_commands_on_a_page_exist_with_their_options(page: str) -> None:
         if not line.startswith("fleetdistill "):
             continue
         words = line.split("#")[0].split()
-        name = next((known for known in COMMANDS if words[: len(known.split())] == known.split()), None)
+        found = [known for known in COMMANDS if words[: len(known.split())] == known.split()]
+        name = max(found, key=len, default=None)
         assert name, f"{page}: there is no command {line!r}"
         known_options = {option for param in COMMANDS[name].params for option in param.opts}
         assert {word for word in words if word.startswith("--")} <= known_options, f"{page}: {line!r}"

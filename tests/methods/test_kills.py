@@ -19,12 +19,10 @@ from support.fleets import (
     record,
     run_in_memory,
 )
-from support.forked import Doom, ForkedEngine, forked_device
+from support.forked import ForkedEngine, forked_device
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
-from fleetdistill.storage import Storage
-from fleetdistill_server.blobs import FileBlobs
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN
@@ -111,17 +109,14 @@ def test_an_engine_killed_between_any_two_answers_changes_nothing(name: str, tmp
         assert assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace") <= killed_in
 
 
-WRITES = ((Store, "transaction"), *((FileBlobs, name) for name in ("put", "put_state", "drop")))
-
-
 @every_method
-def test_an_engine_killed_before_any_of_its_writes_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(name: str, tmp_path: Path) -> None:
     """Each life of the engine gets one write further than the one before; one round, which has all of them."""
     wanted = replace(RUNS[name], rounds=1)
     prepared = prepare(wanted, tmp_path / "work")
     with fleet_of(prepared) as fleet:
         while not fleet.is_over:
-            fleet.engine.start(Doom(WRITES, number=fleet.engine.lives + 1))
+            fleet.engine.start(f"*=kill@{fleet.engine.lives + 1}")
             fleet.engine.work(fleet.answer_one)
             assert fleet.engine.was_killed or fleet.is_over
         fleet.finish()
@@ -129,14 +124,14 @@ def test_an_engine_killed_before_any_of_its_writes_changes_nothing(name: str, tm
         assert_like_undisturbed(wanted, prepared, fleet.store, tmp_path / "peace")
 
 
-DEATHS = {
-    "trained, nothing kept": Doom(((Storage, "put_answer"),)),
-    "answer kept, not sent": Doom(((Storage, "put_answer"),), after=True),
-    "answer sent, receipt not seen": Doom(((MemoryLink, "upload"),), after=True),
-    "receipt seen, state not kept": Doom(((Storage, "promote_answer"),)),
-    "state kept": Doom(((Storage, "promote_answer"),), after=True),
-}
-"""Moments of a device between an ask and the next one, in their order."""
+DEATHS = (
+    "device.outbox.before-data",
+    "device.outbox.after-manifest",
+    "device.upload.after-receipt",
+    "device.promote.between-renames",
+    "device.drop.after-files",
+)
+"""Moments of a device between an ask and the next one, in their order; tests/reliability has all of them."""
 
 
 @every_method
@@ -147,8 +142,8 @@ def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(name: str, 
         fleet.devices.pop(0).close()
         fleet.engine.start()
         fleet.engine.wait_until_it_waits()
-        for death in itertools.cycle(DEATHS.values()):
-            fragile.start(death)
+        for death in itertools.cycle(DEATHS):
+            fragile.start(f"{death}=kill")
             while fragile.is_alive:
                 fleet.answer_one()
             if not fragile.was_killed:

@@ -34,7 +34,7 @@ def pipes() -> tuple[Ends, Ends]:
 @pytest.fixture(scope="module")
 def directory(store: Store) -> Path:
     """Where the store lies."""
-    (row,) = store._db.query("PRAGMA database_list")
+    row, *_ = store._db.query("PRAGMA database_list")  # the first is the main one
     return Path(row["file"]).parent
 
 

@@ -235,7 +235,7 @@ def test_a_value_that_overflows_float16_names_path_and_row(sign: int) -> None:
     with pytest.raises(KnowledgeError) as error:
         encode({"knowledge": make_knowledge(5, features={"cut": features})}, np.float16)
     assert str(error.value) == (
-        f"knowledge/features/cut, row 3: {sign * 70000} does not fit float16 (largest 65504 for float16); "
+        f"knowledge/features/cut, row 3: {sign * 70000} does not fit float16 (largest 65504 for float16 and uint8); "
         "use float32 for this run or scale the features down"
     )
 
@@ -353,8 +353,8 @@ def _parts(*names: str, **tensor: Any) -> knowledge_pb2.Parts:
     [
         (_parts(element_type=0), "tensor 'model/parameters/w' has unknown element type 0"),
         (_parts(element_type=99), "tensor 'model/parameters/w' has unknown element type 99"),
-        (_parts(encoding=0), "tensor 'model/parameters/w' has encoding 0, this version knows only raw"),
-        (_parts(encoding=2), "tensor 'model/parameters/w' has encoding 2, this version knows only raw"),
+        (_parts(encoding=0), "tensor 'model/parameters/w' has encoding 0, this version knows raw and channel steps"),
+        (_parts(encoding=3), "tensor 'model/parameters/w' has encoding 3, this version knows raw and channel steps"),
         (_parts(data=b"\0" * 4), "tensor 'model/parameters/w' carries its data in the header; data come in chunks"),
         (
             _parts(shape=[2, -1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -144,7 +145,7 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
     assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
     upload = fleet.store.uploads(RUN)[0]
     assert upload["samples"] == 24
-    assert events[3].values == {"receipt": upload["receipt"]}
+    assert events[3].values == {"receipt": upload["receipt"], "tries": 1}
     assert knowledge_of(fleet).features["cut"].dtype == np.float16
     assert [row["count"] for row in fleet.store.figures(RUN, "accuracy", "test")] == [9]
     assert fleet.store.present_devices(RUN) == []
@@ -562,6 +563,147 @@ def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(flee
         assert device._storage.load("state.safetensors") == before
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """At least once: the crash falls before the first event, or behind the last one."""
+
+    def die(*given: Any) -> None:
+        raise Crash
+
+    first, events = Events(), Events()
+    fleet.ask("d")
+    crashing = make_device(fleet, tmp_path, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Device, "_tell_scores") if moment == "before" else (Storage, "outcome_told")), die)
+        with pytest.raises(Crash):
+            crashing.step(0)
+    crashing._storage.close()
+    told = ["scored", "answered", "delivered"]
+    assert first.kinds() == ["checked-in", "ask", *(told if moment == "after" else [])]
+    with make_device(fleet, tmp_path, events) as device:
+        assert device.step(0) is Step.WAITED
+        assert events.kinds() == ["checked-in", *told]
+        assert device.step(0) is Step.WAITED
+    assert len(events) == 4, "and not a third time"
+    assert events[2].values == {"receipt": fleet.store.uploads(RUN)[0]["receipt"], "tries": 1}
+
+
+def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Fleet, tmp_path: Path) -> None:
+    def raising(event: Event) -> None:
+        if event.kind == "answered":
+            raise Crash
+
+    fleet.ask("d")
+    failing = make_device(fleet, tmp_path, on_event=raising)
+    with pytest.raises(Crash):
+        failing.step(0)
+    failing._storage.close()
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+    assert "answered" in events.kinds()
+    assert len(fleet.store.uploads(RUN)) == 1
+
+
+# --- room, and questions that cannot be understood
+
+
+def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        device._ready_worker()
+        before = device._storage.load("state.safetensors")
+        device._storage._max_answer_bytes = 100
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        (declined,) = fleet.store.events(RUN, "declined")
+        assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
+        assert device._storage.load("state.safetensors") == before
+        assert device._storage.pending() is None
+        device._storage._max_answer_bytes = 1 << 30
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+
+
+def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        device._ready_worker()
+        device._downloads._max_bytes = 100
+        fleet.ask("d", RefinedKnowledge(valid=True, sample_ids=np.arange(24), values=np.zeros((24, 3), np.float32)))
+        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.WAITED
+    assert events[-1].kind == "dropped"
+    assert "the limit is 100" in events[-1].text
+    assert fleet.store.asks(RUN, 1, 1)[0]["reason"] == "declined"
+
+
+def test_a_full_disk_declines_the_ask_and_keeps_the_state(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        device._ready_worker()
+        before = device._storage.load("state.safetensors")
+        fleet.ask("d")
+        with monkeypatch.context() as patch:
+            usage = shutil.disk_usage(tmp_path)
+            patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
+            assert device.step(0) is Step.ANSWERED
+        assert events[-1].kind == "dropped"
+        assert "the disk has 400 free" in events[-1].text
+        assert device._storage.load("state.safetensors") == before
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+
+
+@pytest.mark.parametrize("newer", ["a step", "a payload"])
+def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: str
+) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        if newer == "a step":
+            fleet.ask("d", step="dream")
+            device.step(0)
+        else:
+            device._check_in()
+            device._ready_worker()
+            fleet.ask("d")
+            with monkeypatch.context() as patch:
+                patch.setattr("fleetdistill.wire.payload.DTYPES", {})
+                device.step(0)
+        assert events[-1].kind == "dropped"
+        expected = "has no handler for step 'dream'; is the SDK older than the server?"
+        assert (expected if newer == "a step" else "has unknown element type") in events[-1].text
+        fleet.ask("d")
+        device.step(0)
+    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+
+
+def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: Path) -> None:
+    fetched: list[bytes] = []
+
+    class Noting(MemoryLink):
+        def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
+            fetched.append(sha256)
+            return super().download(identity, sha256, first_byte)
+
+    for _ in range(2):
+        with make_device(fleet, tmp_path, link=Noting(fleet.desk)) as device:
+            fleet.ask("d")
+            assert device.step(0) is Step.ANSWERED
+            fleet.store.close_short_round(RUN, fleet.round, "over")
+    assert len(fetched) == len(set(fetched)) == 2, "the initial weights, and what both rounds ask with"
+    assert len(list((tmp_path / "downloads").iterdir())) == 1
+
+
 # --- refusals and unkind links
 
 
@@ -700,7 +842,9 @@ def test_arguments_out_of_range_are_refused(
 @pytest.mark.parametrize("server", ["10.0.0.5:50051", "example.org:50051", "0.0.0.0:50051"])
 def test_plain_text_to_another_machine_needs_the_apps_word(tmp_path: Path, server: str) -> None:
     arguments: dict[str, Any] = {"server": server, "model": tiny_model, "data": tiny_data(), "state_dir": tmp_path}
-    with pytest.raises(ConfigurationError, match=r"is not on this machine and there is no TLS yet.*insecure=True"):
+    with pytest.raises(
+        ConfigurationError, match=r"is not on this machine, and plain text could be read.*insecure=True"
+    ):
         Device(**arguments)
     assert not (tmp_path / "lock").exists()
     Device(**arguments, insecure=True).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import pytest
 from wire_samples import data_of, make_payload
 
 from fleetdistill import Device
-from fleetdistill.errors import StateError
-from fleetdistill.storage import Pending, Storage
+from fleetdistill.errors import NoRoomError, StateError
+from fleetdistill.storage import FORMAT, Outcome, Pending, Storage
 from fleetdistill.verdict import Verdict
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
@@ -123,7 +124,7 @@ def test_a_damaged_identity_is_never_taken_for_a_new_device(tmp_path: Path, cont
 
 
 def make_device(directory: Path, **settings: Any) -> Device:
-    return Device(server=NOWHERE, model=None, data=None, state_dir=directory, **settings)  # type: ignore[arg-type]
+    return Device(server=NOWHERE, worker=lambda contract: None, state_dir=directory, **settings)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(
@@ -449,4 +450,187 @@ def test_a_manifest_without_its_candidate_is_an_answer_that_has_its_receipt(tmp_
     (tmp_path / "outbox" / "candidate.safetensors").unlink()
     assert storage.pending() is None
     assert list((tmp_path / "outbox").iterdir()) == []
+    storage.close()
+
+
+# --- room
+
+
+def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    needed = make_payload().data_bytes + len(b"new state")
+    storage = Storage(tmp_path, max_answer_bytes=needed - 1)
+    storage.save("state.safetensors", b"old state")
+    with pytest.raises(NoRoomError) as error:
+        put(storage)
+    assert str(error.value) == (
+        f"the answer and its state are {needed} bytes, the device keeps at most {needed - 1} (max_spool_bytes)"
+    )
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"old state"
+    storage.close()
+    exact = Storage(tmp_path, max_answer_bytes=needed)
+    put(exact)
+    assert whole_answer(exact)
+    exact.close()
+
+
+def test_an_answer_that_the_disk_has_no_room_for_is_said_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(NoRoomError, match=r"the answer and its state are \d+ bytes, the disk has 100 free"):
+        put(storage)
+    assert list((tmp_path / "outbox").iterdir()) == []
+    storage.close()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    storage = Storage(tmp_path)
+    storage.save("state.safetensors", b"old state")
+    left, fsync = [at], os.fsync
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StateError):
+            put(storage)
+    storage.drop_answer()  # what the next answer finds, or the next process
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"old state"
+    put(storage)
+    assert whole_answer(storage)
+    storage.close()
+
+
+def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    with pytest.raises(StateError, match=r"holds the answer \(3, 2, 1\) .*, which has no receipt yet"):
+        put(storage, Pending(round=4, step_number=1, attempt=1, samples=40))
+    assert whole_answer(storage)
+    storage.close()
+
+
+# --- tries, attempts and outcomes
+
+
+def test_tries_are_counted_over_restarts_and_from_anew_for_the_next_answer(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    assert storage.tries == 0
+    assert [storage.count_try(), storage.count_try()] == [1, 2]
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.tries == 2
+    assert again.count_try() == 3
+    again.promote_answer()
+    put(again)
+    assert again.tries == 0
+    again.close()
+
+
+def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.next_attempt(3, 2) == 1
+    for attempt in (1, 2):
+        pending = Pending(round=3, step_number=2, attempt=attempt, samples=40)
+        put(storage, pending)
+        storage.note_outcome(Outcome(pending, code="checksum"))
+        storage.drop_answer()
+        storage.outcome_told()
+        kill(storage)
+        storage = Storage(tmp_path)
+        assert storage.next_attempt(3, 2) == attempt + 1
+    assert storage.next_attempt(3, 3) == 1
+    assert storage.next_attempt(4, 2) == 1
+    storage.close()
+
+
+@pytest.mark.parametrize("act", [Storage.promote_answer, Storage.drop_answer])
+def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Storage], None]
+) -> None:
+    """At every moment the answer is still to be settled, or there is something to tell."""
+    known = Outcome(PENDING, receipt="r1", tries=2)
+
+    def prepare(storage: Storage) -> None:
+        storage.save("state.safetensors", b"old state")
+        put(storage)
+
+    def settle(storage: Storage) -> None:
+        storage.note_outcome(known)
+        act(storage)
+
+    found = set()
+    for storage in every_crash(tmp_path, monkeypatch, prepare, settle):
+        pending = storage.pending()
+        found.add((pending is not None, storage.outcome() is not None))
+        assert pending is not None or storage.outcome() == known
+        storage.close()
+    assert found == {(True, False), (True, True), (False, True)}
+
+
+def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    told = Outcome(Pending(3, 2, 1, 40, Verdict(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
+    storage.note_outcome(told)
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.outcome() == told
+    again.outcome_told()
+    assert again.outcome() is None
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"pending": 7}', b'{"pending": {"round": 1}}'])
+def test_a_damaged_outcome_tells_nothing_and_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    storage = Storage(tmp_path)
+    (tmp_path / "outbox" / "outcome.json").write_bytes(content)
+    (tmp_path / "last_outcome.json").write_bytes(content)
+    assert storage.outcome() is None
+    assert storage.next_attempt(1, 1) == 1
+    storage.close()
+
+
+# --- directories of other versions
+
+
+def test_a_directory_of_a_newer_sdk_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT + 1, "sdk": "9.1.0"}))
+    with pytest.raises(StateError) as error:
+        make_device(tmp_path)
+    assert f"{tmp_path} was written by a newer SDK: it has format {FORMAT + 1}, SDK 9.1.0" in str(error.value)
+    assert "update it, or use a fresh state directory" in str(error.value)
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT}))
+    make_device(tmp_path).close()  # the refused one holds no lock
+
+
+@pytest.mark.parametrize("more", [{"colour": "red"}, {"format": FORMAT + 1}])
+def test_an_answer_of_a_newer_sdk_is_refused_and_kept(tmp_path: Path, more: dict[str, Any]) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    path = tmp_path / "outbox" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 3)"):
+        storage.pending()
+    assert path.exists()
+    storage.close()
+
+
+def test_what_this_sdk_does_not_know_of_the_identity_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT, "certificate": "later"}))
+    storage = Storage(tmp_path)
+    storage.save_identity({"device": "d1", "run": "digits"})
+    saved = json.loads((tmp_path / "device.json").read_text())
+    assert (saved["certificate"], saved["run"], saved["format"]) == ("later", "digits", FORMAT)
     storage.close()

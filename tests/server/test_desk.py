@@ -573,7 +573,7 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
     with pytest.raises(RefusedError) as error:
         session.finish()
     assert (error.value.code, str(error.value)) == (
-        Code.CLOSED,
+        Code.LATE,
         "device d1: step 'train' of round 1 takes no answer any more (deadline passed)",
     )
     assert fleet.store.uploads(RUN) == []

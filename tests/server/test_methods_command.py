@@ -67,6 +67,7 @@ def predicted(method: str, sizes: Sizes, knowledge_type: str = "float32", **sett
         *((method, {}, "float16") for method in sorted(METHODS)),
         *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
         *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
+        *((method, {}, "uint8") for method in ("cdkt", "fedd2s", "feddkc")),
     ],
 )
 def test_a_round_sends_the_bytes_that_the_table_says(
@@ -180,20 +181,42 @@ def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
     small = Sizes(samples=samples, features=features, classes=classes, model=Weights(model))
     large = Sizes(samples=samples + more, features=features + more, classes=classes, model=Weights(model + more))
     for method in METHODS:
-        half, single = (predicted(method, small, one) for one in KNOWLEDGE_TYPES)
+        half, single, byte = (predicted(method, small, one) for one in KNOWLEDGE_TYPES)
         assert all(a <= b <= 2 * a for a, b in zip(half, single, strict=True))
+        scales = 8 * (features + classes)  # which weigh more than they save where there are few samples
+        assert all(a <= b + scales and b <= 2 * a for a, b in zip(byte, half, strict=True))
         assert all(a <= b for a, b in zip(single, predicted(method, large), strict=True))
 
 
-@given(knowledge=counts, floats=counts, labels=counts, ids=counts, weights=counts, buffers=counts)
+@given(
+    features=counts,
+    channels=counts,
+    knowledge=counts,
+    floats=counts,
+    labels=counts,
+    ids=counts,
+    weights=counts,
+    buffers=counts,
+)
 def test_a_messages_bytes_are_those_of_its_types(
-    knowledge: int, floats: int, labels: int, ids: int, weights: int, buffers: int
+    features: int, channels: int, knowledge: int, floats: int, labels: int, ids: int, weights: int, buffers: int
 ) -> None:
     content = Content(
-        knowledge=knowledge, float32=floats, labels=labels, ids=ids, weights=[Weights(weights, buffers), Weights(1)]
+        features=features,
+        channels=channels,
+        knowledge=knowledge,
+        float32=floats,
+        labels=labels,
+        ids=ids,
+        weights=[Weights(weights, buffers), Weights(1)],
     )
     fixed = 4 * floats + 4 * labels + 8 * ids + 4 * weights + buffers + 4
-    assert [content.bytes(one) for one in KNOWLEDGE_TYPES] == [2 * knowledge + fixed, 4 * knowledge + fixed]
+    numbers = features + knowledge
+    assert [content.bytes(one) for one in KNOWLEDGE_TYPES] == [
+        2 * numbers + fixed,
+        4 * numbers + fixed,
+        features + 8 * channels + 2 * knowledge + fixed,
+    ]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 7])
@@ -273,6 +296,8 @@ def test_options_reach_the_bytes() -> None:
     said = {row["method"]: row for row in json.loads(call(*words.split(), "--json").stdout)["methods"]}
     assert said["fedavg"]["bytes_up"] == 407
     assert said["feddkc"]["bytes_up"] == 10 * (4 * 20 + 4 * 3 + 4 + 8)
+    bytes_up = json.loads(call(*words.replace("float32", "uint8 --channels 4").split(), "--json").stdout)["methods"]
+    assert {row["method"]: row["bytes_up"] for row in bytes_up}["feddkc"] == 10 * (20 + 2 * 3 + 4 + 8) + 8 * 4
     more = "--proxy-samples 5 --embedding 9 --generator-parameters 11 --layer-features 6 --head-parameters 13"
     said = {row["method"]: row for row in json.loads(call(*words.split(), *more.split(), "--json").stdout)["methods"]}
     assert said["cdkt"]["bytes_up"] == 4 * 5 * 3
@@ -300,7 +325,7 @@ def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
     [
         ("--samples 0", "samples is 0, must be at least 1"),
         ("--parameters -1", "model is -1, must be at least 0"),
-        ("--knowledge-type int8", "'int8', expected one of float16, float32"),
+        ("--knowledge-type int8", "'int8', expected one of float16, float32, uint8"),
     ],
 )
 def test_a_bad_option_is_one_sentence(words: str, sentence: str) -> None:

@@ -212,17 +212,17 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
         assert link.wanted.count(digest) == expected
 
 
-@pytest.mark.parametrize("damage", ["data.bin", "header.bin"])
+@pytest.mark.parametrize("damage", [-1, 30], ids=["data", "header"])
 def test_a_damaged_cache_is_noticed_and_fetched_anew(
-    fleet: Prepared, opened: tuple[Store, Desk, bytes], damage: str
+    fleet: Prepared, opened: tuple[Store, Desk, bytes], damage: int
 ) -> None:
     _, desk, digest = opened
     spec = fleet[1][0]
     with make_device(spec, MemoryLink(desk)) as device:
         device._ready_worker()
-    file = Path(spec.state_dir) / "proxy" / damage
+    file = Path(spec.state_dir) / "downloads" / f"{digest.hex()}.payload"
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[damage] ^= 1
     file.write_bytes(content)
     link = CountingLink(desk)
     with make_device(spec, link) as device:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from wire_samples import make_metrics, make_payload
 
-from fleetdistill.errors import StoreError
+from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
@@ -35,25 +39,205 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path, monke
     assert len(store.blobs._states) == 1  # type: ignore[attr-defined]
 
 
-def test_a_payload_that_a_later_round_or_another_run_speaks_of_is_not_spent() -> None:
-    store = Store.in_memory()
-
-    def ask(run: str, number: int, payload: bytes) -> None:
-        row = {"run": run, "round": number, "step_number": 1, "device": payload.hex(), "step": "train", "expects": {}}
-        store.write_asks([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": 0.0}])
-
-    for run, number, payload in (("a", 1, b"1"), ("a", 1, b"2"), ("a", 1, b"3"), ("a", 2, b"2"), ("b", 1, b"3")):
-        ask(run, number, payload)
-    assert store.spent_payloads("a", 1) == [b"1"]
+# --- which rounds are kept
 
 
-def test_a_short_round_leaves_the_last_closed_rounds_payloads_readable() -> None:
-    store = Store.in_memory()
-    store.begin_run("a", {})
-    for _ in range(4):
-        store.start_round("a", [])
-    for number in (1, 2, 4):
-        store.close_round("a", number, b"", [], {})
-    store.close_short_round("a", 3, "too few")
-    assert list(store.rounds_since_last_closed("a", 4)) == [2, 3]
-    assert list(store.rounds_since_last_closed("a", 1)) == []
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store.in_memory()
+    made.begin_run(RUN, {})
+    yield made
+    made.close()
+
+
+def play(store: Store, states: str, run: str = RUN) -> dict[int, bytes]:
+    """Rounds that end as the letters say: closed, short, or open; returns the payload of each one's only ask."""
+    asked = {}
+    for state in states:
+        number = store.start_round(run, ["d1"])
+        payload = make_payload(number)
+        store.blobs.put(payload)
+        asked[number] = payload.sha256
+        write_ask(store, run, number, payload.sha256)
+        if state == "c":
+            store.close_round(run, number, b"", [], {})
+        elif state == "s":
+            store.close_short_round(run, number, "too few")
+    return asked
+
+
+def write_ask(store: Store, run: str, number: int, payload: bytes, step_number: int = 1) -> None:
+    row = {"run": run, "round": number, "step_number": step_number, "device": "d1", "step": "train", "expects": {}}
+    store.write_asks([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": time.time() + 600}])
+
+
+def readable(store: Store, asked: dict[int, bytes]) -> list[int]:
+    return [number for number, sha256 in asked.items() if store.blobs.has(sha256)]
+
+
+@pytest.mark.parametrize(
+    ("states", "keep", "kept"),
+    [
+        ("ccc", 1, [3]),
+        ("ccc", 2, [2, 3]),
+        ("ccc", 5, [1, 2, 3]),
+        ("cco", 1, [2, 3]),
+        ("csso", 1, [1, 2, 3, 4]),  # slow devices may still fetch what the newest closed round told them
+        ("ccsc", 1, [4]),
+        ("ss", 1, [1, 2]),
+    ],
+)
+def test_the_newest_closed_rounds_and_all_after_them_are_kept(
+    store: Store, states: str, keep: int, kept: list[int]
+) -> None:
+    store.set_keep_rounds(RUN, keep)
+    asked = play(store, states)
+    freed = sweep(store, 0.0)
+    assert readable(store, asked) == kept
+    assert freed.payloads == len(asked) - len(kept)
+
+
+def test_what_a_later_round_or_another_run_speaks_of_stays(store: Store) -> None:
+    store.begin_run("other", {})
+    asked = play(store, "ccccc")
+    write_ask(store, RUN, 5, asked[1], step_number=2)
+    store.start_round("other", ["d1"])
+    write_ask(store, "other", 1, asked[2])
+    free_after_round(store, RUN, None)
+    assert readable(store, asked) == [1, 2, 3, 5], "a round frees what it replaced"
+    sweep(store, 0.0)
+    assert readable(store, asked) == [1, 2, 5], "a sweep also what a crash left"
+
+
+# --- what crashes leave
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Store]:
+    made = Store.open(tmp_path / "store")
+    made.begin_run(RUN, {})
+    yield made
+    made.close()
+
+
+def staged_keys(store: Store) -> list[str]:
+    return sorted(one.key for one in store.blobs.staging())
+
+
+def test_an_orphan_goes_when_it_is_old_and_stays_while_it_is_young(on_disk: Store) -> None:
+    """The front renames a payload into place before it commits the receipt's row."""
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    assert sweep(on_disk) == Freed()
+    assert on_disk.blobs.has(payload.sha256)
+    assert sweep(on_disk, 0.0).payloads == 1
+    assert not on_disk.blobs.has(payload.sha256)
+
+
+def test_putting_again_makes_young_again(on_disk: Store) -> None:
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    (first,) = on_disk.blobs.held()
+    time.sleep(0.2)
+    on_disk.blobs.put(payload)
+    (again,) = on_disk.blobs.held()
+    assert again.age_seconds < 0.2 + first.age_seconds
+
+
+def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> None:
+    on_disk.start_round(RUN, ["d1"])
+    payload = make_payload()
+    for step in (1, 2):
+        row = {"run": RUN, "round": 1, "step_number": step, "device": "d1", "step": "train", "expects": {}}
+        on_disk.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 0, "deadline_at": 1e12}])
+    for key in ("ask-1-attempt-1", "ask-1-attempt-2", "ask-2-attempt-1", "put-abc-1", "state-1"):
+        staging = on_disk.blobs.stage(key, payload.parts)
+        staging.append(b"x")
+        staging.close()
+    on_disk.close_ask(1, "deadline passed")
+    freed = sweep(on_disk)
+    assert staged_keys(on_disk) == ["ask-2-attempt-1", "put-abc-1", "state-1"]
+    assert (freed.staged, freed.bytes > 0) == (2, True)
+    sweep(on_disk, 0.0)
+    assert staged_keys(on_disk) == ["ask-2-attempt-1"], "a dead process's pieces go when they are old"
+
+
+def test_a_sweep_leaves_all_alone_while_another_process_needs_it(on_disk: Store, tmp_path: Path) -> None:
+    on_disk.blobs.put(make_payload())
+    with Store.open(tmp_path / "store").blobs.alone() as alone:
+        assert alone
+        assert sweep(on_disk, 0.0) == Freed()
+    assert sweep(on_disk, 0.0).payloads == 1
+
+
+# --- pruning
+
+
+def events_and_figures(store: Store, asked: dict[int, bytes]) -> None:
+    for number in asked:
+        store.add_event(RUN, "late", "a sentence", number=number, device="d1")
+        store.add_figures(RUN, number, "d1", make_metrics())
+
+
+def told(store: Store) -> tuple[list[int], list[int]]:
+    events = [row["round"] for row in store.events(RUN)]
+    return events, [row["round"] for row in store.figures(RUN, "accuracy", "test")]
+
+
+def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> None:
+    store.set_keep_rounds(RUN, 9)
+    asked = play(store, "cccco")
+    store.accept_upload(1, 1, asked[2], 10, 1)
+    events_and_figures(store, asked)
+    would = prune(store, RUN, keep_rounds=2, dry_run=True)
+    assert told(store) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert readable(store, asked) == [1, 2, 3, 4, 5]
+    pruned = prune(store, RUN, keep_rounds=2)
+    assert pruned == would
+    assert (pruned.rounds, pruned.freed.payloads) == (2, 2)
+    assert told(store) == ([3, 4, 5], [3, 4, 5])
+    assert readable(store, asked) == [3, 4, 5]
+    assert [row["round"] for row in store.rounds(RUN)] == [1, 2, 3, 4, 5]
+    assert prune(store, RUN, keep_rounds=2) == Pruned(0, Freed())
+
+
+def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
+    asked = play(store, "cccc")
+    store._write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round = 1")
+    assert prune(store, RUN, keep_rounds=1, older_than_seconds=30 * 86_400.0).rounds == 1
+    assert readable(store, asked) == [2, 3, 4]
+
+
+def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
+    asked = play(store, "cco")
+    with pytest.raises(RunError, match=r"its newest closed round is needed.*keep at least 1"):
+        prune(store, RUN, keep_rounds=0)
+    with pytest.raises(RunError, match="only a run that is over, and not served, can be deleted whole"):
+        prune(store, RUN, whole=True)
+    assert readable(store, asked) == [1, 2, 3]
+    with pytest.raises(ConfigurationError, match="there is no run 'nonsense'; the store has"):
+        prune(store, "nonsense")
+
+
+def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Store) -> None:
+    store.begin_run("other", {})
+    for run in (RUN, "other"):
+        store.set_checkpoint(run, store.blobs.put_state(b"the same state"))
+    asked = play(store, "cc")
+    own = store.blobs.put_state(b"its own state")
+    store.set_checkpoint(RUN, own)
+    store.end_run(RUN, "finished", "2 rounds completed")
+    with pytest.raises(RunError, match="is being served"):
+        prune(store, RUN, whole=True, served=RUN)
+    assert prune(store, RUN, whole=True).freed.payloads == 3
+    assert store.run_names() == ["other"]
+    assert store.blobs.get_state((store.run("other") or {})["checkpoint"]) == b"the same state"
+    assert readable(store, asked) == []
+
+
+def test_pruning_beside_a_server_leaves_the_young_to_its_sweeps(on_disk: Store) -> None:
+    asked = play(on_disk, "ccc")
+    assert prune(on_disk, RUN, keep_rounds=1, served=RUN).freed.payloads == 0
+    assert prune(on_disk, RUN, keep_rounds=1).rounds == 0, "their events are gone"
+    sweep(on_disk, 0.0)
+    assert readable(on_disk, asked) == [3]

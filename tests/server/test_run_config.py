@@ -86,7 +86,7 @@ def test_a_checked_configuration_cannot_be_changed() -> None:
 UNKNOWN = {
     "a section": (
         {**GOOD, "servers": {}},
-        "[servers]: unknown section; known are run, contract, model, method, proxy, evaluation, server",
+        "[servers]: unknown section; known are run, contract, model, method, proxy, evaluation, server, limits",
     ),
     "in run": (
         with_setting("run", "round", 3),
@@ -104,7 +104,8 @@ UNKNOWN = {
     ),
     "in server": (
         with_setting("server", "port", 1),
-        "[server] port: unknown setting; known are listen, store, lease_seconds, max_upload_bytes, torch_device",
+        "[server] port: unknown setting; known are listen, store, lease_seconds, max_upload_bytes, torch_device, "
+        "pki, enrol_listen, certificate_days, compression, keep_rounds, disk_budget_bytes, keep_free_bytes",
     ),
 }
 
@@ -190,7 +191,7 @@ def test_a_section_must_be_one() -> None:
         ("server", "lease_seconds", 0, "Input should be greater than 0, got 0"),
         ("server", "max_upload_bytes", 0, "Input should be greater than or equal to 1, got 0"),
         ("contract", "input_shape", [], "List should have at least 1 item after validation, not 0, got []"),
-        ("contract", "knowledge_type", "float64", "Input should be 'float16' or 'float32', got 'float64'"),
+        ("contract", "knowledge_type", "float64", "Input should be 'float16', 'float32' or 'uint8', got 'float64'"),
     ],
 )
 def test_a_number_out_of_range_is_refused(section: str, key: str, value: object, sentence: str) -> None:

@@ -34,7 +34,7 @@ def write_run(folder: Path, listen: str) -> Path:
 def test_plain_text_outside_the_loopback_is_refused(tmp_path: Path, listen: str) -> None:
     done = CliRunner().invoke(app, ["serve", str(write_run(tmp_path, listen))])
     assert done.exit_code == 1
-    assert f"[server] listen = {listen!r} is not the loopback and there is no TLS yet" in done.stderr
+    assert f"[server] listen = {listen!r} is not the loopback and there is no TLS" in done.stderr
     assert "--insecure" in done.stderr
     assert not (tmp_path / "store").exists()
 

@@ -253,7 +253,14 @@ def make(feature_shape, classes):
 """
 
 
-def test_an_engine_that_fails_at_the_same_point_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+MENDED = BROKEN.replace(
+    'raise ValueError("this predictor always fails")', "return self.layer(features.flatten(1)[:, :2])"
+)
+
+
+def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_predictor.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(supervisor_module, "MAX_RESTARTS", 2)
@@ -283,9 +290,19 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up(tmp_path: Path, monk
     store = Store.open(tmp_path / "store")
     row = run_row(store)
     assert row["status"] == "stopped"
-    assert "failed 3 times" in row["reason"]
+    assert row["reason"].endswith(
+        "failed 3 times at the same point, last with 1: ValueError: this predictor always fails"
+    )
     assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
     assert store.open_round(RUN) is not None  # intact, for a start after the mend
+    receipts = {upload["receipt"] for upload in store.uploads(RUN)}
+    assert receipts
+    (tmp_path / "broken_predictor.py").write_text(MENDED)
+    with serve(write_config(tmp_path, model_server="broken_predictor:make")):
+        wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before", 120)
+    assert run_row(store)["status"] == "running"
+    assert {upload["receipt"] for upload in store.uploads(RUN) if upload["status"] == "used"} >= receipts
+    assert settled(store)
     store.close()
 
 

@@ -75,6 +75,14 @@ def test_the_report_does_not_depend_on_the_link(tmp_path: Path) -> None:
     ]
     assert reports[0].accuracy_by_round == reports[1].accuracy_by_round
     assert [one.bytes_up for one in reports[0].devices] == [one.bytes_up for one in reports[1].devices]
+    assert [one.sent_up for one in reports[0].devices] == [one.sent_up for one in reports[1].devices]  # both are packed
+    for report in reports:
+        assert all(one.sent_up < one.bytes_up for one in report.devices)
+        assert sum(row["sent_bytes"] for row in report.traffic if row["direction"] == "up") == sum(
+            one.sent_up for one in report.devices
+        )
+        kinds = {row["kind"] for row in report.traffic if row["tensor_bytes"]}
+        assert kinds == {"model_parameters", "sample_knowledge", "refined_knowledge"}
     assert [one.link for one in reports] == ["memory", "grpc"]
     for report in reports:
         assert report.acknowledged_uploads == report.used_uploads + report.reported_uploads == 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from wire_samples import data_of, make_metrics, make_payload
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.counting import Counted
 from fleetdistill_server.store import Row, Store
 
 RUN = "digits"
@@ -410,13 +412,31 @@ def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store)
 
 def test_traffic_adds_up_by_round_device_and_direction(store: Store) -> None:
     for amount in (10, 20):
-        store.add_traffic(RUN, 1, "a", "up", amount, 1)
-    store.add_traffic(RUN, 1, "a", "down", 5, 2)
-    store.add_traffic(RUN, 2, "a", "up", 7, 3)
+        store.add_traffic(RUN, 1, "a", "up", counted(sample_knowledge=amount), 1)
+    store.add_traffic(RUN, 1, "a", "down", counted(refined_knowledge=5), 2)
+    store.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 3)
     rows = [
         (r["round"], r["direction"], r["payloads"], r["tensor_bytes"], r["envelope_bytes"]) for r in store.traffic(RUN)
     ]
     assert rows == [(1, "down", 1, 5, 2), (1, "up", 2, 30, 2), (2, "up", 1, 7, 3)]
+
+
+def counted(**tensor: int) -> Counted:
+    """Bytes by kind, packed to one less."""
+    return Counted(Counter(tensor), Counter({kind: size - 1 for kind, size in tensor.items()}))
+
+
+def test_traffic_is_told_apart_by_kind_and_by_what_travelled(store: Store) -> None:
+    for _ in range(2):
+        store.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 9)
+    store.add_traffic("another", 2, "a", "up", counted(generator=1), 9)
+    columns = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
+    assert [tuple(row[name] for name in columns) for row in store.traffic_by_kind(RUN)] == [
+        (2, "a", "up", "envelope", 2, 0, 18, 18),
+        (2, "a", "up", "generator", 0, 6, 0, 4),
+        (2, "a", "up", "sample_knowledge", 0, 8, 0, 6),
+    ]
+    assert store.traffic(RUN)[0]["sent_bytes"] == 28
 
 
 # --- transactions
@@ -511,7 +531,7 @@ def test_staging_goes_on_where_it_was_and_starts_afresh_for_other_parts(store: S
     assert staging.read(5, 10) == data[5:15]
     staging.close()
     assert store.blobs.staged("key") == 25
-    assert store.blobs.staged("another key") == 0
+    assert store.blobs.staged("another-key") == 0
     again = store.blobs.stage("key", payload.parts)
     assert (again.length, again.read(0, 25)) == (25, data[:25])
     again.append(data[25:])

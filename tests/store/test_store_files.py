@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.blobs import FileBlobs
 from fleetdistill_server.commits import CommitThread
+from fleetdistill_server.counting import Counted
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.store import Store
 
@@ -129,7 +131,7 @@ def test_everything_is_there_after_reopening(directory: Path) -> None:
     store.start_round(RUN, ["d1"])
     row = store.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
     store.add_event(RUN, "kind", "text")
-    store.add_traffic(RUN, 1, "d1", "up", 10, 1)
+    store.add_traffic(RUN, 1, "d1", "up", Counted(Counter(plan=10), Counter(plan=10)), 1)
     payload = make_payload()
     store.blobs.put(payload)
     state = store.blobs.put_state(b"state")
@@ -601,6 +603,17 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
     kept = {event["text"] for event in store.events(RUN)}
     assert "first" not in kept
     assert {answer for answer in answers if isinstance(answer, str)} <= kept
+
+
+def test_a_closed_thread_refuses_what_comes_after(store: Store) -> None:
+    commits = CommitThread(store)
+    commits.close()
+    with pytest.raises(StoreError, match="the store is being closed"):
+        commits.commit(_note("too late"))
+    with pytest.raises(StoreError, match="the store is being closed"):
+        commits.call(lambda: None)
+    commits.close()
+    assert store.events(RUN) == []
 
 
 def test_closing_finishes_what_was_handed_in(store: Store) -> None:

@@ -29,6 +29,7 @@ _DAFKD = {"kd_start_round": 1, "kd_samples": 64, "maturity_guard": False, "local
 _FEDD2S = {"drop_every": 1, "teacher_guard": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "feddkc in float32": {"method": "feddkc", "knowledge_type": "float32"},
+    "feddkc in uint8": {"method": "feddkc", "knowledge_type": "uint8"},
     "cdkt with embeddings": {
         "method": "cdkt",
         "settings": {"knowledge": "repfull"},
@@ -117,14 +118,14 @@ def device_files(prepared: Prepared) -> dict[str, bytes]:
     return {f"{spec.name}/{name}": (Path(spec.state_dir) / name).read_bytes() for spec in prepared[1] for name in names}
 
 
-def assert_no_upload_lost(store: Store, receipts: set[str] | None = None) -> None:
-    """Every receipt is used once or reported with a reason; no ask has two; asks that were answered have one."""
-    uploads = store.uploads(RUN)
+def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:
+    """Every receipt is used once or reported with a reason; no ask has two answers that count."""
+    uploads = store.uploads(run)
     ids = [row["receipt"] for row in uploads]
     assert len(set(ids)) == len(ids)
     if receipts is not None:
         assert receipts <= set(ids)
-    asks = [row["ask"] for row in uploads]
+    asks = [row["ask"] for row in uploads if row["quarantined_at"] is None]
     assert len(set(asks)) == len(asks)
     used = {row["receipt"] for row in uploads if row["status"] == "used"}
     reported = {row["receipt"] for row in uploads if row["status"] == "reported" and row["reason"]}

@@ -1,12 +1,11 @@
-"""Engine and devices as real processes that start in milliseconds, for tests that kill many of them. Not for Windows.
+"""Front, engine and devices as real processes that start in milliseconds, for tests that kill many of them.
 
-Each process is forked from one that has imported torch. It can be told to kill itself (SIGKILL) at a call of its own
-code, so that a test meets a moment that is too short to be hit from outside.
+Each process is forked from one that has imported torch. It can be told to kill itself (SIGKILL) at a failpoint, so that
+a test meets a moment that is too short to be hit from outside. Not for Windows.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import select
@@ -14,14 +13,13 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.processes import wait_until
 
-from fleetdistill import Step
+from fleetdistill import Step, failpoints
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.links import as_toml
@@ -34,50 +32,10 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = (
     *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
-    *("fleetdistill.worker", "fleetdistill_server.engine"),
+    *("fleetdistill.worker", "fleetdistill_server.engine", "fleetdistill_server.front"),
     *("fleetdistill_server.simulation.device", "fleetdistill_server.simulation.links"),
 )
 _context.set_forkserver_preload([*_PRELOAD])
-
-
-@dataclass(frozen=True)
-class Doom:
-    """Kills the process at a call of one of its own methods.
-
-    Attributes:
-        calls: The methods, as (class, name).
-        number: At which of their calls, counted together from 1.
-        after: Once the call has returned, not before it is made.
-    """
-
-    calls: tuple[tuple[type, str], ...]
-    number: int = 1
-    after: bool = False
-
-    def arm(self) -> None:
-        """Wraps the methods in this process."""
-        left = self.number
-
-        def tick() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        for owner, name in self.calls:
-            setattr(owner, name, self._doomed(getattr(owner, name), tick))
-
-    def _doomed(self, call: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def doomed(*args: Any, **kwargs: Any) -> Any:
-            if not self.after:
-                tick()
-            result = call(*args, **kwargs)
-            if self.after:
-                tick()
-            return result
-
-        return doomed
 
 
 class Pipe:
@@ -107,11 +65,11 @@ class Forked:
         self.process: ForkServerProcess | None = None
         self.lives = 0
 
-    def start(self, doom: Doom | None = None) -> None:
-        """Starts it."""
+    def start(self, points: str = "") -> None:
+        """Starts it with these failpoints, as `failpoints.switch_on` takes them; the target gets them first."""
         assert not self.is_alive
         self.lives += 1
-        self.process = _context.Process(target=self._target, args=(doom, *self._args), daemon=True)
+        self.process = _context.Process(target=self._target, args=(points, *self._args), daemon=True)
         self.process.start()
 
     def kill(self) -> None:
@@ -162,12 +120,11 @@ class ForkedEngine(Forked):
         wait_until(lambda: self.pipe.is_empty or not self.is_alive, "the engine to wait")
 
 
-def _run_engine(doom: Doom | None, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
+def _run_engine(points: str, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
     from fleetdistill_server.engine import main
 
     ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]
-    if doom is not None:
-        doom.arm()
+    failpoints.switch_on(points)
     sys.argv = ["engine", str(config), "--store", store, "--wakeups", f"{ends[0]},{ends[1]}"]
     sys.exit(main())
 
@@ -177,15 +134,14 @@ def forked_device(spec: DeviceSpec, store: str, pipe: Pipe) -> Forked:
     return Forked(_run_device, spec, store, pipe.path)
 
 
-def _run_device(doom: Doom | None, spec: DeviceSpec, store: str, pipe: Path) -> None:
+def _run_device(points: str, spec: DeviceSpec, store: str, pipe: Path) -> None:
     end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
 
     def wake_engine() -> None:
         os.write(end, b"x")
 
     desk = Desk(Store.open(Path(store)), wake_engine=wake_engine)
-    if doom is not None:
-        doom.arm()
+    failpoints.switch_on(points)
     with make_device(spec, MemoryLink(desk)) as device:
         while device.step(0.0) is not Step.FINISHED:
             select.select([], [], [], 0.005)
@@ -196,10 +152,9 @@ def forked_grpc_device(spec: DeviceSpec, port: int) -> Forked:
     return Forked(_run_grpc_device, save_spec(spec), port)
 
 
-def _run_grpc_device(doom: Doom | None, spec: Path, port: int) -> None:
+def _run_grpc_device(points: str, spec: Path, port: int) -> None:
     from fleetdistill_server.simulation.device import main
 
-    if doom is not None:
-        doom.arm()
+    failpoints.switch_on(points)
     sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]
     sys.exit(main())

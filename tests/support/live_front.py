@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from wire_samples import EXPECTS, make_contract, make_profile
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_server.limits import Limits
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends
 
@@ -45,13 +46,20 @@ def open_round(store: Store, *devices: str) -> int:
     return store.start_round(RUN, sorted(devices))
 
 
-def write_asks(store: Store, number: int, *devices: str, step_number: int = 1, payload: Payload | None = None) -> None:
+def write_asks(
+    store: Store,
+    number: int,
+    *devices: str,
+    step_number: int = 1,
+    payload: Payload | None = None,
+    run: str = RUN,
+) -> None:
     """Asks `train` of devices, as the engine's cohort does."""
     if payload is not None:
         store.blobs.put(payload)
     rows = [
         {
-            "run": RUN,
+            "run": run,
             "round": number,
             "step_number": step_number,
             "device": device,
@@ -70,9 +78,11 @@ def write_asks(store: Store, number: int, *devices: str, step_number: int = 1, p
 class LiveFront:
     """One front process at a time, always on the same port once it has one. Made by `live_front`."""
 
-    def __init__(self, directory: Path, lease_seconds: float, ends: Ends) -> None:
+    def __init__(
+        self, directory: Path, lease_seconds: float, ends: Ends, limits: Limits, options: Sequence[str] = ()
+    ) -> None:
         self._directory = directory
-        self._options = ["--lease-seconds", str(lease_seconds), f"--wakeups={ends}"]
+        self._options = ["--lease-seconds", str(lease_seconds), f"--wakeups={ends}", "--limits", str(limits), *options]
         self._fds = [end for end in (ends.read, ends.write) if end >= 0]
         self.port = 0
         self.process = self._start()
@@ -108,9 +118,15 @@ class LiveFront:
 
 
 @contextlib.contextmanager
-def live_front(directory: Path, lease_seconds: float = 60.0, ends: Ends | None = None) -> Iterator[LiveFront]:
-    """Runs a front until the end of the block."""
-    front = LiveFront(directory, lease_seconds, ends or Ends())
+def live_front(
+    directory: Path,
+    lease_seconds: float = 60.0,
+    ends: Ends | None = None,
+    limits: Limits | None = None,
+    options: Sequence[str] = (),
+) -> Iterator[LiveFront]:
+    """Runs a front, with further options of its command line, until the end of the block."""
+    front = LiveFront(directory, lease_seconds, ends or Ends(), limits or Limits(), options)
     try:
         yield front
     finally:
@@ -221,11 +237,12 @@ def refused() -> Iterator[list[Refusal]]:
     try:
         yield found
     except grpc.RpcError as error:
-        found.append(_refusal(error))
+        found.append(refusal_of(error))
     assert found, "the server did not refuse"
 
 
-def _refusal(error: Any) -> Refusal:
+def refusal_of(error: Any) -> Refusal:
+    """What an error of gRPC says."""
     status = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
     if status is None or not status.details or not status.details[0].Unpack(info):

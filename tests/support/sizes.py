@@ -30,6 +30,7 @@ def sizes_of(half: ServerMethod, samples: int) -> Sizes:
     return Sizes(
         samples=samples,
         features=next((prod(shape) for shape in half.features().values()), 1),
+        channels=next((shape[0] for shape in half.features().values()), 1),
         classes=setting.classes,
         model=weights(model),
         proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
@@ -43,8 +44,8 @@ def at_layer(sizes: Sizes, model: SplitModel, cut: str, input_shape: tuple[int, 
     above = model.stages[model.depth_of(cut) :]
     if not len(above):
         return sizes
-    numbers = prod(model.stage_shapes(input_shape)[cut]) if model.depth_of(cut) > 1 else 0
-    return replace(sizes, layer_features=numbers, head=weights(above))
+    shape = model.stage_shapes(input_shape)[cut] if model.depth_of(cut) > 1 else (0,)
+    return replace(sizes, layer_features=prod(shape), layer_channels=shape[0], head=weights(above))
 
 
 def _shared_numbers(model: nn.Module, setting: Setting) -> int:

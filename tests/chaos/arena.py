@@ -1,0 +1,422 @@
+"""Runs one scenario to its end: real processes, fault proxies between them, killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Container, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from chaos import counting, members
+from chaos.checker import Findings, Key, check
+from chaos.logged import SENT, ReceiptCounter, read_log
+from chaos.members import DeviceTerms, Place
+from chaos.scenario import ENGINE, FRONT, Action, Blow, Scenario
+from support.fault_proxy import FaultProxy, seeded_faults
+from support.forked import Forked
+
+from fleetdistill.wire import payload as wire
+from fleetdistill_server.blobs import FileBlobs
+from fleetdistill_server.processes import EXIT_CANNOT_LISTEN
+from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.simulation.links import as_toml
+from fleetdistill_server.store import Store
+
+RUN = "chaos"
+LONGEST_RUN_SECONDS = 300.0
+_LOOK_SECONDS = 0.02
+_MOST_FAILURES = 5
+_LONGEST_END_SECONDS = 5.0
+_LONGEST_FAULT_SECONDS = 3.0
+_FURTHEST_BYTE = 4 << 20
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        seed, method: Of the scenario.
+        findings: Of the checker; `wrong` has what the harness saw, too.
+        kills: Processes that died of SIGKILL.
+        faults: Faults of connections that really happened, by kind.
+        seconds: How long it took.
+        figures: Counts for the summary.
+    """
+
+    seed: int
+    method: str
+    findings: Findings
+    kills: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    figures: dict[str, int] = field(default_factory=dict)
+
+
+class Member:
+    """One process with the lives that it has had."""
+
+    def __init__(self, name: str, forked: Forked, points: tuple[str, ...]) -> None:
+        self.name = name
+        self.forked = forked
+        self.kills = 0
+        self.failures: list[int] = []
+        self.done = False
+        self._points = points
+        self._start_at = 0.0
+        self._continue_at = math.inf
+
+    def look_after(self, rng: random.Random) -> None:
+        """Starts it if it is due, notes how it died, and lets a stopped one go on."""
+        now = time.monotonic()
+        if self._continue_at <= now:
+            self.go_on()
+        process = self.forked.process
+        if self.done or (process is not None and process.is_alive()):
+            return
+        if process is not None and self._start_at == math.inf:
+            self._note_end(process.exitcode)
+            self._start_at = now + rng.uniform(0.0, 0.3)
+        if not self.done and now >= self._start_at:
+            lives = self.forked.lives
+            self.forked.start(self._points[lives] if lives < len(self._points) else "")
+            self._start_at = math.inf
+
+    def _note_end(self, code: int | None) -> None:
+        self._continue_at = math.inf
+        if code == -signal.SIGKILL:
+            self.kills += 1
+        elif code == 0:
+            self.done = True
+        elif code is not None:
+            self.failures.append(code)
+
+    def strike(self, blow: Blow) -> bool:
+        """Lets a blow happen; False if there is no process to meet just now."""
+        process = self.forked.process
+        if process is None or not process.is_alive() or process.pid is None:
+            return False
+        if blow.action is Action.KILL:
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            os.kill(process.pid, signal.SIGSTOP)
+            self._continue_at = time.monotonic() + blow.seconds
+        return True
+
+    def go_on(self) -> None:
+        """Ends a stop."""
+        self._continue_at = math.inf
+        process = self.forked.process
+        if process is not None and process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Asks the process to end."""
+        self.go_on()
+        if self.forked.process is not None:
+            self.forked.process.terminate()
+
+
+class Arena:
+    """One run of one scenario. `fight` it once.
+
+    Args:
+        wanted: What is to happen.
+        work: An empty folder.
+        mutation: What is broken in the server on purpose.
+    """
+
+    def __init__(self, wanted: Scenario, work: Path, mutation: str = "") -> None:
+        self._wanted = wanted
+        self._place = Place(work, mutation)
+        self._rng = random.Random(f"arena/{wanted.seed}")
+        self._config, self._specs = _prepare(wanted, work)
+        self._blows = list(wanted.blows)
+        self._proxies: dict[str, FaultProxy] = {}
+        self._receipts = ReceiptCounter([self._place.log_of(name) for name in wanted.devices])
+        self._damaged: set[bytes] = set()
+        self._due: list[tuple[float, Blow]] = []
+
+    async def fight(self) -> Outcome:
+        """Runs it to its end and checks what it left behind."""
+        began = time.monotonic()
+        self._begin()
+        wrong: list[str] = []
+        async with AsyncExitStack() as stack:
+            pipes = members.make_pipes(self._place)
+            await self._open_proxies(stack)
+            self._members = self._make_members()
+            try:
+                await self._play(wrong, began)
+            finally:
+                self._end_processes()
+            del pipes
+        return self._outcome(wrong, time.monotonic() - began)
+
+    def _begin(self) -> None:
+        """What the supervisor does before it starts any process."""
+        self._place.config.write_text(as_toml(self._config))
+        store = Store.open(self._place.store)
+        store.begin_run(self._config.run.name, self._config.fixed_part())
+        store.close()
+
+    async def _open_proxies(self, stack: AsyncExitStack) -> None:
+        port = _free_port()
+        for name in self._wanted.devices:
+            seed = f"{self._wanted.seed}/{name}"
+            faults_of = seeded_faults(seed, self._wanted.faulty, _LONGEST_FAULT_SECONDS, _FURTHEST_BYTE)
+            self._proxies[name] = await stack.enter_async_context(FaultProxy(port, faults_of))
+        self._port = port
+
+    def _make_members(self) -> dict[str, Member]:
+        points = self._wanted.failpoints
+        made = {FRONT: self._make_front(), ENGINE: members.engine(self._place)}
+        for name in self._wanted.devices:
+            terms = DeviceTerms(
+                name,
+                self._config.run.name,
+                self._proxies[name].port,
+                self._wanted.seed,
+                self._wanted.twice,
+                self._specs.get(name),
+            )
+            made[name] = members.device(self._place, terms)
+        return {name: Member(name, forked, points.get(name, ())) for name, forked in made.items()}
+
+    def _make_front(self) -> Forked:
+        return members.front(self._place, self._port, self._wanted.lease_seconds)
+
+    # --- while it runs
+
+    async def _play(self, wrong: list[str], began: float) -> None:
+        calm = False
+        while not self._is_over():
+            for member in self._members.values():
+                member.look_after(self._rng)
+            self._move_to_a_free_port()
+            self._strike()
+            if self._members[ENGINE].done and not calm:
+                calm = True
+                self._end_of_trouble()
+            if any(len(member.failures) >= _MOST_FAILURES for member in self._members.values()):
+                break
+            if time.monotonic() - began > LONGEST_RUN_SECONDS:
+                left = ", ".join(member.name for member in self._members.values() if not member.done)
+                wrong.append(f"the run was not over after {LONGEST_RUN_SECONDS:g} s; it waits for {left}")
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _is_over(self) -> bool:
+        return all(member.done for member in self._members.values() if member.name != FRONT)
+
+    def _move_to_a_free_port(self) -> None:
+        """Another process of this machine may have taken the port before the front's first life did."""
+        front = self._members[FRONT]
+        if EXIT_CANNOT_LISTEN in front.failures:
+            front.failures.remove(EXIT_CANNOT_LISTEN)
+            self._port = _free_port()
+            front.forked = self._make_front()
+            for proxy in self._proxies.values():
+                proxy.server_port = self._port
+
+    def _strike(self) -> None:
+        receipts, now = self._receipts.count(), time.monotonic()
+        while self._blows and self._blows[0].after <= receipts:
+            blow = self._blows.pop(0)
+            self._due.append((now + blow.wait_seconds, blow))
+        for at, blow in [one for one in self._due if one[0] <= now]:
+            if self._happen(blow):
+                self._due.remove((at, blow))
+
+    def _happen(self, blow: Blow) -> bool:
+        """False for a blow that finds nobody and waits until there is."""
+        if blow.action is Action.DAMAGE:
+            self._damage_newest()
+            return True
+        return self._members[blow.target].strike(blow)
+
+    def _damage_newest(self) -> None:
+        """Changes a byte of the newest answer at rest; whether the engine has read it already is left to chance."""
+        sent = {one.sha256 for name in self._wanted.devices for one in read_log(self._place.log_of(name))} - {""}
+        blobs = FileBlobs(self._place.store / "blobs")
+        newest = max(map(blobs.path_of, map(bytes.fromhex, sent)), key=_changed_at, default=None)
+        with contextlib.suppress(FileNotFoundError):  # none is there, or the server deletes it at this moment
+            if newest is not None:
+                with newest.open("r+b") as file:  # in place: the engine may have mapped it
+                    file.seek(-1, os.SEEK_END)
+                    last = file.read()[0]
+                    file.seek(-1, os.SEEK_END)
+                    file.write(bytes([last ^ 1]))
+                self._damaged.add(bytes.fromhex(newest.stem))
+
+    def _end_of_trouble(self) -> None:
+        """The engine is done: from now on all is well, so that every device can hear of it."""
+        self._blows.clear()
+        self._due.clear()
+        for proxy in self._proxies.values():
+            proxy.calm()
+        for member in self._members.values():
+            member.go_on()
+
+    def _end_processes(self) -> None:
+        everyone = [member for member in self._members.values() if member.forked.is_alive]
+        for member in everyone:
+            member.terminate()
+        until = time.monotonic() + _LONGEST_END_SECONDS
+        for member in everyone:
+            assert member.forked.process is not None
+            member.forked.process.join(max(until - time.monotonic(), 0.0))
+            member.forked.kill()
+
+    # --- afterwards
+
+    def _outcome(self, wrong: list[str], seconds: float) -> Outcome:
+        logs = {name: read_log(self._place.log_of(name)) for name in self._wanted.devices}
+        store = Store.open(self._place.store)
+        try:
+            used = _used(store, self._config)
+            findings = check(logs, store.uploads(self._config.run.name), used)
+            findings.wrong += wrong + self._failures() + _unfinished(store, self._config)
+            findings.wrong += _damaged(store, self._damaged)
+            figures = {**_figures(store, self._config), "answers damaged on the disk": len(self._damaged)}
+            records = [one for log in logs.values() for one in log]
+            figures["uploads sent"] = sum(one.what == SENT for one in records)
+            figures["uploads resumed at a later byte"] = sum(one.first_byte > 0 for one in records)
+        finally:
+            store.close()
+        everyone = self._members.values()
+        kills = sum(member.kills for member in everyone)
+        if not kills:
+            findings.wrong.append("nothing was killed")
+        faults: Counter[str] = Counter()
+        for proxy in self._proxies.values():
+            faults.update({str(kind): count for kind, count in proxy.occurred.items()})
+        return Outcome(self._wanted.seed, self._wanted.method, findings, kills, faults, seconds, figures)
+
+    def _failures(self) -> list[str]:
+        return [
+            f"{member.name} ended with {code}: {_last_line(self._place.output_of(member.name))}"
+            for member in self._members.values()
+            for code in member.failures
+        ]
+
+
+def _prepare(wanted: Scenario, work: Path) -> tuple[RunConfig, Mapping[str, Any]]:
+    """Configuration of the run, and the specs of devices with torch."""
+    run = {"quorum": wanted.quorum, "deadline_seconds": wanted.deadline_seconds}
+    server = {"lease_seconds": wanted.lease_seconds, "store": str(work / "store"), "torch_device": "cpu"}
+    if wanted.method == counting.NAME:
+        return _counting_config(wanted, run, server), {}
+    from support.fleets import SMALL, prepare
+
+    small = replace(SMALL, method=wanted.method, devices=len(wanted.devices), rounds=wanted.rounds, seed=wanted.seed)
+    config, specs, _ = prepare(small, work / "data")
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update=run), "server": config.server.model_copy(update=server)}
+    )
+    return config, dict(zip(wanted.devices, specs, strict=True))
+
+
+def _counting_config(wanted: Scenario, run: Mapping[str, Any], server: Mapping[str, Any]) -> RunConfig:
+    """Not through `run_config`: only the run's own processes know the method."""
+    return RunConfig.model_validate(
+        {
+            "run": {
+                "name": RUN,
+                "method": counting.NAME,
+                "rounds": wanted.rounds,
+                "seed": wanted.seed,
+                "min_devices": max(2, len(wanted.devices) // 2),
+                **run,
+            },
+            "contract": {"classes": 2, "input_shape": [1], "knowledge_type": "float32"},
+            "method": {"steps": wanted.steps, "large_share": wanted.large_share, "ballast_bytes": 3 << 19},
+            "server": server,
+        }
+    )
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _used(store: Store, config: RunConfig) -> list[Key] | None:
+    """What the counting method says that it has used, from the state of its last checkpoint."""
+    row = store.run(config.run.name)
+    if config.run.method != counting.NAME or row is None or row["checkpoint"] is None:
+        return None
+    from fleetdistill.state_file import unpack_state
+
+    state = unpack_state(store.blobs.get_state(row["checkpoint"]))
+    return [(device, number, step, sha256) for device, number, step, sha256 in state["used"]]
+
+
+def _unfinished(store: Store, config: RunConfig) -> list[str]:
+    row = store.run(config.run.name) or {}
+    found = row.get("status"), row.get("completed_rounds")
+    return [] if found == ("finished", config.run.rounds) else [f"the run ended as {found}: {row.get('reason')}"]
+
+
+def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
+    """The answers of the newest closed round of every run are still there, whole but for what was damaged here."""
+    damaged = []
+    for run in store.runs():
+        closed = [row["round"] for row in store.rounds(run["name"]) if row["status"] == "closed"]
+        for row in store.uploads(run["name"]):
+            if row["status"] == "used" and row["round"] == max(closed) and row["sha256"] not in on_purpose:
+                payload = store.blobs.open(row["sha256"])
+                found = wire.digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes))
+                if found != row["sha256"]:
+                    damaged.append(f"{row['device']}'s answer of round {row['round']} is damaged in the store")
+    return damaged
+
+
+def _figures(store: Store, config: RunConfig) -> dict[str, int]:
+    name = config.run.name
+    uploads = Counter(row["status"] for row in store.uploads(name))
+    rounds = Counter(row["status"] for row in store.rounds(name))
+    events = Counter(row["kind"] for row in store.events(name))
+    return {
+        **{f"uploads {status}": count for status, count in uploads.items()},
+        **{f"rounds {status}": count for status, count in rounds.items()},
+        **{f"events {kind}": count for kind, count in events.items()},
+    }
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return lines[-1] if lines else "it said nothing"
+
+
+def as_row(outcome: Outcome) -> dict[str, Any]:
+    """As plain data for the summary."""
+    return {
+        "seed": outcome.seed,
+        "method": outcome.method,
+        "acknowledged": outcome.findings.acknowledged,
+        "lost": list(outcome.findings.lost.values()),
+        "doubled": list(outcome.findings.doubled.values()),
+        "wrong": outcome.findings.wrong,
+        "kills": outcome.kills,
+        "faults": dict(outcome.faults),
+        "figures": outcome.figures,
+        "seconds": round(outcome.seconds, 1),
+    }

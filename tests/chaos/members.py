@@ -1,0 +1,198 @@
+"""The processes of a chaos run: the real front, the real engine and the SDK's own `Device`, forked from one that has
+imported everything, since an import of torch for each of them would take an hour.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos import counting
+from chaos.logged import Log, LoggedLink
+from chaos.mutations import MUTATIONS
+from support.forked import Forked, Pipe
+
+from fleetdistill import COLUMNS, Device, FleetDistillError, failpoints
+
+if TYPE_CHECKING:
+    from fleetdistill_server.simulation.device import DeviceSpec
+
+_PRELOAD = (
+    *("chaos.members", "chaos.counting_server", "torch._dynamo", "fleetdistill.worker", "fleetdistill.methods.feddkc"),
+    *("fleetdistill_server.front", "fleetdistill_server.engine", "fleetdistill_server.methods.feddkc"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives, for its processes.
+
+    Attributes:
+        work: Its folder.
+        mutation: What is broken on purpose in front and engine, empty for nothing.
+    """
+
+    work: Path
+    mutation: str = ""
+
+    @property
+    def store(self) -> Path:
+        """The server's store."""
+        return self.work / "store"
+
+    @property
+    def config(self) -> Path:
+        """The run.toml."""
+        return self.work / "run.toml"
+
+    def pipe(self, name: str) -> Path:
+        """The wake-up pipe that a server process reads."""
+        return self.work / f"{name}.fifo"
+
+    def log_of(self, name: str) -> Path:
+        """What a device sent and had acknowledged."""
+        return self.work / f"{name}.jsonl"
+
+    def output_of(self, name: str) -> Path:
+        """What a process said."""
+        return self.work / f"{name}.log"
+
+
+@dataclass(frozen=True)
+class DeviceTerms:
+    """What a device process needs to know.
+
+    Attributes:
+        name: Its id.
+        run: Name of the run.
+        port: Where its proxy listens.
+        seed: Of the run.
+        twice: Part of its uploads that it sends a second time.
+        spec: Model and data of a device with torch; None for a counting one.
+    """
+
+    name: str
+    run: str
+    port: int
+    seed: int
+    twice: float
+    spec: DeviceSpec | None = None
+
+
+def preload() -> None:
+    """Says what this process's fork server is to import; without effect once that runs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
+
+
+def front(place: Place, port: int, lease_seconds: float) -> Forked:
+    """The front, on this port in all its lives."""
+    return Forked(_run_front, place, port, lease_seconds)
+
+
+def engine(place: Place) -> Forked:
+    """The engine."""
+    return Forked(_run_engine, place)
+
+
+def device(place: Place, terms: DeviceTerms) -> Forked:
+    """A device."""
+    return Forked(_run_device, place, terms)
+
+
+def make_pipes(place: Place) -> tuple[Pipe, Pipe]:
+    """The wake-up pipes of front and engine, which stay open as long as they are held."""
+    return Pipe(place.pipe("front")), Pipe(place.pipe("engine"))
+
+
+def _run_front(points: str, place: Place, port: int, lease_seconds: float) -> None:
+    from fleetdistill_server.front import main
+
+    _begin("front", points, place)
+    ends = f"{_open(place.pipe('front'))},{_open(place.pipe('engine'))}"
+    arguments = ["--store", str(place.store), "--listen", f"127.0.0.1:{port}", "--lease-seconds", str(lease_seconds)]
+    _main(main, ["front", *arguments, f"--wakeups={ends}"])
+
+
+def _run_engine(points: str, place: Place) -> None:
+    from chaos import counting_server
+
+    from fleetdistill_server.engine import main
+
+    _begin("engine", points, place)
+    counting_server.register()
+    ends = f"{_open(place.pipe('engine'))},{_open(place.pipe('front'))}"
+    _main(main, ["engine", str(place.config), "--store", str(place.store), f"--wakeups={ends}"])
+
+
+def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:
+    from fleetdistill_server.processes import end_with_parent
+
+    _begin(terms.name, points, place)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    end_with_parent()
+    rng = random.Random(f"{terms.seed}/{terms.name}/{os.getpid()}")
+    link = LoggedLink(f"127.0.0.1:{terms.port}", Log(place.log_of(terms.name)), rng, terms.twice)
+    try:
+        made = _make_device(place, terms, link)
+        signal.signal(signal.SIGTERM, lambda number, frame: made.stop())
+        with made:
+            made.run()
+    except FleetDistillError as error:
+        print(f"{terms.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
+    state_dir = place.work / terms.name
+    if terms.spec is None:
+        counting.register()
+        return Device(
+            server=link,
+            worker=counting.CountingWorker,
+            state_dir=state_dir,
+            run=terms.run,
+            device_id=terms.name,
+            export_onnx="never",
+        )
+    from fleetdistill_server.simulation.device import build_device_model, load_arrays
+
+    spec, data = terms.spec, load_arrays(terms.spec.data_file)
+    return Device(
+        server=link,
+        model=lambda: build_device_model(spec, data[0].shape[1:]),
+        data=data,
+        test_data=load_arrays(spec.test_file),
+        state_dir=state_dir,
+        run=terms.run,
+        device_id=terms.name,
+        allow=COLUMNS,
+        export_onnx="never",
+    )
+
+
+def _begin(name: str, points: str, place: Place) -> None:
+    """What every process does first: says what it says into a file of its own, and arms what it shall die of."""
+    output = os.open(place.output_of(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    failpoints.switch_on(points)
+    if place.mutation and name in MUTATIONS[place.mutation]:
+        MUTATIONS[place.mutation][name]()
+
+
+def _main(main: Callable[[], int], arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.exit(main())
+
+
+def _open(pipe: Path) -> int:
+    return os.open(pipe, os.O_RDWR | os.O_NONBLOCK)

@@ -1,0 +1,127 @@
+"""What a seed decides: the fleet, the terms of the run, and what befalls it when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fleetdistill.failpoints import FAILPOINTS
+
+FRONT = "front"
+ENGINE = "engine"
+FEDDKC_EVERY = 10
+"""One seed in so many runs FedDKC with torch; all others count."""
+
+_POINTS_OF = {FRONT: ("front.", "blob.", "disk."), ENGINE: ("engine.", "blob.", "disk."), "": ("device.", "disk.")}
+
+
+class Action(StrEnum):
+    """What the harness does to a process, or to the server's disk."""
+
+    KILL = "kill"
+    STOP = "stop"  # SIGSTOP, and SIGCONT after a while
+    DAMAGE = "damage"  # a byte of the newest answer on the server's disk is changed
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One thing that happens.
+
+    Attributes:
+        after: Receipts that the devices have had in all by then.
+        wait_seconds: Time from then on.
+        action: What.
+        target: `front`, `engine`, or a device's name.
+        seconds: How long a stopped process stands still.
+    """
+
+    after: int
+    wait_seconds: float
+    action: Action
+    target: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run.
+
+    Attributes:
+        seed: What all of it is made from.
+        method: `counting` or `feddkc`.
+        devices: Their names.
+        rounds, steps: Of the run; asks of a counting round.
+        quorum, deadline_seconds, lease_seconds: As in run.toml.
+        large_share: Part of the counting answers that has several chunks.
+        twice: Part of the uploads that are sent a second time.
+        faulty: Part of the connections that meet a fault.
+        blows: What befalls the processes, in order.
+        failpoints: For each process and each of its first lives where it kills itself.
+    """
+
+    seed: int
+    method: str
+    devices: tuple[str, ...]
+    rounds: int
+    steps: int
+    quorum: float
+    deadline_seconds: float
+    lease_seconds: float
+    large_share: float
+    twice: float
+    faulty: float
+    blows: tuple[Blow, ...]
+    failpoints: dict[str, tuple[str, ...]]
+
+
+def scenario(seed: int) -> Scenario:
+    """What happens with this seed."""
+    rng = random.Random(f"chaos/{seed}")
+    torch = seed % FEDDKC_EVERY == 0
+    devices = tuple(f"device-{number:02d}" for number in range(rng.randint(2, 3) if torch else rng.randint(8, 12)))
+    rounds, steps = (rng.randint(2, 3), 1) if torch else (rng.randint(3, 6), rng.randint(1, 3))
+    uploads = len(devices) * rounds * steps
+    return Scenario(
+        seed=seed,
+        method="feddkc" if torch else "counting",
+        devices=devices,
+        rounds=rounds,
+        steps=steps,
+        quorum=0.5 if torch else rng.choice((0.3, 0.5, 2 / 3, 0.8)),
+        deadline_seconds=20.0 if torch else rng.choice((1.0, 2.0, 5.0)),
+        lease_seconds=rng.choice((1.0, 2.0, 5.0)),
+        large_share=rng.choice((0.05, 0.2)),
+        twice=rng.choice((0.0, 0.1, 0.3)),
+        faulty=rng.choice((0.0, 0.4, 0.8)),
+        blows=_blows(rng, devices, uploads),
+        failpoints={name: _failpoints(rng, name) for name in (FRONT, ENGINE, *devices)},
+    )
+
+
+def _blows(rng: random.Random, devices: Sequence[str], uploads: int) -> tuple[Blow, ...]:
+    """The first is a kill and comes early, so that it meets its target in any case."""
+    first = _blow(rng, devices, rng.randint(0, min(5, uploads // 4)), Action.KILL)
+    latest = max(int(0.8 * uploads), 2)
+    others = [
+        _blow(rng, devices, rng.randint(1, latest), rng.choices(list(Action), (5, 2, 1))[0])
+        for _ in range(rng.randint(1, 5))
+    ]
+    return tuple(sorted([first, *others], key=lambda blow: blow.after))
+
+
+def _blow(rng: random.Random, devices: Sequence[str], after: int, action: Action) -> Blow:
+    target = rng.choice((FRONT, ENGINE, rng.choice(devices)))
+    longest = 3.0 if target in devices else 1.0
+    return Blow(after, rng.uniform(0, 0.1), action, target, rng.uniform(0.1, longest))
+
+
+def _failpoints(rng: random.Random, target: str) -> tuple[str, ...]:
+    """A process dies by its own hand in some of its first two lives; later ones are spared, so that the run ends."""
+    points = sorted(point for point in FAILPOINTS if point.startswith(_POINTS_OF.get(target, _POINTS_OF[""])))
+    share = 0.4 if target in (FRONT, ENGINE) else 0.1
+    return tuple(
+        f"{rng.choice(points)}=kill@{rng.choice((1, 1, 2, 3, 5, 8, 20))}" if rng.random() < share else ""
+        for _ in range(2)
+    )

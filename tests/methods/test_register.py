@@ -1,0 +1,90 @@
+"""Methods of an app's own: made known by `register`, and by nothing that comes over the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chaos import counting, counting_server
+from support.processes import python
+
+from fleetdistill import Device, methods
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server import methods as server_methods
+from fleetdistill_server.run_config import run_config
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counting method, for one test."""
+    monkeypatch.setattr(methods, "_registered", {})
+    monkeypatch.setattr(server_methods, "_registered", {})
+    counting_server.register()
+
+
+def test_a_registered_method_is_found_like_any_other(registered: None) -> None:
+    assert methods.config_class("counting") is counting.CountingConfig
+    assert methods.device_class("counting") is counting.CountingDevice
+    assert server_methods.server_class("counting") is counting_server.CountingServer
+    settings = {"run": {"name": "r", "method": "counting"}, "contract": {"classes": 2, "input_shape": [1]}}
+    assert run_config({**settings, "method": {"steps": 3}}).method_config().steps == 3
+    with pytest.raises(ConfigurationError, match="unknown setting"):
+        run_config({**settings, "method": {"stepps": 3}})
+
+
+def test_registering_the_same_again_changes_nothing(registered: None) -> None:
+    counting_server.register()
+    assert methods.device_class("counting") is counting.CountingDevice
+
+
+@pytest.mark.parametrize("name", ["feddkc", "counting"])
+def test_a_name_that_is_taken_is_refused(registered: None, name: str) -> None:
+    class Other(counting.CountingDevice):
+        pass
+
+    class OtherServer(counting_server.CountingServer):
+        pass
+
+    with pytest.raises(ConfigurationError, match=f"there is a method '{name}' already"):
+        methods.register(name, counting.CountingConfig, Other)
+    with pytest.raises(ConfigurationError, match=f"there is a method '{name}' already"):
+        server_methods.register(name, OtherServer)
+
+
+@pytest.mark.parametrize("name", ["counting", "os", "../methods/feddkc", "chaos.counting"])
+def test_a_contract_cannot_name_code_that_the_app_has_not_registered(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(methods, "_registered", {})
+    with pytest.raises(ConfigurationError, match="unknown method"):
+        methods.device_class(name)
+
+
+def test_an_unknown_method_is_answered_with_the_registered_ones_too(registered: None) -> None:
+    for find in (methods.config_class, server_methods.server_class):
+        with pytest.raises(ConfigurationError, match=r"expected one of .*counting.*feddkc"):
+            find("fedx")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"model": object}, {"data": ()}, {"model": object, "data": (), "worker": counting.CountingWorker}],
+)
+def test_a_device_has_a_model_and_data_or_a_worker(given: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="model= and data=, or worker= alone"):
+        Device(server="127.0.0.1:1", state_dir=tmp_path / "d", **given)  # type: ignore[arg-type]
+
+
+def test_a_device_with_a_worker_of_its_own_loads_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from chaos import counting
+from fleetdistill import Device
+from fleetdistill.wire.v1 import contract_pb2
+counting.register()
+with Device(server="127.0.0.1:1", state_dir={str(tmp_path)!r} + "/d", worker=counting.CountingWorker) as device:
+    contract = contract_pb2.Contract(method="counting", classes=["a", "b"], input_shape=[1])
+    assert device._make_worker(contract).profile(["features"]).classes == 2
+print("torch" in sys.modules)
+"""
+    assert python(code, {"PYTHONPATH": str(Path(__file__).parents[1])}).strip() == "False"

@@ -1,0 +1,260 @@
+"""A run of the real front, the real engine and two SDK devices, each a process, that is over in a second.
+
+One device keeps out of the first round, which so falls short; its end is the same each time, whoever dies on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.forked import Forked, Pipe
+
+from fleetdistill import Device, Event, failpoints
+from fleetdistill import device as sdk
+from fleetdistill.errors import CannotAnswer
+from fleetdistill.knowledge import Kind, ModelParameters
+from fleetdistill.methods.base import Answer
+from fleetdistill.verdict import Verdict
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.work import Work
+from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.store import Store
+
+DEVICES = ("d0", "d1")
+FRAGILE = DEVICES[0]
+"""The device that dies; it also keeps out of the first round."""
+_CONFIG = f"""
+[run]
+name = "{RUN}"
+method = "fedavg"
+rounds = 3
+quorum = 1.0
+min_devices = {len(DEVICES)}
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+knowledge_type = "float32"
+[model]
+extractor = ""
+server = ""
+device = "digits_cnn_small"
+[server]
+torch_device = "cpu"
+"""
+
+
+class ParrotWorker:
+    """Computes for a device without torch: says what it was sent, moved by how often it has answered.
+
+    So an answer whose state is lost, or counts twice, makes another end of the run.
+    """
+
+    has_proxy = False
+
+    def __init__(self, name: str, contract: contract_pb2.Contract) -> None:
+        self.contract = contract
+        self.has_state = False
+        self._name = name
+        self._count = 0
+
+    def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
+        return contract_pb2.DeviceProfile(
+            samples=3,
+            classes=len(self.contract.classes),
+            input_shape=self.contract.input_shape,
+            model_fingerprint=self.contract.model_fingerprint,
+            knowledge_types=[self.contract.knowledge_type],
+            allowed_columns=sorted(allow),
+        )
+
+    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
+        raise AssertionError("this run has no proxy set")
+
+    def load_initial(self, parts: Mapping[str, Kind]) -> None:
+        assert parts
+
+    def state(self) -> bytes:
+        return json.dumps(self._count).encode()
+
+    delivered_state = state
+
+    def restore(self, saved: bytes, delivered: bytes | None) -> None:
+        self._count = json.loads(saved)
+        self.has_state = True
+
+    def forget_state(self) -> None:
+        self.has_state = False
+
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+        if ask.round == 1 and self._name == FRAGILE:
+            raise CannotAnswer("it keeps out of the first round")
+        self._count += 1
+        moved: dict[str, Kind] = {}
+        if ask.step == "train":
+            sent = parts["parameters"]
+            assert isinstance(sent, ModelParameters)
+            by = self._count / 8 + ord(self._name[-1]) / 1024
+            values = {name: one + one.dtype.type(by) for name, one in sent.parameters.items()}
+            moved = {"parameters": ModelParameters(parameters=values, buffers=sent.buffers)}
+        return Work(Answer(parts=moved, samples=3), self.state(), Verdict(replaced=True), self.state())
+
+    def deliver(self, verdict: Verdict) -> None:
+        assert verdict.replaced
+
+    def delivered_model(self) -> Any:
+        raise AssertionError("a parrot has no model")
+
+    def export(self, path: Path, number: int) -> Any:
+        raise AssertionError("a parrot has no model")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives, and where its front listens."""
+
+    work: Path
+    port: int
+
+    @property
+    def config(self) -> Path:
+        return self.work / "run.toml"
+
+    @property
+    def store(self) -> Path:
+        return self.work / "store"
+
+    def pipe(self, name: str) -> Path:
+        return self.work / f"{name}.fifo"
+
+    def receipts(self, device: str) -> Path:
+        """Where a device writes down the receipts that it hears of, one a line."""
+        return self.work / f"{device}.receipts"
+
+    def ends(self, own: str, other: str) -> str:
+        """Opens the wake-up pipes of front and engine in this process."""
+        return ",".join(str(os.open(self.pipe(name), os.O_RDWR | os.O_NONBLOCK)) for name in (own, other))
+
+
+def _front(points: str, place: Place) -> None:
+    from fleetdistill_server.front import main
+
+    failpoints.switch_on(points)
+    where = ["--store", str(place.store), "--listen", f"127.0.0.1:{place.port}"]
+    sys.argv = ["front", *where, f"--wakeups={place.ends('front', 'engine')}"]
+    sys.exit(main())
+
+
+def _engine(points: str, place: Place) -> None:
+    from fleetdistill_server.engine import main
+
+    failpoints.switch_on(points)
+    sys.argv = ["engine", str(place.config), "--store", str(place.store)]
+    sys.argv.append(f"--wakeups={place.ends('engine', 'front')}")
+    sys.exit(main())
+
+
+def _device(points: str, place: Place, name: str) -> None:
+    def note(event: Event) -> None:
+        if "receipt" in event.values:
+            with place.receipts(name).open("a") as file:
+                file.write(event.values["receipt"] + "\n")
+
+    failpoints.switch_on(points)
+    sdk._LONGEST_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
+    device = Device(
+        server=f"127.0.0.1:{place.port}",
+        worker=lambda contract: ParrotWorker(name, contract),
+        state_dir=place.work / name,
+        run=RUN,
+        device_id=name,
+        export_onnx="never",
+        on_event=note,
+    )
+    with device:
+        device.run()
+
+
+@dataclass
+class SmallRun:
+    """The processes of one run; made by `small_run`.
+
+    Attributes:
+        place: Where it lives.
+        processes: Front, engine and devices by name.
+        points: For a process, the failpoints of its first life, its second, and so on; none after these.
+    """
+
+    place: Place
+    processes: dict[str, Forked]
+    points: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def finish(self, seconds: float = 120.0) -> None:
+        """Runs to the end; whoever dies of a failpoint is started again at once."""
+        until = time.monotonic() + seconds
+        while not self._is_over():
+            assert time.monotonic() < until, f"after {seconds:g} s the run is not over"
+            for name, process in self.processes.items():
+                if process.process is None or (not process.is_alive and process.was_killed):
+                    self._start(name)
+            time.sleep(0.01)
+
+    def _start(self, name: str) -> None:
+        process, points = self.processes[name], self.points.get(name, ())
+        process.start(points[process.lives] if process.lives < len(points) else "")
+
+    def _is_over(self) -> bool:
+        """All but the front, which is never done by itself, have ended well."""
+        others = [process for name, process in self.processes.items() if name != "front"]
+        return all(one.process is not None and not one.is_alive and not one.was_killed for one in others)
+
+    def kills(self, name: str) -> int:
+        """How often a process was killed by a failpoint."""
+        return self.processes[name].lives - 1
+
+
+@contextmanager
+def small_run(work: Path, points: Mapping[str, Sequence[str]] | None = None) -> Iterator[SmallRun]:
+    """Prepares a run in an empty folder; nothing of it lives on after the block."""
+    work.mkdir()
+    place = Place(work, _free_port())
+    place.config.write_text(_CONFIG)
+    with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
+        store.begin_run(RUN, load_run_config(place.config).fixed_part())
+    pipes = [Pipe(place.pipe(name)) for name in ("front", "engine")]
+    targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+        "front": (_front, (place,)),
+        "engine": (_engine, (place,)),
+        **{name: (_device, (place, name)) for name in DEVICES},
+    }
+    with ExitStack() as stack:
+        processes = {name: Forked(target, *arguments) for name, (target, arguments) in targets.items()}
+        for process in processes.values():
+            stack.callback(process.kill)
+        yield SmallRun(place, processes, points or {})
+    del pipes  # until here they are open
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def store_of(place: Place) -> Iterator[Store]:
+    """The run's store."""
+    store = Store.open(place.store)
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,106 @@
+"""Whole calls on the commit thread: durable before they are done, and nobody is woken for what is not there yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleetdistill.errors import RefusedError
+from fleetdistill_server.commits import CommitThread
+from fleetdistill_server.store import Store
+
+RUN = "run"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path)
+    opened.begin_run(RUN, {})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def commits(tmp_path: Path) -> Iterator[CommitThread]:
+    writer = Store.open(tmp_path)
+    thread = CommitThread(writer)
+    yield thread
+    thread.close()
+    writer.close()
+
+
+def texts(store: Store) -> list[str]:
+    return [event["text"] for event in store.events(RUN)]
+
+
+def test_what_a_call_commits_is_there_when_it_is_done(store: Store, commits: CommitThread) -> None:
+    def call() -> str:
+        commits.commit(lambda one: one.add_event(RUN, "kind", "first"))
+        commits.commit(lambda one: one.add_event(RUN, "kind", "second"))
+        return "done"
+
+    assert commits.call(call).result(10)() == "done"
+    assert texts(store) == ["first", "second"]
+
+
+def test_a_call_that_is_refused_keeps_the_note_about_it(store: Store, commits: CommitThread) -> None:
+    def call() -> None:
+        commits.commit(lambda one: one.add_event(RUN, "kind", "note"))
+        raise RefusedError("closed", "no")
+
+    outcome = commits.call(call).result(10)
+    assert texts(store) == ["note"]
+    with pytest.raises(RefusedError, match="no"):
+        outcome()
+
+
+def test_a_job_that_fails_within_a_call_takes_back_only_itself(store: Store, commits: CommitThread) -> None:
+    def fail(one: Store) -> None:
+        one.add_event(RUN, "kind", "never")
+        raise ZeroDivisionError
+
+    def call() -> None:
+        commits.commit(lambda one: one.add_event(RUN, "kind", "before"))
+        with pytest.raises(ZeroDivisionError):
+            commits.commit(fail)
+        commits.commit(lambda one: one.add_event(RUN, "kind", "after"))
+
+    commits.call(call).result(10)()
+    assert texts(store) == ["before", "after"]
+
+
+def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> None:
+    found: list[list[str]] = []
+    woken = threading.Event()
+
+    def wake() -> None:
+        found.append(texts(store))
+        woken.set()
+
+    def call() -> None:
+        commits.commit(lambda one: one.add_event(RUN, "kind", "work"))
+        commits.afterwards(wake)
+
+    commits.call(call).result(10)()
+    assert woken.wait(10)
+    assert found == [["work"]]
+
+
+def test_outside_a_call_it_follows_at_once(commits: CommitThread) -> None:
+    done: list[int] = []
+    commits.afterwards(lambda: done.append(1))
+    assert done == [1]
+
+
+def test_the_thread_outlives_a_caller_that_went_away(store: Store, commits: CommitThread) -> None:
+    go_on = threading.Event()
+    busy = commits.call(lambda: go_on.wait(10))
+    given_up = commits.call(lambda: commits.commit(lambda one: one.add_event(RUN, "kind", "all the same")))
+    assert not given_up.cancel()
+    go_on.set()
+    busy.result(10)
+    given_up.result(10)
+    assert texts(store) == ["all the same"]

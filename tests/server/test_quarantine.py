@@ -1,0 +1,285 @@
+"""Answers that the disk has damaged after their receipt: found when the engine reads, reported, and asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store.record_schema import DEVICES, RUN, recorded_config
+from support.fleets import SMALL, assert_no_upload_lost, prepare
+from support.parroting import ParrotDevice
+
+from fleetdistill import failpoints
+from fleetdistill.errors import DamagedError
+from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.links import DriveDevices
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Row, Store
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x10  # in the tensors' data
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a flipped bit": flip_a_bit,
+    "a letter more in the parts": lambda path: path.write_bytes(path.read_bytes().replace(b':"', b':"A', 1)),
+    "gone": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+class Fleet:
+    """An engine and two devices over a store on the disk; the engine's `Waker`.
+
+    Attributes:
+        after_answer: Called with the rows of the uploads whenever there is a new one, before the engine sees it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = Store.open(directory)
+        self.desk = Desk(self.store)
+        self.devices = [ParrotDevice(MemoryLink(self.desk), RUN, name) for name in DEVICES]
+        self.after_answer: Callable[[list[Row]], None] = lambda uploads: None
+        self._seen = 0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        for device in self.devices:
+            device.step()
+            uploads = self.store.uploads(RUN)
+            if len(uploads) > self._seen:
+                self._seen = len(uploads)
+                self.after_answer(uploads)
+
+    def wake_other(self) -> None:
+        return
+
+    def run(self) -> None:
+        asyncio.run(Engine(self.store, recorded_config(self.directory), self).run())
+
+    def blob(self, row: Row) -> Path:
+        name = row["sha256"].hex()
+        return self.directory / "blobs" / name[:2] / f"{name}.safetensors"
+
+    def quarantined(self) -> list[str]:
+        return sorted(path.name[:64] for path in (self.directory / "blobs" / "quarantine").glob("*"))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path / "store")
+    yield made
+    made.store.close()
+
+
+def damage_first_answer_of_round_2(fleet: Fleet, damage: Callable[[Path], None]) -> None:
+    def act(uploads: list[Row]) -> None:
+        if uploads[-1]["round"] == 2 and uploads[-1]["device"] == "d0" and len(uploads) == 3:
+            damage(fleet.blob(uploads[-1]))
+
+    fleet.after_answer = act
+
+
+def first_and_second(store: Store) -> list[Row]:
+    """Both answers of d0 to round 2."""
+    return [row for row in store.uploads(RUN) if (row["round"], row["device"]) == (2, "d0")]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, name: str) -> None:
+    damage_first_answer_of_round_2(fleet, DAMAGES[name])
+    fleet.run()
+    lost, again = first_and_second(fleet.store)
+    assert (lost["status"], lost["attempt"]) == ("reported", 1)
+    assert lost["reason"].startswith(f"its payload was lost on the server: payload {lost['sha256'].hex()} is ")
+    assert (again["status"], again["attempt"], again["quarantined_at"]) == ("used", 2, None)
+    (event,) = fleet.store.events(RUN, "quarantined")
+    assert (event["round"], event["device"]) == (2, "d0")
+    assert lost["sha256"].hex() in event["text"]
+    assert "it is asked again" in event["text"]
+    assert fleet.quarantined() == ([] if name == "gone" else [lost["sha256"].hex()])
+    assert (fleet.store.run(RUN) or {})["completed_rounds"] == 4
+    assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
+
+
+def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
+    fleet.run()
+    assert fleet.store.events(RUN, "quarantined") == []
+    assert {row["status"] for row in fleet.store.uploads(RUN)} == {"used"}
+
+
+@pytest.mark.parametrize("point", ["before-move", "after-move", "after-commit"])
+def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(fleet: Fleet, point: str) -> None:
+    damage_first_answer_of_round_2(fleet, flip_a_bit)
+    with failpoints.switched_on(f"engine.quarantine.{point}=error"), pytest.raises(OSError, match="a failpoint"):
+        fleet.run()
+    fleet.run()
+    lost, again = first_and_second(fleet.store)
+    assert (lost["status"], again["status"]) == ("reported", "used")
+    assert len(fleet.store.events(RUN, "quarantined")) == 1
+    assert fleet.quarantined() == [lost["sha256"].hex()]
+    assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
+
+
+def test_an_answer_that_was_read_before_a_crash_is_verified_again_after_it(fleet: Fleet) -> None:
+    class Crash(Exception):
+        pass
+
+    def act(uploads: list[Row]) -> None:
+        if uploads[-1]["round"] == 2 and uploads[-1]["device"] == "d1":
+            raise Crash
+
+    fleet.after_answer = act
+    with suppress(Crash):
+        fleet.run()
+    fleet.after_answer = lambda uploads: None
+    flip_a_bit(fleet.blob(first_and_second(fleet.store)[0]))
+    fleet.run()
+    assert [row["status"] for row in first_and_second(fleet.store)] == ["reported", "used"]
+
+
+def answered_round(fleet: Fleet, deadline_at: float = math.inf) -> Row:
+    """An open round with an ask that d0 has answered; returns the upload's row."""
+    with failpoints.switched_on("engine.answer.after-read=error"), suppress(OSError):
+        fleet.run()
+    fleet.store._write("UPDATE asks SET deadline_at = ?", min(deadline_at, 1e10))
+    (upload,) = [row for row in fleet.store.uploads(RUN) if row["device"] == "d0"]
+    return upload
+
+
+def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> None:
+    upload = answered_round(fleet, deadline_at=1.0)
+    fleet.store.take_back_upload(upload["ask"], "payload is damaged")
+    ask = fleet.store.ask(RUN, 1, 1, "d0")
+    assert ask is not None
+    assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, deadline passed")
+    assert "out for the round: deadline passed" in fleet.store.events(RUN, "quarantined")[0]["text"]
+
+
+def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
+    upload = answered_round(fleet)
+    fleet.store.device_gone(RUN, "d0", "lease ended")
+    fleet.store.take_back_upload(upload["ask"], "payload is damaged")
+    ask = fleet.store.ask(RUN, 1, 1, "d0")
+    assert ask is not None
+    assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, device not present")
+
+
+def test_taking_back_twice_is_once(fleet: Fleet) -> None:
+    upload = answered_round(fleet)
+    for _ in range(2):
+        fleet.store.take_back_upload(upload["ask"], "payload is damaged")
+    assert len(fleet.store.events(RUN, "quarantined")) == 1
+    assert fleet.store.next_ask(RUN, "d0") is not None
+
+
+def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fleet) -> None:
+    upload = answered_round(fleet)
+    device = fleet.devices[0]
+    name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
+    status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
+    assert fleet.desk.upload_status(status).receipt.id == upload["receipt"]
+    fleet.blob(upload).unlink()
+    fleet.store.take_back_upload(upload["ask"], "payload is gone")
+    told = fleet.desk.upload_status(status)
+    assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
+    ask = fleet.desk.next_ask(device.identity)
+    assert ask is not None
+    assert ask.ask.first_attempt == 2
+    receipt = device.answer(ask.ask, attempt=1)  # it still had them
+    assert receipt.id != upload["receipt"]
+    assert fleet.desk.upload_status(status).receipt == receipt
+    assert fleet.store.blobs.open(receipt.sha256, verify=True).data_bytes == receipt.data_bytes
+
+
+# --- what the server itself sends and keeps
+
+
+def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> None:
+    answered_round(fleet)
+    checkpoint = (fleet.store.run(RUN) or {})["checkpoint"]
+    path = fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors"
+    flip_a_bit(path)
+    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
+        fleet.run()
+    path.unlink()
+    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store"):
+        fleet.run()
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink])
+def test_a_damaged_payload_of_an_open_ask_is_made_again(fleet: Fleet, damage: Callable[[Path], None]) -> None:
+    answered_round(fleet)
+    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    assert ask is not None
+    fleet.store._write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
+    fleet.store._write("DELETE FROM uploads WHERE ask = ?", ask["id"])
+    damage(fleet.blob({"sha256": ask["payload"]}))
+    started_again = Fleet(fleet.directory)
+    started_again.run()
+    assert (fleet.store.run(RUN) or {})["status"] == "finished"
+    assert fleet.store.events(RUN, "declined") == []
+    started_again.store.close()
+
+
+def test_damaged_initial_weights_end_the_engine_with_a_sentence(fleet: Fleet) -> None:
+    answered_round(fleet)
+    contract = fleet.desk.contract(RUN)
+    flip_a_bit(fleet.blob({"sha256": contract.initial_weights}))
+    with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
+        fleet.run()
+
+
+# --- the SDK
+
+
+class NotingLink(MemoryLink):
+    """Notes the receipts that go out."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self.receipts: set[str] = set()
+
+    def upload(
+        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
+    ) -> service_pb2.Receipt:
+        receipt = super().upload(header, chunks)
+        self.receipts.add(receipt.id)
+        return receipt
+
+
+@pytest.mark.slow
+def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: Path) -> None:
+    config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
+    store = Store.open(work / "store")
+    desk = Desk(store)
+    damaged: list[Row] = []
+
+    def damage_the_first() -> None:
+        uploads = store.uploads(config.run.name)
+        if uploads and not damaged:
+            damaged.append(uploads[0])
+            name = uploads[0]["sha256"].hex()
+            flip_a_bit(work / "store" / "blobs" / name[:2] / f"{name}.safetensors")
+
+    with ExitStack() as stack:
+        link = NotingLink(desk)
+        devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
+        asyncio.run(Engine(store, config, DriveDevices(devices, damage_the_first)).run())
+    answers = [row for row in store.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]
+    assert [(row["attempt"], row["status"]) for row in answers] == [(1, "reported"), (2, "used")]
+    assert {row["receipt"] for row in answers} <= link.receipts
+    assert_no_upload_lost(store, link.receipts)
+    store.close()

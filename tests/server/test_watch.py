@@ -1,0 +1,205 @@
+"""`fleetdistill runs watch`: what is new in a run, said once, on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.cli import app
+from fleetdistill_server.counting import Counted
+from fleetdistill_server.store import Row, Store
+from fleetdistill_server.watch import changes, follow, watch
+
+RUN = "r"
+DEVICES = ("a", "b", "c")
+CONFIG = {"run": {"name": RUN, "method": "feddkc", "rounds": 2}}
+
+
+class Played:
+    """A run of three devices, played move by move."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        store.begin_run(RUN, CONFIG)
+        for device in DEVICES:
+            store.register_device(RUN, device, b"", contract_pb2.DeviceProfile().SerializeToString())
+
+    def moves(self) -> Iterator[str]:
+        """Makes one move at a time, and names it."""
+        store = self.store
+        store.publish_contract(RUN, b"")
+        yield "started"
+        store.start_round(RUN, DEVICES)
+        store.write_asks([self._ask(device) for device in DEVICES])
+        yield "asked"
+        self._answer("a", 1)
+        yield "answered"
+        store.add_event(RUN, "refused", "device b: NaN", number=1, device="b", code="bad-value")
+        store.close_ask(2, "refused: NaN")
+        self._answer("c", 3)
+        store.add_event(RUN, "teacher-guard", "held back", number=1, device="c")
+        yield "refused"
+        store.close_round(RUN, 1, b"c", [1, 3], {})
+        store.end_run(RUN, "finished", "all rounds done")
+        yield "over"
+
+    def _ask(self, device: str) -> Row:
+        name = {"run": RUN, "round": 1, "step_number": 1, "device": device, "step": "train", "expects": {}}
+        return {**name, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}
+
+    def _answer(self, device: str, ask: int) -> None:
+        self.store.accept_upload(ask, 1, device.encode() * 32, 10, 5)
+        self.store.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
+        right = Metric(name="accuracy", split="test", sum=ask, count=4)
+        self.store.add_figures(RUN, 1, device, Metrics(metrics=[right]))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+def found(store: Store) -> list[list[Row]]:
+    """What is new after each move."""
+    seen: dict[str, Row] = {}
+    return [changes(store, RUN, seen) for _ in Played(store).moves()]
+
+
+# --- what is new
+
+
+def test_every_move_is_told_and_told_once(store: Store) -> None:
+    told = [[(one["kind"], one.get("status", one.get("event"))) for one in new] for new in found(store)]
+    assert told == [
+        [("run", "running")],
+        [("round", "open"), ("step", None)],
+        [("round", "open"), ("step", None)],
+        [("round", "open"), ("step", None), ("event", "refused"), ("event", "teacher-guard")],
+        [("round", "closed"), ("run", "finished")],
+    ]
+
+
+def test_a_round_has_answers_figures_bytes_and_guards(store: Store) -> None:
+    last = found(store)[-1]
+    (closed,) = [one for one in last if one["kind"] == "round"]
+    seconds = closed.pop("seconds")
+    assert seconds >= 0
+    assert closed == {
+        "kind": "round",
+        "round": 1,
+        "status": "closed",
+        "reason": None,
+        "devices": 3,
+        "answers": 2,
+        "used": 2,
+        "reported": 0,
+        "test_accuracy": 0.5,
+        "guards": 1,
+        "bytes_up": 2 * (400 + 100),
+        "bytes_down": 0,
+    }
+
+
+def test_a_step_says_who_is_waited_for(store: Store) -> None:
+    steps = [one for new in found(store) for one in new if one["kind"] == "step"]
+    assert [(one["asked"], one["answered"], one["out"]) for one in steps] == [(3, 0, 0), (3, 1, 0), (3, 2, 1)]
+
+
+def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
+    store.begin_run(RUN, CONFIG)
+    with pytest.raises(ConfigurationError, match="there is no run 'x'; the store has r"):
+        changes(store, "x", {})
+
+
+def test_following_ends_with_the_run_and_looks_only_between_moves(store: Store) -> None:
+    moves = Played(store).moves()
+    told = list(follow(store, RUN, wait=lambda: next(moves)))
+    assert len(told) == 6  # once before the first move, and after each
+    assert told[-1][-1]["status"] == "finished"
+    assert next(moves, None) is None
+
+
+# --- how it is shown
+
+
+def shown(store: Store, **how: Any) -> str:
+    console = Console(file=io.StringIO(), width=160, **how.pop("console", {}))
+    watch(store, RUN, console=console, as_json=False, **how)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.fixture
+def over(store: Store) -> Store:
+    """A run that is over, so that nobody waits."""
+    for _ in Played(store).moves():
+        pass
+    return store
+
+
+def test_a_pipe_gets_a_sentence_a_line(over: Store) -> None:
+    lines = shown(over).splitlines()
+    assert lines[0].startswith("round 1, train: 2 of 3 answers, 1 out")
+    assert lines[1] == "round 1, refused (b bad-value): device b: NaN"
+    assert lines[2] == "round 1, teacher-guard (c): held back"
+    assert lines[3].startswith("round 1: closed, 3 devices, 2 answers, 2 used, 0 reported, ")
+    assert lines[3].endswith(" s, test accuracy 50.0%, guards 1, 1.0 kB up, 0.0 kB down")
+    assert lines[4] == "run r (feddkc): finished: all rounds done, 1 of 2 rounds, 3 devices present"
+    assert len(lines) == 5
+
+
+def test_a_terminal_gets_a_table_that_stays(over: Store) -> None:
+    text = shown(over, console={"force_terminal": True})
+    assert "\x1b[" in text
+    for word in ("test accuracy", "closed", "50.0%", "1.0 kB", "finished", "teacher-guard", "train: 2 of 3 answers"):
+        assert word in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_device_says_is_shown_and_never_obeyed(over: Store, terminal: bool) -> None:
+    over.add_event(RUN, "declined", "[bold]x[/bold]\x1b]0;owned\x07\nround 9: all is well", number=1, device="a")
+    text = shown(over, console={"force_terminal": terminal})
+    assert "[bold]x[/bold]\ufffd]0;owned\ufffd\ufffdround 9: all is well" in text
+
+
+def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["runs", "watch", RUN, "--store", str(tmp_path), "--json"])
+    assert said.exit_code == 0
+    assert [json.loads(line)["kind"] for line in said.stdout.splitlines()] == ["step", "event", "event", "round", "run"]
+    said = CliRunner().invoke(app, ["runs", "watch", "x", "--store", str(tmp_path)])
+    assert (said.exit_code, said.stdout) == (1, "")
+
+
+def test_ctrl_c_ends_it_cleanly_in_mid_run(store: Store, tmp_path: Path) -> None:
+    moves = Played(store).moves()
+    next(moves)
+    command = [sys.executable, "-m", "fleetdistill_server.cli", "runs", "watch", RUN, "--store", str(tmp_path)]
+    code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *command[3:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("run r (feddkc): running")
+            next(moves)
+            assert process.stdout.readline().startswith("round 1: open, 3 devices, 0 answers")
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")
+    assert "Traceback" not in rest

@@ -1,0 +1,32 @@
+"""A front that leaks on purpose, so that a test can see that the soak finds it.
+
+python -m soak.leaks --store ...       with the front's own arguments
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fleetdistill_server import front
+from fleetdistill_server.desk import Desk
+
+LEAKED_BYTES = 200_000
+
+
+def leaking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, with memory and a file that are never given back at each."""
+    held: list[Any] = []
+
+    def leaky(*given: Any) -> Any:
+        held.append((b"x" * LEAKED_BYTES, os.open(os.devnull, os.O_RDONLY)))
+        return call(*given)
+
+    return leaky
+
+
+if __name__ == "__main__":
+    Desk.authenticate = leaking(Desk.authenticate)  # type: ignore[method-assign]
+    sys.exit(front.main())

@@ -1,0 +1,183 @@
+"""Whatever happens in a store, in any order: what is needed stays readable, and what is not goes in the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wire_samples import EXPECTS, make_contract, make_identity, make_payload, make_profile
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.retention import free_after_round, needed, prune, sweep
+from fleetdistill_server.store import Row, Store
+
+RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
+# Few, so that asks, answers, rounds and runs share payloads.
+PAYLOADS = [make_payload(rows) for rows in (1, 2, 3)]
+runs, devices, payloads = st.sampled_from(RUNS), st.sampled_from(DEVICES), st.sampled_from(PAYLOADS)
+
+
+class Retention(RuleBasedStateMachine):
+    """A server's life on a store in memory, whose payloads have no age: a sweep may strike at any moment."""
+
+    @initialize(keep=st.integers(1, 2))
+    def start(self, keep: int) -> None:
+        self.store = Store.in_memory()
+        self.desk = Desk(self.store)
+        self.secrets: dict[tuple[str, str], bytes] = {}
+        self.lost: set[bytes] = set()
+        self.codes: list[str] = []
+        for run in RUNS:
+            self.store.begin_run(run, {})
+            self.store.set_keep_rounds(run, keep)
+            self.store.publish_contract(run, make_contract(run=run).SerializeToString())
+            self.store.set_checkpoint(run, self.store.blobs.put_state(b"state of the start"))
+            for device in DEVICES:
+                request = service_pb2.CheckInRequest(identity=make_identity(device, run=run), profile=make_profile())
+                self.secrets[run, device] = self.desk.check_in(request).secret
+
+    @rule(run=runs, payload=payloads)
+    def ask_a_step(self, run: str, payload: Any) -> None:
+        opened = self.store.open_round(run)
+        number = opened["round"] if opened else self.store.start_round(run, DEVICES)
+        steps = [one for one in range(1, 9) if not self.store.asks(run, number, one)]
+        row = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
+        row |= {"expects": EXPECTS, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "seed": 1}
+        self.store.blobs.put(payload)
+        self.store.write_asks([{**row, "device": device, "deadline_at": time.time() + 600} for device in DEVICES])
+        self.lost.discard(payload.sha256)
+
+    @rule(run=runs, device=devices, payload=payloads, struck=st.booleans())
+    def answer(self, run: str, device: str, payload: Any, struck: bool) -> None:
+        """A whole upload; struck by a sweep between the payload's rename and the receipt's commit, it is sent again."""
+        if self.store.next_ask(run, device) is None:
+            self.ask_a_step(run, payload)
+        ask = self.store.next_ask(run, device)
+        if ask is None:
+            return  # the round has as many steps as this test gives it
+        commit = self.desk._commit
+        if struck:
+            self.desk._commit = self._sweep_first(commit)
+        for _ in range(3):
+            try:
+                self._upload(run, ask, payload)
+                break
+            except RefusedError as refusal:
+                self.codes.append(refusal.code)
+                self.desk._commit = commit
+        self.desk._commit = commit
+        assert self.store.upload_of(ask["id"]) is not None
+        assert set(self.codes) <= {Code.INCOMPLETE, Code.OUT_OF_STEP}
+        self.lost.discard(payload.sha256)
+
+    def _upload(self, run: str, ask: Row, payload: Any) -> None:
+        """Goes on where the server stands, as a device does."""
+        identity = make_identity(ask["device"], self.secrets[run, ask["device"]], run)
+        name = service_pb2.UploadName(round=ask["round"], step_number=ask["step_number"], attempt=1)
+        first = self.desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
+        header = service_pb2.UploadHeader(
+            identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
+        )
+        session = self.desk.begin_upload(header)
+        try:
+            for chunk in wire.chunks(payload.source, payload.slots, first):
+                session.feed(chunk)
+            session.finish()
+        finally:
+            session.abandon()
+
+    def _sweep_first(self, commit: Any) -> Any:
+        def struck(job: Any) -> Any:
+            sweep(self.store, 0.0)
+            return commit(job)
+
+        return struck
+
+    @rule(run=runs, device=devices, payload=payloads)
+    def an_upload_dies_on_its_way(self, run: str, device: str, payload: Any) -> None:
+        ask = self.store.next_ask(run, device)
+        if ask is not None:
+            staging = self.store.blobs.stage(f"ask-{ask['id']}-attempt-1", payload.parts)
+            staging.append(payload.source.read(staging.length, 1))
+
+    @rule(payload=payloads)
+    def a_front_dies_between_rename_and_commit(self, payload: Any) -> None:
+        self.store.blobs.put(payload)
+        self.lost.discard(payload.sha256)
+
+    @rule(run=runs, data=st.data())
+    def close_the_round(self, run: str, data: st.DataObject) -> None:
+        opened = self.store.open_round(run)
+        if opened is None:
+            return
+        number = opened["round"]
+        if data.draw(st.booleans()):
+            self.store.close_short_round(run, number, "too few")
+            return
+        answered = [row["ask"] for row in self._acknowledged(run)]
+        state = self.store.blobs.put_state(
+            data.draw(st.sampled_from([b"one state", b"another", b"state of the start"]))
+        )
+        before = (self.store.run(run) or {})["checkpoint"]
+        self.store.close_round(run, number, state, [ask for ask in answered if data.draw(st.booleans())], {})
+        if data.draw(st.booleans()):  # or the engine dies before it
+            free_after_round(self.store, run, before)
+
+    @rule(run=runs)
+    def the_disk_damages_an_answer(self, run: str) -> None:
+        for upload in self._acknowledged(run)[:1]:
+            self.store.blobs.quarantine(upload["sha256"])
+            self.store.take_back_upload(upload["ask"], "a flipped bit")
+            self.lost.add(upload["sha256"])
+
+    @rule()
+    def sweep(self) -> None:
+        sweep(self.store, 0.0)
+
+    @rule(run=runs, keep=st.integers(1, 3), dry_run=st.booleans())
+    def prune(self, run: str, keep: int, dry_run: bool) -> None:
+        prune(self.store, run, keep_rounds=keep, dry_run=dry_run)
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @invariant()
+    def what_is_needed_is_readable(self) -> None:
+        for run in RUNS:
+            self.store.blobs.get_state((self.store.run(run) or {})["checkpoint"])
+            wanted = {row["sha256"] for row in self._acknowledged(run)}
+            opened = self.store.open_round(run)
+            for step in range(1, 9) if opened else ():
+                wanted |= {one["payload"] for one in self.store.asks(run, opened["round"], step)}  # type: ignore[index]
+            newest = [one["round"] for one in self.store.rounds(run) if one["status"] == "closed"][-1:]
+            wanted |= {row["sha256"] for row in self.store.uploads(run) if row["round"] in newest and _counts(row)}
+            for sha256 in wanted - self.lost:
+                self.store.blobs.open(sha256, verify=True)
+
+    def _acknowledged(self, run: str) -> list[Row]:
+        return [row for row in self.store.uploads(run) if row["status"] == "acknowledged"]
+
+    def teardown(self) -> None:
+        """In the end nothing is left but what is needed."""
+        if not hasattr(self, "store"):
+            return
+        sweep(self.store, 0.0)
+        kept = needed(self.store)
+        assert all(one.sha256 in kept for one in self.store.blobs.held())
+        open_asks = self.store.open_asks()
+        assert all(int(one.key.split("-")[1]) in open_asks for one in self.store.blobs.staging())
+        self.store.close()
+
+
+def _counts(row: Row) -> bool:
+    return row["quarantined_at"] is None
+
+
+TestRetention = pytest.mark.slow(Retention.TestCase)
+TestRetention.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

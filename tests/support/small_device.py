@@ -1,0 +1,101 @@
+"""An SDK device without a model: it answers every step with sample knowledge that fits `wire_samples.make_contract`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.live_front import RUN
+from wire_samples import make_knowledge, make_profile
+
+from fleetdistill import COLUMNS, Device, Event
+from fleetdistill.errors import ExportError
+from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.knowledge import Kind
+from fleetdistill.methods.base import Answer
+from fleetdistill.verdict import Verdict
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.work import Work
+
+
+class SmallWorker:
+    """Its state is how many answers it has given; each says so in its logits. `rows` is the size of an answer."""
+
+    def __init__(self, contract: contract_pb2.Contract, rows: int = 4) -> None:
+        self.contract = contract
+        self.has_state = False
+        self.has_proxy = False
+        self.rows = rows
+        self.count = 0
+        self.asked: list[service_pb2.Ask] = []
+
+    def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
+        return make_profile(proxy_digest=self.contract.proxy_digest)
+
+    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
+        self.has_proxy = True
+
+    def load_initial(self, parts: Mapping[str, Kind]) -> None:
+        """Starts from nothing."""
+
+    def state(self) -> bytes:
+        return json.dumps(self.count).encode()
+
+    def restore(self, saved: bytes, delivered: bytes | None) -> None:
+        self.count = json.loads(saved)
+        self.has_state = True
+
+    def forget_state(self) -> None:
+        self.has_state = False
+
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+        self.asked.append(ask)
+        self.count += 1
+        knowledge = make_knowledge(self.rows)
+        knowledge.logits[:] = self.count  # type: ignore[index]
+        return Work(
+            Answer(parts={"knowledge": knowledge}, samples=self.rows), self.state(), Verdict(True), self.state()
+        )
+
+    def deliver(self, verdict: Verdict) -> None:
+        """There is no model."""
+
+    def delivered_model(self) -> Any:
+        raise NotImplementedError("a small device has no model")
+
+    def delivered_state(self) -> bytes:
+        return self.state()
+
+    def export(self, path: Path, number: int) -> Any:
+        raise ExportError("a small device has no model")
+
+
+class Events(list[Event]):
+    """What an app heard."""
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self]
+
+    def of(self, kind: str) -> Event:
+        """The only event of a kind."""
+        (found,) = [event for event in self if event.kind == kind]
+        return found
+
+
+def small_device(port: int, state_dir: Path, events: Events, link: Any = None, rows: int = 4, **changes: Any) -> Device:
+    """A device of `support.live_front`'s run, called d1 unless the changes say otherwise."""
+    settings: dict[str, Any] = {
+        "run": RUN,
+        "device_id": "d1",
+        "allow": COLUMNS,
+        "export_onnx": "never",
+        "worker": lambda contract: SmallWorker(contract, rows),
+    }
+    return Device(
+        server=link or GrpcLink(f"127.0.0.1:{port}"),
+        state_dir=state_dir,
+        on_event=events.append,
+        **{**settings, **changes},
+    )
