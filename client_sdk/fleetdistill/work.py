@@ -1,7 +1,7 @@
 """What a `Device` needs of whatever computes for it. `fleetdistill.worker` does it with PyTorch.
 
-An app that computes with something else gives `Device(worker=...)`: a function that takes the run's contract and returns
-an object with this protocol.
+An app that computes with something else gives `Device(worker=...)`: a function that takes the run's contract and
+returns an object with this protocol.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceWorker(Protocol):
     """Does a device's computing: holds model and method, answers asks, and packs its state into bytes.
 
     The device keeps these bytes, and hands them back after a crash; it never looks into them. Errors must be
-    `FleetDistillError`s; a `CannotAnswer` or `KnowledgeError` out of `answer` declines the ask, others end `Device.run`.
+    `FleetDistillError`s; a `CannotAnswer` or `KnowledgeError` out of `answer` declines the ask, others end the run.
 
     Attributes:
         contract: The run's terms.

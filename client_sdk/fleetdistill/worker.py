@@ -16,7 +16,7 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireE
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, Answer, Ask, Local
+from fleetdistill.methods.base import CUT, DELIVER, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.onnx_export import OnnxReport, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of

@@ -79,20 +79,6 @@ def test_the_receipt_is_found_again_when_its_reply_was_lost(client: Client, fron
     assert len(uploads_of(store, client)) == 1
 
 
-def test_a_payload_that_is_durable_but_not_committed_is_simply_sent_again(
-    client: Client, front: LiveFront, store: Store
-) -> None:
-    """The crash fell between the rename of the blob and the commit of its row."""
-    name, payload = ask(store, client), make_payload()
-    front.kill()
-    store.blobs.put(payload)
-    front.start_again()
-    status = client.status(name)
-    assert (status.next_byte, status.ask_open) == (0, True)
-    receipt = client.upload(name, payload)
-    assert [row["receipt"] for row in uploads_of(store, client)] == [receipt.id]
-
-
 def test_a_restarted_front_knows_its_devices(client: Client, front: LiveFront, store: Store) -> None:
     name = ask(store, client)
     front.kill()

@@ -145,6 +145,7 @@ class RecordedDisk:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Records what this process does until the end of the block."""
+        calls: dict[str, Callable[..., None]]
         calls = {"fsync": self._fsync, "replace": self._replace, "rename": self._replace, "mkdir": self._mkdir}
         calls |= {"unlink": self._unlink, "remove": self._unlink}
         with contextlib.ExitStack() as stack:

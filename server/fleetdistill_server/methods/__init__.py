@@ -1,4 +1,4 @@
-"""The table of methods, server side. Each is a file of its name with the server half; `register` adds one of your own."""
+"""The table of methods, server side. Each is a file of its name with a server half; `register` adds your own."""
 
 from __future__ import annotations
 
