@@ -195,7 +195,10 @@ def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
     assert listed == list(arguments)
     columns = [row[0].strip("`") for row in _rows(_section(page, "What may leave: `allow`"))]
     assert tuple(columns) == fleetdistill.COLUMNS
-    said = set(re.findall(r'_tell\(\s*"([\w-]+)"', _text("client_sdk/fleetdistill/device.py"))) | {"delivered", "kept"}
+    code = _text("client_sdk/fleetdistill/device.py")
+    said = set(re.findall(r'_tell\(\s*"([\w-]+)"', code))
+    for pair in re.findall(r'kind = "([\w-]+)" if .+ else "([\w-]+)"', code):
+        said |= set(pair)
     assert {row[0].strip("`") for row in _rows(_section(page, "Events"))} == said
     own = {name for name, value in vars(errors).items() if isinstance(value, type) and name != "FleetDistillError"}
     assert own <= set(re.findall(r"`(\w+)`", _section(page, "Errors")))

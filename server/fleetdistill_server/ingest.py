@@ -111,9 +111,14 @@ class Ingest:
         held = staging.length
         if held > self._total:
             raise self._refuse(Code.BAD_MESSAGE, f"{held} bytes are staged, the payload has {self._total}")
-        for slot in self.slots:
-            for piece in wire.pieces(staging, min(slot.start, held), min(slot.stop, held)):
-                self._examine(piece)
+        try:
+            for slot in self.slots:
+                for piece in wire.pieces(staging, min(slot.start, held), min(slot.stop, held)):
+                    self._examine(piece)
+        except RefusedError as refusal:  # it was checked when it came, so it is our disk that has changed it
+            raise self._refuse(
+                Code.CHECKSUM, f"what is staged of the upload is damaged ({refusal}); send it again"
+            ) from refusal
         return held
 
     def feed(self, chunk: knowledge_pb2.TensorChunk) -> int:
