@@ -109,7 +109,7 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
     yield changed(classes=3), code, mismatch("number of classes", 3, len(contract.classes), fit)
     yield changed(input_shape=[3, 2]), code, mismatch("input shape", [3, 2], shape, fit)
     yield changed(samples=0), code, mismatch("number of samples", 0, "at least 1", "give the device data to train on")
-    (other,) = {tensor_pb2.ELEMENT_TYPE_FLOAT16, tensor_pb2.ELEMENT_TYPE_FLOAT32} - {contract.knowledge_type}
+    other, *_ = {tensor_pb2.ELEMENT_TYPE_FLOAT16, tensor_pb2.ELEMENT_TYPE_FLOAT32} - {contract.knowledge_type}
     advice = "update the device's SDK, or choose another knowledge_type for the run"
     sentence = mismatch("element type", DTYPES[other].name, DTYPES[contract.knowledge_type].name, advice)
     yield changed(knowledge_types=[other]), code, sentence

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.live_front import RUN, Client, LiveFront, open_round, write_asks
+from support.processes import wait_until
 from support.small_device import Events, small_device
 from wire_samples import data_of, make_payload
 
@@ -27,7 +28,7 @@ PHONE = "phone"
 
 
 class DyingLink(GrpcLink):
-    """Ends its own process by SIGKILL after some chunks of a transfer."""
+    """Ends its own process by SIGKILL after some chunks of a transfer; of an upload once the server holds some."""
 
     def __init__(self, port: int, way: str, chunks: int) -> None:
         super().__init__(f"127.0.0.1:{port}")
@@ -36,6 +37,7 @@ class DyingLink(GrpcLink):
 
     def upload(self, header: Any, chunks: Any, *more: Any, **named: Any) -> Any:
         self.first_bytes.append(header.first_byte)
+        self._header = header
         return super().upload(header, self._counted(chunks) if self._way == "up" else chunks, *more, **named)
 
     def download(self, identity: Any, sha256: bytes, first_byte: int, *more: Any, **named: Any) -> Any:
@@ -46,9 +48,14 @@ class DyingLink(GrpcLink):
     def _counted(self, chunks: Iterator[Any]) -> Iterator[Any]:
         for chunk in chunks:
             if self._chunks_left == 0:
+                if self._way == "up":
+                    wait_until(self._server_holds_some, "the server to hold what was sent")
                 os.kill(os.getpid(), signal.SIGKILL)
             self._chunks_left -= 1
             yield chunk
+
+    def _server_holds_some(self) -> bool:
+        return self.upload_status(self._header.identity, self._header.name).next_byte > 0
 
 
 def run_and_die(function: str, *arguments: object) -> None:

@@ -277,7 +277,9 @@ def test_of_a_signing_request_only_the_key_counts(service: Service) -> None:
     assert given.subject.rfc4514_string() == "CN=modest"
 
 
-@pytest.mark.parametrize("request_", [b"", b"\x30\x00", bytes(range(64)), b"x" * 5000], ids=["empty", "sequence", "garbage", "long"])
+@pytest.mark.parametrize(
+    "request_", [b"", b"\x30\x00", bytes(range(64)), b"x" * 5000], ids=["empty", "sequence", "garbage", "long"]
+)
 def test_a_signing_request_that_is_none_is_refused_and_the_token_stays(service: Service, request_: bytes) -> None:
     from fleetdistill.wire.v1 import enrolment_pb2_grpc
 

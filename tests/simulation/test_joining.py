@@ -118,8 +118,9 @@ def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
 
 
 def cohort_of(store: Store, number: int) -> Cohort:
+    knowledge_type: Any = np.dtype("float32")
     terms: Any = SimpleNamespace(
-        run="r", seed=1, quorum=0.5, deadline_seconds=60.0, knowledge_type=np.dtype("float32"), steps={}
+        run="r", seed=1, quorum=0.5, deadline_seconds=60.0, devices_per_round=0, knowledge_type=knowledge_type, steps={}
     )
     return Cohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
 
