@@ -6,7 +6,7 @@ Every choice is drawn from one `Random`, so a seed names a message; hypothesis d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, TypeVar
 
@@ -43,6 +43,25 @@ def hostile(random: Random, valid: M) -> M:
     for _ in range(random.choice([1, 1, 1, 2, 3, 8])):
         _change(random, changed)
     return changed
+
+
+def swollen(random: Random, valid: M) -> M:
+    """A copy in which everything that has rows has far more of them, and the same number everywhere."""
+    changed = type(valid).FromString(valid.SerializeToString())
+    rows = 1 << random.choice([12, 20, 31, 40, 50])
+    for tensor in _tensors(changed):
+        if len(tensor.shape):
+            tensor.shape[0] = rows
+    return changed
+
+
+def _tensors(message: Message) -> Iterator[Any]:
+    if message.DESCRIPTOR.name == "Tensor":
+        yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else [value]:
+                yield from _tensors(inner)
 
 
 def mangled_bytes(random: Random, data: bytes) -> bytes:

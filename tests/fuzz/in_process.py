@@ -10,7 +10,7 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-from fuzz.hostile import hostile, mangled_bytes
+from fuzz.hostile import hostile, mangled_bytes, swollen
 from fuzz.specimens import Specimen, contract_for, specimens
 from wire_samples import make_identity, make_profile
 
@@ -45,7 +45,7 @@ def upload_messages(random: Random, specimen: Specimen) -> tuple[knowledge_pb2.P
     """A hostile header, or hostile data under a header that fits them, and the chunks to send after it."""
     header, data = specimen.payload.header(), specimen.payload.source.read(0, specimen.payload.data_bytes)
     if random.random() < 0.6:
-        header = hostile(random, header)
+        header = swollen(random, header) if random.random() < 0.1 else hostile(random, header)
     if random.random() < 0.4:
         data = _hostile_data(random, data)
     places = _slots(header)

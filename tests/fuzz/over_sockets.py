@@ -20,20 +20,22 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from support.live_front import LiveFront, live_front
 from support.processes import peak_memory
+from support.secured import SecuredFront, device_credentials, make_pki, person_credentials, secured_front
 from wire_samples import make_identity, make_profile
 
 from fleetdistill.wire import v1
 from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
+from fleetdistill_server.pki import Authority, Role
 from fleetdistill_server.store import Store
 
 _SECONDS = 30.0
-_STATUSES = {meaning.status for meaning in MEANINGS.values()}
-# gRPC's own, before our code is asked: bytes that are no message, a message over 4 MiB, a call that we do not serve.
-_OF_GRPC = {"INTERNAL", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}
-Sent = tuple[str, list[bytes]]
+# gRPC's own, before our code is asked: a message over 4 MiB.
+_OF_GRPC = {"RESOURCE_EXHAUSTED"}
+# It goes on for as long as the run does, so the caller ends it.
+_ENDLESS, _WATCH_SECONDS = "WatchRun", 0.3
+Sent = tuple[MethodDescriptor, list[bytes]]
 
 
 def methods() -> list[MethodDescriptor]:
@@ -45,32 +47,44 @@ def methods() -> list[MethodDescriptor]:
 
 
 class SocketTarget:
-    """One device that is checked in and asked for every kind of answer, and whoever else calls in its name.
+    """Everybody who may call something, with certificates that are in order, and nothing else that is.
+
+    The device is checked in and asked for every kind of answer; who enrols is anonymous; an operator does the rest.
 
     Attributes:
         outcomes: How often each status, with our code where there was one.
+        called: How often each method ended in each of them.
     """
 
-    def __init__(self, front: LiveFront, store: Store) -> None:
+    def __init__(self, front: SecuredFront, store: Store) -> None:
+        authority = Authority(front.pki)
         self._front, self._store = front, store
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{front.port}", [("grpc.max_send_message_length", -1)])
+        self._channel = front.channel(device_credentials(authority, DEVICE))
+        self._channels = {
+            "DeviceService": self._channel,
+            "Enrol": front.anonymous(enrol=True),
+            "Renew": self._channel,
+            "OperationsService": front.channel(person_credentials(authority, Role.OPERATOR, "fuzz")),
+        }
         self._methods = methods()
         self._specimens = specimens()
         self._names = sorted(self._specimens)
         self._identity = make_identity(DEVICE)
         self._check_in()
         self.outcomes: Counter[str] = Counter()
+        self.called: dict[str, Counter[str]] = {method.name: Counter() for method in self._methods}
 
     def turn(self, random: Random) -> int:
         """Makes one call; returns the number of its messages."""
-        path, messages = self._upload(random) if random.random() < 0.4 else self._any_call(random)
-        self._call(path, messages)
+        method, messages = self._upload(random) if random.random() < 0.4 else self._any_call(random)
+        self._call(method, messages)
         return len(messages)
 
     def reopen(self) -> None:
         """As if nobody had answered; now and then, so that uploads reach the checks of their data."""
         with self._store.transaction():
             self._store._write("DELETE FROM uploads")
+            self._store._write("DELETE FROM revocations")  # the operator may have hit upon our device
             self._store._write("UPDATE asks SET status = 'open', reason = NULL")
 
     def assert_serves(self) -> None:
@@ -92,8 +106,9 @@ class SocketTarget:
         return peak_memory(self._front.process.pid)
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._channel.close()
+        """Closes the connections."""
+        for channel in self._channels.values():
+            channel.close()
 
     def _check_in(self) -> None:
         stub: Any = service_pb2_grpc.DeviceServiceStub(self._channel)
@@ -106,7 +121,7 @@ class SocketTarget:
         method = random.choice(self._methods)
         request = self._filled(method.input_type)
         messages = [_bytes(random, request) for _ in range(random.choice([1, 1, 1, 3]))]
-        return _path(method), messages if method.client_streaming else messages[:1]
+        return method, messages if method.client_streaming else messages[:1]
 
     def _upload(self, random: Random) -> Sent:
         number = random.randrange(len(self._names))
@@ -115,9 +130,7 @@ class SocketTarget:
         header = service_pb2.UploadHeader(identity=self._identity, name=name, payload=payload, samples=4)
         requests = [service_pb2.UploadRequest(header=header)]
         requests += [service_pb2.UploadRequest(chunk=chunk) for chunk in chunks[:20]]
-        return f"/{_SERVICE}/Upload", [
-            one.SerializeToString() if random.random() < 0.9 else _bytes(random, one) for one in requests
-        ]
+        return _UPLOAD, [one.SerializeToString() if random.random() < 0.9 else _bytes(random, one) for one in requests]
 
     def _filled(self, descriptor: Any) -> Message:
         """A request with something in every field, in this device's name."""
@@ -129,22 +142,22 @@ class SocketTarget:
             request.wait_seconds = 0.0  # type: ignore[attr-defined]
         return request
 
-    def _call(self, path: str, messages: list[bytes]) -> None:
-        call = self._channel.stream_stream(path)  # serves for every kind of call, and needs no message class
+    def _call(self, method: MethodDescriptor, messages: list[bytes]) -> None:
+        service = method.containing_service
+        channel = self._channels[method.name if method.name in self._channels else service.name]
+        # This kind of call serves for every other, and needs no message class.
+        call = channel.stream_stream(f"/{service.full_name}/{method.name}")
+        outcome = "answered"
         try:
-            for _ in call(iter(messages), timeout=_SECONDS):
+            for _ in call(iter(messages), timeout=_WATCH_SECONDS if method.name == _ENDLESS else _SECONDS):
                 pass
         except grpc.RpcError as error:
-            self.outcomes[_said(error)] += 1
-        else:
-            self.outcomes["answered"] += 1
+            outcome = _said(error, method)
+        self.outcomes[outcome] += 1
+        self.called[method.name][outcome] += 1
 
 
-_SERVICE = service_pb2.DESCRIPTOR.services_by_name["DeviceService"].full_name
-
-
-def _path(method: MethodDescriptor) -> str:
-    return f"/{method.containing_service.full_name}/{method.name}"
+_UPLOAD = service_pb2.DESCRIPTOR.services_by_name["DeviceService"].methods_by_name["Upload"]
 
 
 def _bytes(random: Random, request: Message) -> bytes:
@@ -164,9 +177,11 @@ def _fill(message: Any, depth: int) -> None:
             _fill(inner.add() if field.is_repeated else inner, depth + 1)
 
 
-def _said(error: Any) -> str:
+def _said(error: Any, method: MethodDescriptor) -> str:
     """The status and our code; fails for anything that docs/protocol.md does not name."""
-    status = error.code().name
+    status = str(error.code().name)
+    if method.name == _ENDLESS and status == "DEADLINE_EXCEEDED":
+        return "answered"
     found = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
     if found is None or not found.details or not found.details[0].Unpack(info):
@@ -181,11 +196,12 @@ def _said(error: Any) -> str:
 def socket_target(directory: Path) -> Iterator[SocketTarget]:
     """A front over a store of its own, until the end of the block."""
     all_of_them = specimens()
-    store = Store.open(directory)
+    store = Store.open(directory / "store")
+    make_pki(directory / "pki")
     store.begin_run(RUN, {})
     store.publish_contract(RUN, contract_for(all_of_them).SerializeToString())
     store.start_round(RUN, [DEVICE])
-    with live_front(directory) as front:
+    with secured_front(directory / "store", directory / "pki") as front:
         target = SocketTarget(front, store)
         common = {"run": RUN, "round": 1, "device": DEVICE, "payload": None, "payload_bytes": 0, "seed": 1}
         store.write_asks(
