@@ -151,27 +151,34 @@ class _Guarded:
 
     async def _call(self, request: Any, context: Any) -> Any:
         holder, request = await self._begin(request, context)
-        answer = await self._work(request, _Context(context, self._guard, holder))
-        await _or_abort(context, self._guard.still_good, holder)  # a long poll may have outlasted the certificate
+        try:
+            answer = await self._work(request, _Context(context, self._guard, holder))
+            self._guard.still_good(holder)  # a long poll may have outlasted the certificate
+        except FleetDistillError as error:
+            await abort(context, error)
         return answer
 
     async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         holder, request = await self._begin(request, context)
-        async for answer in self._work(request, _Context(context, self._guard, holder)):
-            await _or_abort(context, self._guard.still_good, holder)
-            yield answer
+        try:
+            async for answer in self._work(request, _Context(context, self._guard, holder)):
+                self._guard.still_good(holder)
+                yield answer
+        except FleetDistillError as error:
+            await abort(context, error)
 
     async def _begin(self, request: Any, context: Any) -> tuple[Holder | None, Any]:
         holder = await _or_abort(context, self._guard.admit, self._method, context)
         if self._handler.request_streaming:
-            return holder, self._requests(request, holder, context)
+            return holder, self._requests(request, holder)
         request = self._handler.request_deserializer(request)
         return await _or_abort(context, self._guard.vouched, request, holder), request
 
-    async def _requests(self, requests: AsyncIterator[Any], holder: Holder | None, context: Any) -> AsyncIterator[Any]:
+    async def _requests(self, requests: AsyncIterator[Any], holder: Holder | None) -> AsyncIterator[Any]:
+        """Raises to the method that reads them: it may be refusing something else, and a call can end only once."""
         async for request in requests:
-            holder = await _or_abort(context, self._guard.vouched, request, holder)
-            await _or_abort(context, self._guard.still_good, holder)
+            holder = self._guard.vouched(request, holder)
+            self._guard.still_good(holder)
             yield request
 
 

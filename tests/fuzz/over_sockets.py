@@ -90,6 +90,8 @@ class SocketTarget:
     def assert_serves(self) -> None:
         """The same process still answers a well-behaved device, with a whole upload."""
         assert self._front.process.poll() is None, "the front has died"
+        assert self._front.log is not None
+        assert "Traceback" not in self._front.log.read_text(), f"a call broke, see {self._front.log}"
         self.reopen()
         self._check_in()
         stub: Any = service_pb2_grpc.DeviceServiceStub(self._channel)
@@ -201,7 +203,7 @@ def socket_target(directory: Path) -> Iterator[SocketTarget]:
     store.begin_run(RUN, {})
     store.publish_contract(RUN, contract_for(all_of_them).SerializeToString())
     store.start_round(RUN, [DEVICE])
-    with secured_front(directory / "store", directory / "pki") as front:
+    with secured_front(directory / "store", directory / "pki", log=directory / "front.log") as front:
         target = SocketTarget(front, store)
         common = {"run": RUN, "round": 1, "device": DEVICE, "payload": None, "payload_bytes": 0, "seed": 1}
         store.write_asks(
