@@ -54,6 +54,14 @@ def _rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in kept]
 
 
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_every_table_has_a_head(page: str) -> None:
+    """A blank line within a table makes text of the rows behind it."""
+    outside = re.sub(r"^```.*?^```", "", _text(page), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", outside, re.MULTILINE):
+        assert re.match(r".*\n\|[-|: ]+\|\n", table), table[:200]
+
+
 def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", _text(page), re.MULTILINE | re.DOTALL)
 

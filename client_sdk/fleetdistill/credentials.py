@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from fleetdistill.durable import rename_durably
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, in_words
 
 IDENTITY = "identity.pem"
 AUTHORITIES = "ca.pem"
@@ -68,7 +68,7 @@ def load_credentials(directory: Path) -> Credentials:
         key, chain = split((directory / IDENTITY).read_bytes())
         authorities = (directory / AUTHORITIES).read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"the identity in {directory} cannot be read: {error}") from error
+        raise ConfigurationError(f"the identity in {directory} cannot be read: {in_words(error)}") from error
     if not (key and chain and _CERTIFICATE.search(authorities)):
         raise ConfigurationError(f"{directory}: {IDENTITY} must hold a key and a certificate, {AUTHORITIES} a CA's")
     return Credentials(key, chain, authorities)

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import random
-import re
 import secrets
 import threading
 import uuid
@@ -42,6 +41,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire
@@ -67,12 +67,13 @@ DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "m
 
 POLL_SECONDS = 20.0
 _EXPORT_DUE = "model.onnx.due"
-_DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 15.0
 _ATTEMPTS_TO_SEND = 5
 # gRPC statuses of refusals that say nothing about the answer: it waits in the outbox. The server cannot take it now ...
 _LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+# ... or keeps what has come of it and waits for the rest ...
+_GOES_ON = "ABORTED"
 # ... or does not take the caller for the one it says it is, which the app must hear.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 _TAKES_NONE = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
@@ -230,7 +231,8 @@ class Device:
             wait_seconds: How long the server may hold the question when there is no work, 0 to 60.
 
         Raises:
-            LinkError: The server is away; calling again later goes on.
+            LinkError: The server is away or has said no for now, or the disk has no room to note what it said; calling
+                again later goes on.
             RefusedError: The server will not have this device.
         """
         try:
@@ -238,7 +240,7 @@ class Device:
         except RefusedError as refusal:
             if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
                 self._terms = None  # the server was restored from a backup and does not know this device any more
-            elif refusal.code not in (Code.NOT_READY, Code.TOO_MANY):
+            elif is_final(refusal.code):
                 raise
             raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
@@ -307,8 +309,8 @@ class Device:
         saved = self._storage.load_identity()
         _check_belongs(self._storage.directory, saved, run, device_id)
         device = device_id or saved.get("device") or str(uuid.uuid4())
-        if not _DEVICE_ID.fullmatch(device):
-            raise ConfigurationError(f"device_id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+        if not is_name(device):
+            raise ConfigurationError(f"device_id {device!r} must be {NAME_RULE}")
         identity = service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=_secret_in(saved))
         if not saved:  # kept before it is sent: a lost response must not lock the id for ever
             self._storage.save_identity(_identity_file(identity))
@@ -453,7 +455,7 @@ class Device:
         # The server asks again under a new number when it has lost an answer that this device has forgotten.
         attempt = max(self._storage.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
-        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores)
+        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores, ask.payload.hex())
         self._storage.put_answer(pending, payload, work.state, work.delivered)
         self._in_memory = pending
         return pending, answer
@@ -472,18 +474,27 @@ class Device:
         """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
 
         What it was is kept before anything is done about it, and until the app was told: the app hears at least once.
+        Raises LinkError while the disk has no room for that; the server says the same again when there is.
         """
         outcome = self._outcome_of(pending)
+        try:
+            self._carry_out(outcome)
+        except NoRoomError as full:
+            self._forget_state()  # what of it is on the disk, the next turn finds there
+            raise LinkError(f"round {pending.round}: no room to note what the server said: {full}") from full
+        self._tell_outcome()
+
+    def _carry_out(self, outcome: Outcome) -> None:
         self._storage.note_outcome(outcome)
         if outcome.receipt:
-            self._promote(pending)
+            self._promote(outcome.pending)
         else:
             self._drop()
-        self._tell_outcome()
 
     def _outcome_of(self, pending: Pending) -> Outcome:
         """Sends the answer until the server has decided on it. Raises LinkError while it has not."""
-        for attempt in range(_ATTEMPTS_TO_SEND):
+        trouble, damaged = "", 0
+        for _ in range(_ATTEMPTS_TO_SEND):
             try:
                 receipt = self._send(pending)
                 return Outcome(pending, receipt.id, tries=self._storage.tries)
@@ -493,10 +504,11 @@ class Device:
                     raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
                 if status in _ABOUT_THE_CALLER or refusal.code == Code.UNKNOWN_RUN:
                     raise
-                if is_final(refusal.code) or attempt + 1 == _ATTEMPTS_TO_SEND:
+                trouble, damaged = str(refusal), damaged + (status != _GOES_ON)
+                if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
                     return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.tries)
-        raise AssertionError("the last attempt returns or raises")
+        raise LinkError(trouble)
 
     def _send(self, pending: Pending) -> service_pb2.Receipt:
         """Sends what the server still lacks.
@@ -505,7 +517,12 @@ class Device:
             RefusedError: No receipt; among the reasons are that the ask takes no answer any more (`late`, `closed`) or
                 that it has another one (`superseded`).
         """
-        name = service_pb2.UploadName(round=pending.round, step_number=pending.step_number, attempt=pending.attempt)
+        name = service_pb2.UploadName(
+            round=pending.round,
+            step_number=pending.step_number,
+            attempt=pending.attempt,
+            payload=bytes.fromhex(pending.payload),
+        )
         status = self._link.upload_status(self._identity, name)
         with self._storage.answer() as payload:
             if status.HasField("receipt"):
@@ -551,6 +568,11 @@ class Device:
     def _drop(self) -> None:
         """No receipt will come: the state goes back to the last answer that has one."""
         self._storage.drop_answer()
+        self._forget_state()
+
+    def _forget_state(self) -> None:
+        """The worker reads its state from the disk before it works again."""
+        self._in_memory = None
         if self._worker is not None:
             self._worker.forget_state()
 

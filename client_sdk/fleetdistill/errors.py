@@ -7,6 +7,13 @@ message names the value, where it was found, what was expected and what to do.
 from __future__ import annotations
 
 
+def in_words(error: Exception) -> str:
+    """What the operating system or a library says, without a number that nobody knows: `No such file (NAME)`."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.strerror} ({error.filename})"
+
+
 class FleetDistillError(Exception):
     """Root of all errors of the SDK and of the server."""
 
@@ -61,7 +68,7 @@ class PayloadTooLargeError(WireError):
 
 
 class LinkError(FleetDistillError):
-    """The server could not be reached or did not answer in time. Trying again later may work.
+    """The server could not be reached, did not answer in time or refuses for now. Trying again later may work.
 
     Attributes:
         after_seconds: Earliest moment that the server has named for that, in seconds from now; 0 where it named none.

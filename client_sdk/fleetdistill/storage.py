@@ -57,6 +57,7 @@ class Pending:
         verdict: What becomes of the app's model with the receipt; None where the device's round goes on.
         scores: Confusion matrices of the round's model by split of the app's data, which the app is told with the
             receipt.
+        payload: SHA-256 of the question that it answers, hex; empty where the ask had none, and from an SDK of 0.1.
     """
 
     round: int
@@ -65,6 +66,7 @@ class Pending:
     samples: int
     verdict: Verdict | None = None
     scores: dict[str, list[list[int]]] = field(default_factory=dict)
+    payload: str = ""
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -227,12 +229,13 @@ class Storage:
         return _pending(self._outbox / "manifest.json", data)
 
     def count_try(self) -> int:
-        """Counts one more try to send the answer; returns how many there were. Not fsynced: a power cut may forget."""
-        path = self._outbox / "tries.txt"
-        with disk_errors(self.directory):
-            found = path.read_text() if path.exists() else ""
-            tries = 1 + (int(found) if found.isdigit() else 0)
-            path.write_text(str(tries))
+        """Counts one more try to send the answer; returns how many there were.
+
+        Not fsynced, and not counted on a full disk: no count is worth an answer.
+        """
+        tries = self.tries + 1
+        with contextlib.suppress(NoRoomError), disk_errors(self.directory):
+            (self._outbox / "tries.txt").write_text(str(tries))
         return tries
 
     @property
@@ -364,8 +367,10 @@ def _pending(path: Path, data: bytes) -> Pending:
     try:
         verdict = found.pop("verdict", None)
         found.pop("format", None)
-        return Pending(**found, verdict=Verdict(**verdict) if verdict else None)
-    except TypeError as error:
+        pending = Pending(**found, verdict=Verdict(**verdict) if verdict else None)
+        bytes.fromhex(pending.payload)
+        return pending
+    except (TypeError, ValueError) as error:
         raise _damaged(path, error) from error
 
 

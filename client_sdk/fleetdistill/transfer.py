@@ -24,11 +24,12 @@ import google_crc32c
 from google.protobuf.message import DecodeError
 
 from fleetdistill.disk import disk_errors, free_bytes
-from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, WireError
+from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.link import Link
 from fleetdistill.storage import MAX_SPOOL_BYTES
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.codes import after_seconds, is_final
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
@@ -65,7 +66,9 @@ class Downloads:
         """The payload of a digest: the one that is held here, or fetched. All others but those of `keep` go.
 
         Raises:
-            LinkError: The connection broke again and again; what came so far stays, also for a later process.
+            LinkError: The connection broke again and again, or the server has said no for now; what came so far stays,
+                also for a later process.
+            RefusedError: The server does not give it.
             WireError: What came is not what the digest names.
             PayloadTooLargeError: It is larger than this device takes.
             NoRoomError: The disk has no room for it.
@@ -78,8 +81,10 @@ class Downloads:
         for attempt in range(ATTEMPTS):
             try:
                 return self._fetch(link, identity, sha256)
-            except LinkError:
-                if attempt + 1 == ATTEMPTS:
+            except LinkError as error:
+                if (
+                    attempt + 1 == ATTEMPTS or error.after_seconds
+                ):  # a long pause is `Device.run`'s, which can be stopped
                     raise
                 # A server that restarts needs a few seconds.
                 time.sleep(_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
@@ -119,8 +124,8 @@ class Downloads:
     def _fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes) -> Payload:
         part = _Part(self._path(sha256, "part"), self._max_bytes)
         try:
-            header, chunks = link.download(identity, sha256, part.length)
-            with disk_errors(self._folder):
+            with _passing_refusals(), disk_errors(self._folder):
+                header, chunks = link.download(identity, sha256, part.length)
                 digest = part.take(header, chunks)
             if digest != sha256:
                 part.reject(f"a download has SHA-256 {digest.hex()[:16]}..., asked for {sha256.hex()[:16]}...")
@@ -135,6 +140,17 @@ class Downloads:
 
     def _path(self, sha256: bytes, kind: str) -> Path:
         return self._folder / f"{sha256.hex()}.{kind}"
+
+
+@contextlib.contextmanager
+def _passing_refusals() -> Iterator[None]:
+    """A refusal that passes by itself, such as of a stream that was too slow, is a connection that broke."""
+    try:
+        yield
+    except RefusedError as refusal:
+        if is_final(refusal.code):
+            raise
+        raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
 
 class _Part:

@@ -7,6 +7,9 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2
 
+MAX_PROFILE_BYTES = 64 << 10
+"""What a device says of itself is kept for as long as its run."""
+
 
 def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
     """Compares what a device says of itself with the contract.
@@ -14,6 +17,9 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     Raises:
         RefusedError: They disagree; the message says both sides and what to do.
     """
+    if profile.ByteSize() > MAX_PROFILE_BYTES:
+        text = f"the device's profile has {profile.ByteSize()} bytes, at most {MAX_PROFILE_BYTES} are kept"
+        raise RefusedError(Code.TOO_LARGE, f"{text}; name fewer or shorter columns")
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:

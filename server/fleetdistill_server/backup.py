@@ -24,7 +24,7 @@ from typing import Any
 
 from fleetdistill import failpoints
 from fleetdistill.durable import make_directory, rename_durably, sync_directory, sync_file
-from fleetdistill.errors import ConfigurationError, DamagedError, StoreError
+from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
 from fleetdistill.version import VERSION
 from fleetdistill_server.blobs import FileBlobs, disk_errors
 from fleetdistill_server.retention import alone, needed
@@ -209,11 +209,15 @@ def _write_manifest(target: Path, payloads: set[bytes], checkpoints: set[bytes],
 
 def _read_manifest(source: Path) -> dict[str, Any]:
     path = source / _MANIFEST
+    if not source.is_dir():
+        raise ConfigurationError(f"there is no directory {source}; name one that `fleetdistill backup` has made")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         known = {"format", "made_at", "database", "payloads", "checkpoints"} <= manifest.keys()
     except (OSError, ValueError, AttributeError) as error:
-        text = f"{source} is no backup, or one that was never finished: its {_MANIFEST} cannot be read ({error})"
+        text = (
+            f"{source} is no backup, or one that was never finished: its {_MANIFEST} cannot be read: {in_words(error)}"
+        )
         raise ConfigurationError(text) from error
     if not known or manifest["format"] != FORMAT:
         found = f"format {manifest.get('format')}, written by version {manifest.get('version')}"

@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill import failpoints
 from fleetdistill.durable import make_directory, rename_durably, sync_directory
-from fleetdistill.errors import DamagedError, NoSpaceError, StoreError, WireError
+from fleetdistill.errors import DamagedError, NoSpaceError, StoreError, WireError, in_words
 from fleetdistill.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
@@ -44,6 +44,9 @@ _CACHED_BYTES = 8 << 20
 # Keys are made here of words and numbers, and are file names: what a device says is never part of one.
 _KEY = re.compile(r"[a-z0-9-]{1,200}")
 _SUFFIX = ".safetensors"
+# Other files may lie about, such as a file manager's; they are nobody's business here.
+_HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,17 @@ class Blobs(Protocol):
     def put(self, payload: Payload) -> None:
         """Stores a payload that is made here; one that is there counts as written now, and is mended if need be."""
 
+    def doubt(self) -> None:
+        """Forgets which payloads are known to be whole: the next `put` of one reads it again."""
+
     def quarantine(self, sha256: bytes) -> None:
         """Puts a payload away where nothing reads it; one that is not there is no error."""
 
     def held(self) -> list[Held]:
         """Everything at rest, in no order."""
+
+    def age_seconds(self, sha256: bytes) -> float:
+        """Seconds since a payload or a checkpoint was written, or last put again; infinite where there is none."""
 
     def staging(self) -> list[Staged]:
         """Everything on its way in, in no order."""
@@ -179,7 +188,7 @@ def disk_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{doing}: the disk is full") from error
-        raise StoreError(f"{doing}: {error}") from error
+        raise StoreError(f"{doing}: {in_words(error)}") from error
 
 
 class Space(Protocol):
@@ -207,11 +216,13 @@ class FileBlobs:
 
     def staged(self, key: str) -> int:
         path = self._staging_path(key)
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            header_bytes = 8 + int.from_bytes(file.read(8), "little")
-        return max(path.stat().st_size - header_bytes, 0)
+        with disk_errors(f"looking at what is staged as {key}"):
+            try:
+                with path.open("rb") as file:
+                    header_bytes = 8 + int.from_bytes(file.read(8), "little")
+                    return max(os.fstat(file.fileno()).st_size - header_bytes, 0)
+            except FileNotFoundError:
+                return 0
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"), self.path_of(sha256).open("rb") as file:
@@ -231,11 +242,7 @@ class FileBlobs:
         return self.path_of(sha256).exists()
 
     def put(self, payload: Payload) -> None:
-        path = self.path_of(payload.sha256)
-        if self._is_intact(payload.sha256):
-            with disk_errors("making a payload durable"):  # whoever put it there may have died before this
-                os.utime(path)  # it is young again: what nothing speaks of yet is not deleted before it is old
-                _sync_names(path)
+        if self._is_intact(payload.sha256) and self._renewed(self.path_of(payload.sha256)):
             return
         key = f"put-{payload.sha256.hex()}-{os.getpid()}"
         if self.space is not None:
@@ -246,6 +253,19 @@ class FileBlobs:
             staging.append(piece)
         staging.commit(payload.sha256)
         self._intact.add(payload.sha256)
+
+    def _renewed(self, path: Path) -> bool:
+        """Makes a payload young again: what nothing speaks of yet is not deleted before it is old. False if it is gone.
+
+        It is made durable too, because whoever put it there may have died before that.
+        """
+        with disk_errors("making a payload durable"):
+            try:
+                os.utime(path)
+            except FileNotFoundError:  # it was old, and nothing spoke of it
+                return False
+            _sync_names(path)
+        return True
 
     def _is_intact(self, sha256: bytes) -> bool:
         """Whether a payload is here and whole; a damaged one is put away."""
@@ -258,6 +278,9 @@ class FileBlobs:
                 self.quarantine(sha256)
                 return False
         return True
+
+    def doubt(self) -> None:
+        self._intact.clear()
 
     def quarantine(self, sha256: bytes) -> None:
         self._intact.discard(sha256)
@@ -273,19 +296,24 @@ class FileBlobs:
     def held(self) -> list[Held]:
         with disk_errors("listing the payloads"):
             folders = [one for one in self._directory.iterdir() if len(one.name) == 2 and one.is_dir()]
-            files = [one for folder in folders for one in os.scandir(folder) if one.name.endswith(_SUFFIX)]
+            files = [one for folder in folders for one in os.scandir(folder) if _HELD_NAME.fullmatch(one.name)]
             return [
                 Held(bytes.fromhex(one.name.removesuffix(_SUFFIX)), found.st_size, _age(found))
                 for one in files
                 if (found := _stat(one)) is not None
             ]
 
+    def age_seconds(self, sha256: bytes) -> float:
+        with disk_errors(f"looking at {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
+            return _age(self.path_of(sha256).stat())
+        return math.inf
+
     def staging(self) -> list[Staged]:
         with disk_errors("listing what is staged"):
             return [
                 Staged(one.name.removesuffix(".part"), found.st_size, _age(found))
                 for one in os.scandir(self._staging)
-                if (found := _stat(one)) is not None
+                if _STAGED_NAME.fullmatch(one.name) and (found := _stat(one)) is not None
             ]
 
     def discard(self, key: str) -> None:
@@ -419,7 +447,8 @@ class _FileStaging:
 
     def discard(self) -> None:
         self.close()
-        self._path.unlink(missing_ok=True)
+        with disk_errors("deleting what is staged of an upload"):
+            self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -485,12 +514,18 @@ class MemoryBlobs:
     def has(self, sha256: bytes) -> bool:
         return sha256 in self._payloads
 
+    def doubt(self) -> None:
+        return
+
     def quarantine(self, sha256: bytes) -> None:
         self._payloads.pop(sha256, None)
 
     def held(self) -> list[Held]:
         payloads = [Held(sha256, len(data), math.inf) for sha256, (_, data) in self._payloads.items()]
         return [*payloads, *(Held(sha256, len(data), math.inf) for sha256, data in self._states.items())]
+
+    def age_seconds(self, sha256: bytes) -> float:
+        return math.inf
 
     def staging(self) -> list[Staged]:
         return [Staged(key, one.length, math.inf) for key, one in self._staging.items()]

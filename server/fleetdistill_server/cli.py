@@ -23,6 +23,7 @@ from fleetdistill_server.command_line import (
     JsonOption,
     ServerOption,
     StoreOption,
+    counted,
     one_sentence,
     open_store,
     seconds_of,
@@ -34,6 +35,7 @@ from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 
 if TYPE_CHECKING:
+    from fleetdistill_server.retention import Freed
     from fleetdistill_server.run_config import RunConfig, ServerSection
     from fleetdistill_server.supervisor import Supervisor
 
@@ -42,13 +44,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # of every command: Rich would take [server] for markup and swallow it
 )
 runs_app = typer.Typer(help="What the runs of a store did.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 app.add_typer(pki_app, name="pki")
 app.command("enrol")(enrol)
-devices_app = typer.Typer(help="The devices of a store.", invoke_without_command=True)
+devices_app = typer.Typer(invoke_without_command=True)
 app.add_typer(devices_app, name="devices")
 devices_app.command("revoke")(devices_revoke)
 
@@ -264,8 +267,11 @@ def runs_prune(
         dry_run=dry_run,
         served=served_run(store),
     )
-    what = f"{pruned.rounds} rounds, {pruned.freed.payloads} payloads, {readable_bytes(pruned.freed.bytes)}"
+    what = f"{counted(pruned.rounds, 'round')} with {counted(pruned.events, 'event')}, "
+    what += f"{counted(pruned.figures, 'figure')}, {_payloads(pruned.freed)}"
     typer.echo(f"would free {what}" if dry_run else f"freed {what}")
+    if pruned.later.payloads:
+        typer.echo(f"{_payloads(pruned.later)} written within the hour: left to the server, which deletes them later")
 
 
 @app.command()
@@ -280,7 +286,7 @@ def backup(
     made = make_backup(store, out)
     for one in made.lost:
         typer.echo(f"warning: not in the backup: {one}", err=True)
-    typer.echo(f"{out}: {made.payloads} payloads and the database, {readable_bytes(made.bytes)}")
+    typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")
 
 
 @app.command()
@@ -293,7 +299,7 @@ def restore(
     from fleetdistill_server.backup import restore as make_store
 
     payloads = make_store(backup, store)
-    typer.echo(f"{store}: {payloads} payloads and the database; `fleetdistill serve` goes on from there")
+    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")
 
 
 @runs_app.command("watch")
@@ -301,11 +307,17 @@ def restore(
 def runs_watch(
     run: str,
     store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
-    from fleetdistill_server.watch import watch
+    from fleetdistill_server.watch import show_changes, watch
 
+    if server is not None:
+        with connect(server, identity) as remote:
+            show_changes(remote.follow(run), as_json=as_json, console=Console())
+        return
     watch(open_store(store), run, as_json=as_json, console=Console())
 
 
@@ -334,6 +346,10 @@ def export(
 
     report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
     typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
+
+
+def _payloads(freed: Freed) -> str:
+    return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"
 
 
 def _where(config: RunConfig, supervisor: Supervisor) -> str:

@@ -161,9 +161,12 @@ class Cohort:
         self._waker.wake_other()
         # A step without a quorum brings something to the devices, so there all of them matter.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
-        answered = 0
+        answered, among = 0, set(asked)
         for row in self._store.asks(self._terms.run, self.round, self._steps):
-            answer = await self._answer_to(row, enough)
+            if row["device"] not in among:  # asked before a crash; its answer to an earlier step has been lost since
+                self._store.close_ask(row["id"], "not asked any more when the round was played again")
+                continue
+            answer = await self._answer_to(row, enough, asked)
             if answer is None:
                 self._in_round.discard(row["device"])
                 continue
@@ -224,11 +227,13 @@ class Cohort:
         """Random numbers for one named purpose of this round."""
         return torch.Generator().manual_seed(derive_seed(self._terms.seed, self.round, name, "server"))
 
-    async def _when_there_is_room(self, step: str, write: Callable[[], None]) -> None:
-        """Writes asks; a full disk makes them wait, it does not end the run."""
+    async def _when_there_is_room(self, step: str, write: Callable[[], bool]) -> None:
+        """Writes asks until they are written; a full disk makes them wait, it does not end the run."""
         while True:
             try:
-                return write()
+                if write():
+                    return
+                continue
             except NoSpaceError as error:
                 with contextlib.suppress(NoSpaceError):  # there may not even be room to say so
                     self.event("no-space", f"step {step!r} cannot be asked")
@@ -237,7 +242,8 @@ class Cohort:
 
     def _write_asks(
         self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
-    ) -> None:
+    ) -> bool:
+        """False, and nothing is written, if a sweep has deleted a payload before any row spoke of it."""
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks(run, self.round, number)}
@@ -251,10 +257,25 @@ class Cohort:
                 text = f"step {step!r} made another payload when it was replayed; the stored one is used"
                 self.event("replay-differs", text, row["device"])
                 if old["status"] == "open" and old["payload"] is not None:
-                    self._store.blobs.open(old["payload"], verify=True)  # nobody can make it again
+                    self._check_asked(old)
         failpoints.hit("engine.asks.before-commit")
-        self._store.write_asks(rows)
+        with self._store.transaction():  # who deletes payloads holds the same lock
+            if not all(self._store.blobs.has(sha256) for sha256 in {row["payload"] for row in rows} - {None}):
+                return False
+            self._store.write_asks(rows)
         failpoints.hit("engine.asks.after-commit")
+        return True
+
+    def _check_asked(self, ask: Row) -> None:
+        """A payload that a replay made otherwise nobody can make again: where it is lost, its device is out."""
+        try:
+            self._store.blobs.open(ask["payload"], verify=True)
+        except DamagedError as damage:
+            self._store.blobs.quarantine(damage.sha256)
+            with self._store.transaction():
+                self._store.close_ask(ask["id"], f"what it was asked with was lost on the server: {damage}")
+                text = f"what {ask['device']} is asked with, step {ask['step']!r}, is lost on the server; it is out"
+                self.event("quarantined", f"{text} for the round. {damage}", ask["device"])
 
     def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
         parts = payload(device) if callable(payload) else payload
@@ -270,18 +291,11 @@ class Cohort:
             "expects": expects,
             "payload": encoded.sha256 if encoded else None,
             "payload_bytes": encoded.data_bytes if encoded else 0,
-            **self._status_of(device),
             "seed": derive_seed(self._terms.seed, self.round, step, number, device),
             "deadline_at": time.time() + self._terms.deadline_seconds,
         }
 
-    def _status_of(self, device: str) -> Row:
-        """A device that has gone is not waited for; one that comes back is asked again by the next step."""
-        row = self._store.device(self._terms.run, device)
-        gone = row is not None and not row["present"]
-        return {"status": "out", "reason": "device not present"} if gone else {"status": "open"}
-
-    async def _answer_to(self, ask: Row, enough: int) -> DeviceAnswer | None:
+    async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str]) -> DeviceAnswer | None:
         name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
         while True:
             row = self._store.ask(*name)
@@ -295,7 +309,7 @@ class Cohort:
                     return answer
                 continue
             self._store.expire_asks(self._terms.run, time.time())
-            if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough)):
+            if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough, asked)):
                 await self._waker.wait()
 
     def _accepted(self, ask: Row) -> DeviceAnswer | None:

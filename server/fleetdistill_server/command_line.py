@@ -52,6 +52,11 @@ def seconds_of(option: str, span: str) -> float:
     return int(number) * _UNITS[unit]
 
 
+def counted(number: int, what: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def open_store(directory: Path) -> Store:
     """The store in a directory. Raises ConfigurationError if there is none."""
     if not (directory / "store.sqlite").exists():

@@ -5,6 +5,8 @@ Measured while the design was made: 30,000 durable receipts a second this way ag
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import threading
 import time
@@ -18,6 +20,7 @@ from fleetdistill_server.blobs import disk_errors
 from fleetdistill_server.store import Store
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 # A pause between groups leaves the engine's commits room to get the write lock.
 _PAUSE_SECONDS = 0.001
 _LARGEST_GROUP = 500
@@ -82,15 +85,22 @@ class CommitThread:
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            group = self._group()
-            jobs = [one for one in group if one is not None]
-            self._run(jobs)
-            while self._afterwards:
-                self._afterwards.pop()()
-            if len(jobs) < len(group):
-                return
-            time.sleep(_PAUSE_SECONDS)
+        """Without this thread every call would wait for ever, so the process does not outlive it."""
+        try:
+            while self._work_once():
+                time.sleep(_PAUSE_SECONDS)
+        except BaseException:
+            logger.critical("the commit thread failed; the process ends, to be started again", exc_info=True)
+            os._exit(1)
+
+    def _work_once(self) -> bool:
+        """Commits one group; False once the thread is to end."""
+        group = self._group()
+        jobs = [one for one in group if one is not None]
+        self._run(jobs)
+        while self._afterwards:
+            _do(self._afterwards.pop())
+        return len(jobs) == len(group)
 
     def _group(self) -> list[tuple[Callable[[Store], Any], Future[Any]] | None]:
         group = [self._jobs.get()]
@@ -110,9 +120,11 @@ class CommitThread:
                         results.append(self._one(job, future))
                     failpoints.hit("front.commit.before")
                 failpoints.hit("front.commit.after")
-        except StoreError as error:
+        except Exception as error:  # such as no memory at the commit: nothing is durable, and nobody may wait for ever
+            failure = error if isinstance(error, StoreError) else StoreError(f"committing: {error!r}")
+            failure.__cause__ = None if failure is error else error
             for _, future in jobs:
-                future.set_exception(error)
+                future.set_exception(failure)
             return
         for settle in results:
             settle()
@@ -126,6 +138,13 @@ class CommitThread:
             failure = error
             return lambda: future.set_exception(failure)
         return lambda: future.set_result(result)
+
+
+def _do(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:  # what was committed stands; a wake-up that is lost costs time only
+        logger.exception("what follows a commit failed")
 
 
 def _outcome(work: Callable[[], T]) -> Callable[[], T]:

@@ -14,6 +14,9 @@ from fleetdistill.wire.v1 import knowledge_pb2
 ENVELOPE = "envelope"
 """Stands in the place of a kind for the headers of payloads."""
 
+REFUSED = "refused"
+"""Stands in the place of a kind for what came of uploads, or of answers sent again, and was not taken."""
+
 
 @dataclass(frozen=True)
 class Counted:

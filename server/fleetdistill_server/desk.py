@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import json
 import math
-import re
 import secrets
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Protocol, TypeVar
 from fleetdistill import failpoints
 from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
 from fleetdistill.knowledge import Metrics
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code, is_final
@@ -38,9 +38,10 @@ T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
+# A sweep comes every second; this process stood still, or the disk did, where none came for so long.
+_PAUSE_SECONDS = 5.0
 _LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
-_DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Commit(Protocol):
@@ -101,7 +102,9 @@ class Desk:
         self._leases: dict[tuple[str, str], float] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._noted = time.monotonic()
-        self._uploads: dict[str, UploadSession] = {}
+        self._swept: float | None = None
+        self._paused = 0.0
+        self._uploads: dict[int, UploadSession] = {}  # by ask
         self._uploads_lock = threading.Lock()
 
     @property
@@ -113,7 +116,7 @@ class Desk:
 
     def check_in(self, request: service_pb2.CheckInRequest) -> service_pb2.CheckInResponse:
         """Registers a device that fits the contract; without a profile only tells the contract."""
-        run = self._run(request.identity.run)
+        run = self.run_name(request.identity.run)
         contract = self.contract(run)
         answer = service_pb2.CheckInResponse(contract=contract)
         if request.HasField("profile"):
@@ -122,7 +125,7 @@ class Desk:
             self._check_profile(run, device, contract, request.profile)
             answer.secret = b"" if request.identity.secret else secret
             hashed, profile = _hashed(secret), request.profile.SerializeToString()
-            if not self._commit(lambda store: store.register_device(run, device, hashed, profile)):
+            if not self._commit(partial(self._register, run, device, hashed, profile)):
                 raise _id_taken(device)  # another device of the same id was quicker
             self._renew(run, device)
             self.wake_engine()
@@ -130,6 +133,12 @@ class Desk:
         answer.heartbeat_seconds = self.lease_seconds / 4
         answer.compression = choose(self.compression, request.profile.compressions)
         return answer
+
+    def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
+        if store.run(run) is None:  # it was deleted after this desk had read its contract
+            self._contracts.pop(run, None)
+            raise _unknown_run(run)
+        return store.register_device(run, device, hashed, profile)
 
     def _check_profile(
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
@@ -145,7 +154,7 @@ class Desk:
         if run not in self._contracts:
             row = self.store.run(run)
             if row is None:
-                raise RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}")
+                raise _unknown_run(run)
             if row["contract"] is None:
                 raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
             self._contracts[run] = contract_pb2.Contract.FromString(row["contract"])
@@ -185,19 +194,42 @@ class Desk:
 
     def adopt_present_devices(self) -> None:
         """Gives every device that was present before a restart a fresh lease."""
-        for run in self.store.runs():
-            for device in self.store.present_devices(run["name"]):
-                self._renew(run["name"], device)
+        for run in self.store.run_names():
+            for device in self.store.present_devices(run):
+                self._renew(run, device)
 
     def end_leases(self) -> None:
-        """Takes devices that were silent for too long for gone."""
+        """Takes devices that were silent for too long for gone, all in one transaction.
+
+        While this process or its disk stood still, no device could be heard: such a time counts for no lease.
+        """
         self._note_seen()
-        now = time.monotonic()
-        for (run, device), until in list(self._leases.items()):
-            if until < now:
-                self._gone(run, device, "lease ended")
-                text = f"{device} was silent for {self.lease_seconds:g} s"
-                self._commit(partial(_note_lease_end, run, device, text))
+        now, swept = time.monotonic(), self._swept
+        self._swept = now
+        if swept is not None:
+            self._paused += max(now - swept - _PAUSE_SECONDS, 0.0)
+        silent = self._silent(list(self._leases))
+        if silent:
+            for who in self._silent(self._commit(partial(self._end_leases_of, silent))):
+                self._leases.pop(who, None)
+            self.wake_engine()
+
+    def _end_leases_of(self, devices: list[Who], store: Store) -> list[Who]:
+        text = f"was silent for {self.lease_seconds:g} s"
+        silent = self._silent(devices)  # whoever has called meanwhile is not
+        for run, device in silent:
+            if store.device(run, device) is not None:
+                store.device_gone(run, device, "lease ended")
+                store.add_event(run, "lease-ended", f"{device} {text}", device=device)
+        return silent
+
+    def _silent(self, devices: list[Who]) -> list[Who]:
+        now = self._lease_clock()
+        return [who for who in devices if self._leases.get(who, math.inf) < now]
+
+    def _lease_clock(self) -> float:
+        """Seconds that do not go on while this process stands still."""
+        return time.monotonic() - self._paused
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
         """Checks who calls and renews the lease, also one that had ended; returns run and device.
@@ -205,7 +237,7 @@ class Desk:
         Raises:
             RefusedError: The device never checked in to this run, or the secret is wrong.
         """
-        run = self._run(identity.run)
+        run = self.run_name(identity.run)
         row = self.store.device(run, identity.device)
         if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
             # A server that was restored from a backup may not know a device any more, which then checks in again.
@@ -219,10 +251,8 @@ class Desk:
         return run, identity.device
 
     def _admit(self, run: str, device: str, secret: bytes) -> bytes:
-        if not _DEVICE_ID.fullmatch(device):
-            raise RefusedError(
-                Code.BAD_IDENTITY, f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'"
-            )
+        if not is_name(device):
+            raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
         row = self.store.device(run, device)
         if row is None:
             self._check_room(run, device)
@@ -239,17 +269,18 @@ class Desk:
             counted, at = self._registered[run] = self.store.count_devices(run), now
         self.limiter.check_devices((run, device), counted)
 
-    def _run(self, name: str) -> str:
+    def run_name(self, name: str) -> str:
+        """The run that a device means; it need not name the only one. Raises RefusedError if there is not just one."""
         if name:
             return name
-        runs = [row["name"] for row in self.store.runs()]
+        runs = self.store.run_names()
         if len(runs) != 1:
             listed = ", ".join(runs) or "none"
             raise RefusedError(Code.UNKNOWN_RUN if runs else Code.NOT_READY, f"name the run; the server has: {listed}")
-        return str(runs[0])
+        return runs[0]
 
     def _renew(self, run: str, device: str) -> None:
-        self._leases[run, device] = time.monotonic() + self.lease_seconds
+        self._leases[run, device] = self._lease_clock() + self.lease_seconds
         self._seen[run, device] = time.time()
 
     def _note_seen(self) -> None:
@@ -288,13 +319,13 @@ class Desk:
         wanted = request.sha256
         contract = self.contract(run)
         for_all = wanted in {contract.initial_weights, contract.proxy_digest} - {b""}
-        if not wanted or not (for_all or self.store.is_payload_for(run, device, wanted)):
+        ask = self.store.next_ask(run, device) if for_all else self.store.ask_naming(run, device, wanted)
+        if not wanted or not (for_all or ask):
             raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
-        ask = self.store.next_ask(run, device)
         try:
             payload = self.store.blobs.open(wanted)
         except StoreError as error:
-            if for_all or (ask is not None and ask["payload"] == wanted):
+            if for_all or (ask is not None and ask["status"] == "open"):
                 raise
             text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
@@ -339,18 +370,26 @@ class Desk:
         try:
             session.open()
         except BaseException:
-            session.places.close()
+            self.forget(session)
             raise
         return session
 
-    def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[], None]:
-        """Sets room on the disk aside for an upload; returns what gives it back.
+    def discard_other_attempts(self, ask: Row, key: str) -> None:
+        """Deletes what other attempts to answer an ask have staged: it is one answer that a device may have here."""
+        for one in self.store.blobs.staging():
+            if one.key.startswith(_staging_key(ask, "")) and one.key != key:
+                came = self.store.blobs.staged(one.key)
+                self.store.blobs.discard(one.key)
+                self.count_refused(ask, came)
+
+    def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[int], None]:
+        """Sets room on the disk aside for an upload; returns what gives it back, told the bytes that are at rest now.
 
         Raises:
             NoSpaceError: There is none; the first time in a row with an event.
         """
         if self.space is None:
-            return lambda: None
+            return lambda stored: None
         try:
             reserved = self.space.reserve(key, size)
         except NoSpaceError as error:
@@ -361,11 +400,11 @@ class Desk:
         self._no_space = False
         return reserved.release
 
-    def take_over(self, key: str, session: UploadSession) -> UploadSession | None:
-        """Makes a session the one that counts for its upload; returns the one that did so far."""
+    def take_over(self, session: UploadSession) -> UploadSession | None:
+        """Makes a session the one that counts for its ask; returns the one that did so far."""
         with self._uploads_lock:
-            older = self._uploads.get(key)
-            self._uploads[key] = session
+            older = self._uploads.get(session.ask["id"])
+            self._uploads[session.ask["id"]] = session
         return older
 
     def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
@@ -374,9 +413,12 @@ class Desk:
         if ask is None:
             text = f"device {device} was not asked step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
-            self._note_refusal(run, number, device, refusal)
-            raise refusal
-        return ask
+        elif name.payload and name.payload != (ask["payload"] or b""):  # not final for the ask: its own answer may come
+            refusal = _other_question(ask)
+        else:
+            return ask
+        self._note_refusal(run, number, device, refusal)
+        raise refusal
 
     def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
         """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
@@ -400,18 +442,33 @@ class Desk:
 
         row = self._commit(record)
         if row is None:
-            raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))))
+            came = payload.ByteSize() + counted.sent.total()
+            raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))), came)
         failpoints.hit("front.receipt.before-send")
         self.wake_engine()
         return _receipt(header.name, row)
 
-    def refuse(self, run: str, ask: Row, refusal: RefusedError) -> RefusedError:
-        """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it."""
+    def refuse(self, run: str, ask: Row, refusal: RefusedError, came: int = 0) -> RefusedError:
+        """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it.
+
+        Args:
+            run: The run.
+            ask: The ask whose answer is refused.
+            refusal: Why.
+            came: Bytes that have travelled in vain.
+        """
         self._note_refusal(run, ask["round"], ask["device"], refusal)
+        self.count_refused(ask, came)
         if is_final(refusal.code):
             self._commit(lambda store: store.close_ask(ask["id"], f"refused: {refusal}"))
             self.wake_engine()
         return refusal
+
+    def count_refused(self, ask: Row, came: int) -> None:
+        """Counts bytes that came for an ask and were not taken."""
+        if came:
+            with contextlib.suppress(StoreError):  # what is done with them is worth more than their count
+                self._commit(lambda store: store.add_refused_traffic(ask["id"], came))
 
     def _note_refusal(self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True) -> None:
         if not self._notes.take(run, device if known else ""):
@@ -428,12 +485,14 @@ class Desk:
             row = self._notes_rows.get(who)
             self._notes_rows[who] = self._commit(partial(_note_refusals_left_out, who, count, row))
 
-    def forget(self, key: str, session: UploadSession) -> None:
+    def forget(self, session: UploadSession) -> None:
         """Removes a session that has ended."""
-        session.places.close()
-        with self._uploads_lock:
-            if self._uploads.get(key) is session:
-                del self._uploads[key]
+        try:
+            session.places.close()
+        finally:
+            with self._uploads_lock:
+                if self._uploads.get(session.ask["id"]) is session:
+                    del self._uploads[session.ask["id"]]
 
 
 class UploadSession:
@@ -442,42 +501,50 @@ class UploadSession:
     def __init__(self, desk: Desk, run: str, ask: Row, header: service_pb2.UploadHeader, key: str) -> None:
         self._desk = desk
         self._run = run
-        self._ask = ask
+        self.ask = ask
         self._header = header
         self._key = key
         self._lock = threading.Lock()
         self._abandoned = False
         self._accepted: Row | None = None
+        self._counted = Counted()
+        self._stored = 0
+        self._again = 0
         self.places = contextlib.ExitStack()
 
     def open(self) -> None:
         """Takes over from an older session of the same upload, once that has let go of what is staged."""
         with self._lock:
-            older = self._desk.take_over(self._key, self)
+            older = self._desk.take_over(self)
             if older is not None:
                 older.places.close()
                 older.abandon()
-            self._accepted = self._desk.store.upload_of(self._ask["id"])
+            self._accepted = self._desk.store.upload_of(self.ask["id"])
             if self._accepted is None:
                 self._refusing(self._open)
+            else:
+                self._again = self._header.payload.ByteSize()
 
     def _open(self) -> None:
-        if self._ask["status"] != "open":
-            raise _closed(self._ask)
+        if self.ask["status"] != "open":
+            raise _closed(self.ask)
         if not 1 <= self._header.samples <= _LARGEST_NUMBER:
-            text = f"device {self._ask['device']}: the answer is weighted with {self._header.samples} samples"
+            text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
             raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         contract = self._desk.contract(self._run)
-        self._ingest = Ingest(self._ask["device"], self._header.payload, contract, json.loads(self._ask["expects"]))
-        who = (self._run, self._ask["device"])
-        self.places.enter_context(self._desk.limiter.hold_bytes(who, self._header.payload.data_bytes))
-        self.places.callback(self._desk.reserve(self._run, self._ask, self._key, self._header.payload.data_bytes))
+        self._ingest = Ingest(self.ask["device"], self._header.payload, contract, json.loads(self.ask["expects"]))
+        if self._header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
+            self._desk.discard_other_attempts(self.ask, self._key)
+        size = self._header.payload.data_bytes
+        self.places.enter_context(self._desk.limiter.hold_bytes((self._run, self.ask["device"]), size))
+        give_back = self._desk.reserve(self._run, self.ask, self._key, size)
+        self.places.callback(lambda: give_back(self._stored))
         self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
         held = self._ingest.start(self._staging)
         # What an earlier stream brought counts as it is, whether it was packed or not.
         self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
-            text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}"
+            text = f"device {self.ask['device']}: the upload goes on at byte {self._header.first_byte}"
             raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
 
     @property
@@ -487,24 +554,30 @@ class UploadSession:
 
     def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
         """Takes a chunk; of an upload that is accepted already it takes nothing."""
-        if self._accepted is None:
-            with self._lock:
-                self._assert_open()
-                sent = self._refusing(lambda: self._ingest.feed(chunk))
-                self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
+        if self._accepted is not None:
+            self._again += len(chunk.data)
+            return
+        with self._lock:
+            self._assert_open()
+            sent = self._refusing(lambda: self._ingest.feed(chunk), chunk)
+            self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
 
     def finish(self) -> service_pb2.Receipt:
         """Checks the whole, makes it durable, commits, and only then gives the receipt."""
         if self._accepted is not None:
-            self._desk.forget(self._key, self)
+            self._end_again()
             return _receipt(self._header.name, self._accepted)
         with self._lock:
             self._assert_open()
-            self._refusing(self._ingest.finish)
-            self._staging.commit(self._header.payload.sha256)
+            self._refusing(self._store)
             self._abandoned = True
-        self._desk.forget(self._key, self)
-        return self._desk.accept(self._run, self._ask, self._header, self._counted)
+        self._desk.forget(self)
+        return self._desk.accept(self._run, self.ask, self._header, self._counted)
+
+    def _store(self) -> None:
+        self._ingest.finish()
+        self._staging.commit(self._header.payload.sha256)
+        self._stored = self._header.payload.data_bytes
 
     def abandon(self) -> None:
         """Ends the session; what was staged stays for the next one."""
@@ -512,29 +585,48 @@ class UploadSession:
             if not self._abandoned and self._accepted is None and hasattr(self, "_staging"):
                 self._staging.close()
             self._abandoned = True
-        self._desk.forget(self._key, self)
+        self._end_again()
+
+    def _end_again(self) -> None:
+        """Ends a session; what it brought of an answer that is accepted already has travelled in vain."""
+        self._desk.forget(self)
+        again, self._again = self._again, 0
+        self._desk.count_refused(self.ask, again)
 
     def _assert_open(self) -> None:
         if self._abandoned:
             raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
 
-    def _refusing(self, step: Callable[[], T]) -> T:
-        """Runs a step; on a refusal throws away what was staged, where going on is useless."""
+    def _refusing(self, step: Callable[[], T], chunk: knowledge_pb2.TensorChunk | None = None) -> T:
+        """Runs a step on a chunk; whatever goes wrong ends the session.
+
+        On a refusal what was staged is thrown away, where going on is useless. Otherwise it stays, for the next stream
+        to go on from, and counts with the answer that it becomes.
+        """
         try:
             return step()
         except RefusedError as refusal:
-            if hasattr(self, "_staging"):
-                keep = refusal.code in (Code.INCOMPLETE, Code.OUT_OF_STEP)
-                self._staging.close() if keep else self._staging.discard()
-            self._abandoned = True
-            self._desk.forget(self._key, self)
-            raise self._desk.refuse(self._run, self._ask, refusal) from refusal
-        except StoreError:
-            if hasattr(self, "_staging"):
-                self._staging.close()  # what is on the disk stays, for the next stream to go on from
-            self._abandoned = True
-            self._desk.forget(self._key, self)
+            keep = refusal.code in (Code.INCOMPLETE, Code.OUT_OF_STEP)
+            came = len(chunk.data) if chunk is not None else 0
+            came += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
+            self._end(keep=keep)
+            raise self._desk.refuse(self._run, self.ask, refusal, came) from refusal
+        except BaseException:
+            self._end(keep=True)
             raise
+
+    def _end(self, *, keep: bool) -> None:
+        """Lets go of what is staged, and only then of the ask: a newer stream may be waiting for both."""
+        try:
+            if hasattr(self, "_staging"):
+                self._staging.close() if keep else self._staging.discard()
+        finally:
+            self._abandoned = True
+            self._desk.forget(self)
+
+
+def _unknown_run(run: str) -> RefusedError:
+    return RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}")
 
 
 def _id_taken(device: str) -> RefusedError:
@@ -549,10 +641,6 @@ def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
         store.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
 
 
-def _note_lease_end(run: str, device: str, text: str, store: Store) -> None:
-    store.add_event(run, "lease-ended", text, device=device)
-
-
 def _note_refusals_left_out(who: Who, count: int, row: int | None, store: Store) -> int | None:
     run, device = who
     whose = f"of device {device}" if device else "of devices that are not registered"
@@ -563,8 +651,15 @@ def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:
     return run, ask["round"], ask["step_number"], ask["device"]
 
 
-def _staging_key(ask: Row, attempt: int) -> str:
+def _staging_key(ask: Row, attempt: int | str) -> str:
     return f"ask-{ask['id']}-attempt-{attempt}"
+
+
+def _other_question(ask: Row) -> RefusedError:
+    """An answer from before a backup was restored, whose round has the same number as the one played again."""
+    step = f"step {ask['step']!r} of round {ask['round']}"
+    text = f"device {ask['device']}: the answer is to another question than {step}"
+    return RefusedError(Code.CLOSED, text)
 
 
 def _closed(ask: Row | None) -> RefusedError:

@@ -7,6 +7,7 @@ rows are never refused: without them nothing could be freed again.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -42,9 +43,14 @@ class Reservation:
     size: int
     space: DiskSpace
 
-    def release(self) -> None:
-        """The upload has ended; what it has written is on the disk."""
-        self.space.release(self)
+    def release(self, stored: int = 0) -> None:
+        """The upload has ended.
+
+        Args:
+            stored: Bytes that are at rest now, 0 for an upload that was not finished. What is still staged counts by
+                itself.
+        """
+        self.space.release(self, stored)
 
 
 class DiskSpace:
@@ -55,6 +61,7 @@ class DiskSpace:
         blobs: Its payloads.
         bounds: How full it may become.
         make_room: Deletes what nothing needs; called before anything is refused, not more often than every ten seconds.
+            It may take long: what has room goes on meanwhile, what has none is refused.
     """
 
     def __init__(self, directory: Path, blobs: Blobs, bounds: Bounds, make_room: Callable[[], object]) -> None:
@@ -64,8 +71,9 @@ class DiskSpace:
         self._make_room = make_room
         self._lock = threading.Lock()
         self._reserved: dict[Reservation, int] = {}
-        self._looked, self._used, self._since = -_LOOK_SECONDS, 0, 0
-        self._made_room = -_MAKE_ROOM_SECONDS
+        # Bytes at the last look and what has changed since, both without what uploads under way have staged.
+        self._looked, self._used, self._since = -math.inf, 0, 0
+        self._made_room = -math.inf
 
     def reserve(self, key: str, size: int) -> Reservation:
         """Sets room aside for an upload that is staged under `key`.
@@ -77,33 +85,54 @@ class DiskSpace:
         Raises:
             NoSpaceError: There is no room; the message says which bound and by how much.
         """
-        with self._lock:
-            self._check(size, key)
-            made = Reservation(key, size, self)
-            self._reserved[made] = size
+        made = Reservation(key, size, self)
+        self._take(size, key, lambda: self._hold(made))
         return made
 
-    def release(self, reservation: Reservation) -> None:
-        """Takes a reservation back; one that was taken back before is no error."""
+    def release(self, reservation: Reservation, stored: int = 0) -> None:
+        """Takes a reservation back, see `Reservation.release`; one that was taken back before is no error."""
         with self._lock:
-            self._since += self._reserved.pop(reservation, 0)  # until the next look as if all of it were on the disk
+            if self._reserved.pop(reservation, None) is not None:
+                self._add(stored or self._staged(reservation.key))
 
     def check(self, size: int) -> None:
         """Raises NoSpaceError unless there is room for a payload that is about to be written."""
-        with self._lock:
-            self._check(size, "")
-            self._since += size
+        self._take(size, "", lambda: self._add(size))
 
-    def _check(self, size: int, key: str) -> None:
-        lacking = self._lacking(size, key)
-        now = time.monotonic()
-        if lacking and now - self._made_room >= _MAKE_ROOM_SECONDS:
-            self._made_room = now
+    def _hold(self, made: Reservation) -> None:
+        self._reserved[made] = made.size
+        self._add(-self._staged(made.key))  # it is part of the size that is held from now on
+
+    def _staged(self, key: str) -> int:
+        return self._blobs.staged(key) if self._bounds.disk_budget_bytes else 0
+
+    def _add(self, size: int) -> None:
+        self._since += size
+
+    def _take(self, size: int, key: str, take: Callable[[], None]) -> None:
+        """Calls `take` if there is room, at the latest once some was made. Raises NoSpaceError."""
+        lacking = self._take_now(size, key, take)
+        if lacking and self._may_make_room():
             self._make_room()
-            self._looked = -_LOOK_SECONDS
-            lacking = self._lacking(size, key)
+            with self._lock:
+                self._looked = -math.inf
+            lacking = self._take_now(size, key, take)
         if lacking:
             raise NoSpaceError(lacking)
+
+    def _take_now(self, size: int, key: str, take: Callable[[], None]) -> str:
+        with self._lock:
+            lacking = self._lacking(size, key)
+            if not lacking:
+                take()
+        return lacking
+
+    def _may_make_room(self) -> bool:
+        with self._lock:
+            due = time.monotonic() - self._made_room >= _MAKE_ROOM_SECONDS
+            if due:
+                self._made_room = time.monotonic()
+        return due
 
     def _lacking(self, size: int, key: str) -> str:
         """What is against a payload of `size` bytes that is staged under `key`; empty for nothing."""

@@ -15,6 +15,7 @@ import math
 import random
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from fleetdistill.errors import (
     ConfigurationError,
     FleetDistillError,
     KnowledgeError,
+    NoSpaceError,
     QuorumNotReached,
     RunError,
     StoreError,
+    in_words,
 )
 from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
 from fleetdistill.seeds import derive_seed
@@ -38,14 +41,19 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
-from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, end_with_parent
+from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
 from fleetdistill_server.store import Store
-from fleetdistill_server.wakeups import Ends, Wakeups
+from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 logger = logging.getLogger(__name__)
-MAX_SHORT_ROUNDS_IN_A_ROW = 100
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 60.0
+_DOUBLINGS = 16
+"""More of them would only make the numbers larger: the longest pause comes long before."""
+_TOLD_AFTER = 3
+"""So many short rounds in a row are told in the run's row; the log has each, and tells their number at every tenth."""
 _LONGEST_FAILURE = 1000
 
 
@@ -56,9 +64,12 @@ class Engine:
         store: Where the run lives.
         config: The run's configuration.
         waker: How to wait for devices.
+        most_short_rounds: In a simulation: rounds that may fall short one after the other, without a pause. By default
+            the engine goes on for ever, with pauses, because devices that answer may come at any time.
     """
 
-    def __init__(self, store: Store, config: RunConfig, waker: Waker) -> None:
+    def __init__(self, store: Store, config: RunConfig, waker: Waker, most_short_rounds: int | None = None) -> None:
+        self._most_short_rounds = most_short_rounds
         self._store = store
         self._config = config
         self._waker = waker
@@ -82,27 +93,46 @@ class Engine:
         """Completes the rounds that the run still lacks.
 
         Raises:
-            RunError: Another engine took the run over, or round after round falls short.
+            RunError: Another engine took the run over, or `most_short_rounds` fell short.
+            NoSpaceError: The disk is full; the run goes on from here with another engine.
         """
         torch.set_num_threads(self._config.run.threads)
         self._prepare()
-        short = 0
         while self._completed() < self._config.run.rounds:
             cohort = await self._next_cohort()
-            short = 0 if await self._round(cohort) else short + 1
-            if short >= MAX_SHORT_ROUNDS_IN_A_ROW:
-                raise RunError(f"{short} rounds in a row fell short of the quorum; {self._last_event()}")
+            if not await self._round(cohort):
+                await self._after_short_round(self._store.short_rounds_in_a_row(self._name))
         failpoints.hit("engine.end.before-commit")
         self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         failpoints.hit("engine.end.after-commit")
         self._waker.wake_other()
 
+    async def _after_short_round(self, short: int) -> None:
+        """Says that rounds fall short, and waits before the next; a simulation, where nobody comes, ends at its cap."""
+        text = f"{short} rounds in a row fell short of the quorum; {self._last_event()}"
+        over = self._most_short_rounds is not None and short >= self._most_short_rounds
+        if over or short >= _TOLD_AFTER:
+            with self._store.transaction():
+                self._store.assert_owner(self._name, self._token)
+                self._store.end_run(self._name, "stopped" if over else "running", text)
+        if over:
+            raise RunError(text)
+        if short % 10 == 0:
+            logger.warning("%s", text)
+        if self._most_short_rounds is None:
+            await self._pause(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(short - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS))
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits, but not when other devices are present than before: with them a round may reach its quorum."""
+        before, until = self._store.present_devices(self._name), time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self._store.present_devices(self._name) == before:
+            await self._waker.wait(min(left, POLL_SECONDS))
+
     def _last_event(self) -> str:
-        """What went wrong last, for an error: in a simulation nobody can look the store up."""
-        events = self._store.events(self._name)
-        if not events:
+        """What went wrong last: in a simulation nobody can look the store up."""
+        last = self._store.last_event(self._name)
+        if last is None:
             return "look at `fleetdistill runs show`"
-        last = events[-1]
         return f"the last event is of round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
 
     def _prepare(self) -> None:
@@ -196,6 +226,7 @@ class Engine:
                 self._store.close_short_round(self._name, cohort.round, str(reason))
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
+            self._store.blobs.doubt()  # devices may have found damage in what they were asked with; it is put again
             self._restore()
             return False
         self._close(cohort)
@@ -206,9 +237,11 @@ class Engine:
         failpoints.hit("engine.checkpoint.before-write")
         checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
         failpoints.hit("engine.checkpoint.after-write")
-        last = self._row()["checkpoint"]
+        last, short = self._row()["checkpoint"], self._store.short_rounds_in_a_row(self._name)
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
+            if short:
+                self._store.end_run(self._name, "running", "")  # what was told of short rounds is over
             self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
@@ -249,7 +282,9 @@ def load_evaluation(file: str, classes: int) -> TensorData:
         with np.load(file) as arrays:
             return as_tensor_data((arrays["inputs"], arrays["labels"]), classes)
     except (OSError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"[evaluation] data: {file!r} needs arrays inputs and labels: {error}") from error
+        raise ConfigurationError(
+            f"[evaluation] data: {file!r} needs arrays inputs and labels: {in_words(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -257,31 +292,35 @@ class _Arguments:
     config: Path
     store: Path
     wakeups: Ends
+    most_short_rounds: int | None
 
 
-async def _main(given: _Arguments) -> int:
+async def _main(given: _Arguments) -> None:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
+    config = load_run_config(given.config)
     store = Store.open(given.store)
     try:
-        config = load_run_config(given.config)
-        bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
-        store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
-        await Engine(store, config, Wakeups(given.wakeups)).run()
+        await _run(store, config, given)
     except asyncio.CancelledError:
-        return 0
-    except (ConfigurationError, RunError) as error:
-        print(f"the engine stops: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+        return
+    finally:
+        store.close()
+
+
+async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
+    bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
+    store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
+    try:
+        await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
+    except (ConfigurationError, RunError, NoSpaceError):
+        raise
     except Exception as error:
         _note_failure(store, config.run.name, error)
         raise
-    finally:
-        store.close()
-    return 0
 
 
 def _note_failure(store: Store, run: str, error: Exception) -> None:
@@ -297,14 +336,22 @@ def main() -> int:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--most-short-rounds", type=int)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
     end_with_parent(given.parent)
     try:
-        return asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups)))
+        asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
+    except (ConfigurationError, RunError) as error:
+        print(f"the engine stops: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    except NoSpaceError as error:
+        logger.warning("%s", error)
+        return EXIT_NO_SPACE
     except FleetDistillError:
         logger.exception("the engine failed")
         return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from fleetdistill.credentials import AUTHORITIES
+from fleetdistill.errors import RefusedError
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.desk import Commit
-from fleetdistill_server.refusals import in_pool
+from fleetdistill_server.limits import Limiter
+from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.roles import holder_in
 from fleetdistill_server.store import Store
 from fleetdistill_server.tokens import EnrolmentDesk
@@ -18,14 +21,23 @@ from fleetdistill_server.tokens import EnrolmentDesk
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
     """Gives devices their certificates."""
 
-    def __init__(self, desk: EnrolmentDesk, store: Store, commit: Commit, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, desk: EnrolmentDesk, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
+    ) -> None:
         self._desk = desk
         self._store = store
         self._commit = commit
         self._pool = pool
+        self._limiter = limiter
 
     async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolResponse:
-        return await in_pool(self._pool, context, partial(self._enrol, request))
+        try:
+            place = self._limiter.begin_enrolment()
+        except RefusedError as refusal:
+            await abort(context, refusal)
+        work = self._pool.submit(self._enrol, request)
+        work.add_done_callback(lambda _: place.release())  # who hangs up does not end the work, and keeps its place
+        return await ended(context, asyncio.wrap_future(work))
 
     async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewResponse:
         holder = holder_in(context)

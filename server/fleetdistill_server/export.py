@@ -22,7 +22,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
 
     Raises:
         ConfigurationError: No such run, or its method keeps no model on the server.
-        ExportError: The run has no completed round yet, or the export does not agree.
+        ExportError: The run has no completed round yet, no uploaded features are left, or the export does not agree.
     """
     import torch
 
@@ -60,8 +60,12 @@ def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def
 
 
 def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def]  # a numpy array of any float type
-    for upload in reversed(store.uploads(run)):
+    kept = (one for one in reversed(store.uploads(run)) if store.blobs.has(one["sha256"]))
+    for upload in kept:
         for part in decode(store.blobs.open(upload["sha256"])).values():
             if isinstance(part, SampleKnowledge) and part.features:
                 return next(iter(part.features.values()))[:_PARITY_SAMPLES].copy()
-    raise ExportError(f"run {run!r} has no uploaded features to compare the export on")
+    raise ExportError(
+        f"run {run!r} has no uploaded features to compare the export on: its method sends none, or `fleetdistill runs "
+        "prune --keep-rounds 0` has deleted them, and a backup of before may have them"
+    )

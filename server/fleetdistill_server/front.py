@@ -25,12 +25,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, RefusedError
+from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, compression_of
 from fleetdistill.wire.payload import CHUNK_BYTES
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.commits import CommitThread
+from fleetdistill_server.counting import Sending
 from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20
 POOL_THREADS = 16
+# Uploads write, hash and read what is staged: a pool of their own, so that they never make a heartbeat wait.
+UPLOAD_THREADS = 16
 LONGEST_WAIT_SECONDS = 60.0
 # After a wake-up the devices spread over [0, waiting / this] seconds.
 WAKES_PER_SECOND = 1000
@@ -76,17 +80,24 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         pool: Where the work is done.
         commits: Where calls that only check and commit are done, by default in the pool too.
         limits: How slow a stream may be.
+        uploads: Where uploads are worked on, by default in the pool too.
     """
 
     def __init__(
-        self, desk: Desk, pool: ThreadPoolExecutor, commits: CommitThread | None = None, limits: Limits | None = None
+        self,
+        desk: Desk,
+        pool: ThreadPoolExecutor,
+        commits: CommitThread | None = None,
+        limits: Limits | None = None,
+        uploads: ThreadPoolExecutor | None = None,
     ) -> None:
         self._desk = desk
         self._pool = pool
+        self._uploads = uploads or pool
         self._commits = commits
         self._limits = limits or Limits()
         # By call and not by device: a device may call again before its broken call is noticed.
-        self._waiting: dict[asyncio.Event, tuple[str, str]] = {}
+        self._waiting: dict[asyncio.Event, Who] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
         return await self._durable_call(context, lambda: self._desk.check_in(request))
@@ -106,24 +117,28 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return await self._call(context, lambda: self._desk.upload_status(request))
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
-        found = await self._call(context, lambda: self._desk.next_ask(request.identity))
+        found, who = await self._call(context, lambda: self._look(request.identity))
         if found is None:
-            async with self._open_call(context, (request.identity.run, request.identity.device)):
-                await self._wait_for_work(request)
+            async with self._open_call(context, who):
+                await self._wait_for_work(who, request.wait_seconds)
             found = await self._call(context, lambda: self._desk.next_ask(request.identity))
         if found is None:
             come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=self._spread())
             found = service_pb2.NextAskResponse(come_back=come_back)
         return found
 
-    async def _wait_for_work(self, request: service_pb2.NextAskRequest) -> None:
+    def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, Who]:
+        """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
+        return self._desk.next_ask(identity), (self._desk.run_name(identity.run), identity.device)
+
+    async def _wait_for_work(self, who: Who, wait_seconds: float) -> None:
         """Waits for a wake-up; who calls has shown that it is this device."""
         event = asyncio.Event()
-        self._waiting[event] = (request.identity.run, request.identity.device)
+        self._waiting[event] = who
         # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
         longest = min(LONGEST_WAIT_SECONDS, self._desk.lease_seconds / 2)
         try:
-            await asyncio.wait_for(event.wait(), max(0.0, min(longest, request.wait_seconds)))
+            await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
             await asyncio.sleep(random.uniform(0, self._spread()))
         except TimeoutError:
             pass
@@ -156,14 +171,14 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             timely = in_good_time(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
             async with contextlib.aclosing(in_batches(timely)) as batches:
                 async for batch in batches:
-                    await self._call(context, partial(upload.take, batch))
-            return service_pb2.UploadResponse(receipt=await self._call(context, upload.finish))
+                    await in_pool(self._uploads, context, partial(upload.take, batch))
+            return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
         except RefusedError as refusal:  # the stream's own; one of the desk has ended the call already
             await abort(context, refusal)
         finally:
             # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
             with contextlib.suppress(RuntimeError):
-                self._pool.submit(upload.abandon)
+                self._uploads.submit(upload.abandon)
 
     async def Download(
         self, request: service_pb2.DownloadRequest, context: Any
@@ -188,20 +203,32 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def _responses(
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncGenerator[service_pb2.DownloadResponse, None]:
-        payload, chunks = await self._call(context, lambda: self._desk.download(request))
-        async with self._open_call(context, (request.identity.run, request.identity.device)):
-            yield service_pb2.DownloadResponse(header=payload.header())
-            make = partial(_next_responses, chunks)
-            making = asyncio.ensure_future(self._call(context, make))
+        (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
+        async with self._open_call(context, who):
             try:
-                while batch := await making:
-                    making = asyncio.ensure_future(self._call(context, make))
-                    for response in batch:
+                yield service_pb2.DownloadResponse(header=payload.header())
+                async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
+                    async for response in responses:
                         yield response
             finally:
-                making.cancel()
                 with contextlib.suppress(RuntimeError):  # at shutdown the pool is gone
                     self._pool.submit(chunks.end)
+
+    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], Who]:
+        identity = request.identity
+        return self._desk.download(request), (self._desk.run_name(identity.run), identity.device)
+
+    async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[service_pb2.DownloadResponse, None]:
+        """The chunks as messages; the next ones are made while these are sent."""
+        make = partial(_next_responses, chunks)
+        making = asyncio.ensure_future(self._call(context, make))
+        try:
+            while batch := await making:
+                making = asyncio.ensure_future(self._call(context, make))
+                for response in batch:
+                    yield response
+        finally:
+            making.cancel()
 
     async def _call(self, context: Any, work: Callable[[], T]) -> T:
         return await in_pool(self._pool, context, work)
@@ -318,9 +345,10 @@ async def serve(
 
     opened = open_desk(directory, wake_engine, lease_seconds, compression, bounds, limits)
     guarding = open_guard(directory, tls is not None)
-    with opened as (desk, commits), guarding as guard, ThreadPoolExecutor(POOL_THREADS) as pool:
+    pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
+    with opened as (desk, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         desk.adopt_present_devices()
-        service = DeviceService(desk, pool, commits, limits)
+        service = DeviceService(desk, pool, commits, limits, uploads)
         server = await _make_server(service, guard, limits)
         try:
             ports = listen_on(server, listen, tls)
@@ -381,7 +409,7 @@ async def _delete_what_nobody_needs(directory: Path, pool: ThreadPoolExecutor) -
 async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
-    except FleetDistillError:
+    except Exception:  # whatever it is: the task that ended here would never be noticed
         logger.exception("background work failed; trying again")
 
 

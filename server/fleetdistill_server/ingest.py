@@ -26,6 +26,7 @@ from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.payload import DTYPES, Slot
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.blobs import Staging
+from fleetdistill_server.repeats import first_repeat
 
 ROWS = -1
 """Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
@@ -261,25 +262,29 @@ class Ingest:
         raise self._refuse(Code.BAD_VALUE, f"{text} at row {row} of {slot.path}", slot, row=str(row))
 
     def _check_unique(self, slot: Slot, staging: Staging) -> None:
-        values = np.frombuffer(staging.read(slot.start, slot.nbytes), slot.dtype)
-        order = np.argsort(values, kind="stable")
-        repeats = np.flatnonzero(np.diff(values[order]) == 0)
-        if len(repeats):
-            row = int(order[repeats[0] + 1])
-            text = (
-                f"{self._rules[slot.path].what} {values[row].item()} appears twice, again at row {row} of {slot.path}"
-            )
+        def read() -> Iterator[np.ndarray]:
+            return (np.frombuffer(one, slot.dtype) for one in wire.pieces(staging, slot.start, slot.stop))
+
+        found = first_repeat(read, math.prod(slot.shape))
+        if found is not None:
+            value, row = found
+            text = f"{self._rules[slot.path].what} {value} appears twice, again at row {row} of {slot.path}"
             raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 
     def _check_row_sums(self, slot: Slot, staging: Staging) -> None:
         rule = self._rules[slot.path]
         assert rule.row_sum is not None
-        values = np.frombuffer(staging.read(slot.start, slot.nbytes), slot.dtype).reshape(slot.shape)
-        sums = values.reshape(len(values), -1).sum(axis=1, dtype=np.float64)
-        if (sums > rule.row_sum).any():
-            row = int((sums > rule.row_sum).argmax())
-            text = f"{rule.what} sum to {sums[row]:g} at row {row} of {slot.path}, at most {rule.row_sum:g} is possible"
-            raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
+        row_bytes = slot.nbytes // slot.shape[0]
+        rows = max(wire.CHUNK_BYTES // row_bytes, 1)  # read at once
+        for first in range(0, slot.shape[0], rows):
+            start = slot.start + first * row_bytes
+            data = staging.read(start, min(rows * row_bytes, slot.stop - start))
+            sums = np.frombuffer(data, slot.dtype).reshape(-1, row_bytes // slot.dtype.itemsize).sum(1, np.float64)
+            if (sums > rule.row_sum).any():
+                at = int((sums > rule.row_sum).argmax())
+                text = f"{rule.what} sum to {sums[at]:g} at row {first + at} of {slot.path}"
+                text += f", at most {rule.row_sum:g} is possible"
+                raise self._refuse(Code.BAD_VALUE, text, slot, row=str(first + at))
 
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:

@@ -1,7 +1,8 @@
 """What one device, and all devices together, may ask of the server at a time.
 
 Only devices that have shown who they are count here, so nobody can use up another one's share. What others may cost is
-bounded before any of our code runs, by gRPC's own limits on connections and streams (`channel_options`).
+bounded before any of our code runs, by gRPC's own limits on connections and streams (`channel_options`); the one call
+that is theirs, to enrol, has a small allowance for all of them together.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ T = TypeVar("T")
 Who = tuple[str, str]
 """A device of a run: (run, device)."""
 
-_HOUR = 3600.0
+_ALL: Who = ("", "")
+_MINUTE, _HOUR = 60.0, 3600.0
 # When to come back for a place that frees itself when another call ends.
 _SOON_SECONDS = 5.0
 # Files that are not connections: the database, uploads under way, pipes.
@@ -39,10 +41,13 @@ class Limits:
     open_calls: int = 20_000
     open_calls_per_device: int = 8
     open_calls_per_connection: int = 100
-    uploads_per_hour: int = 36_000
+    uploads_per_hour: int = 3_600_000
+    uploads_per_hour_per_device: int = 36_000
     bytes_in_flight: int = 64 << 30
     bytes_in_flight_per_device: int = 4 << 30
     devices: int = 100_000
+    enrolments_at_once: int = 8  # half of the front's threads
+    enrolments_per_minute: int = 600
     refusals_per_hour: int = 20
     stall_seconds: float = 120.0
     handshake_seconds: float = 20.0
@@ -107,20 +112,25 @@ class Place(AbstractContextManager["Place"]):
 
 
 class Allowance:
-    """So many an hour for each key, all at once if need be."""
+    """So many in a span of time, an hour if nothing else is said, for each key; all at once if need be."""
 
-    def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_hour, self._clock = per_hour, clock
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, seconds: float = _HOUR) -> None:
+        self._most, self._seconds, self._clock = most, seconds, clock
         self._left: dict[Who, tuple[float, float]] = {}
 
     def take(self, who: Who) -> float:
         """Takes one and returns 0, or returns the seconds after which there will be one."""
         now = self._clock()
-        left, since = self._left.get(who, (float(self._per_hour), now))
-        left = min(self._per_hour, left + (now - since) * self._per_hour / _HOUR)
+        left, since = self._left.get(who, (float(self._most), now))
+        left = min(self._most, left + (now - since) * self._most / self._seconds)
         taken = left >= 1
         self._left[who] = (left - taken, now)
-        return 0.0 if taken else (1 - left) * _HOUR / self._per_hour
+        return 0.0 if taken else (1 - left) * self._seconds / self._most
+
+    def give_back(self, who: Who) -> None:
+        """Undoes a `take` of one that was not used."""
+        left, since = self._left[who]
+        self._left[who] = (left + 1, since)
 
 
 class _Held:
@@ -148,8 +158,11 @@ class Limiter:
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self._lock = threading.Lock()
-        self._calls, self._bytes = _Held(), _Held()
-        self._uploads = Allowance(limits.uploads_per_hour if limits else 1, clock)
+        self._calls, self._bytes, self._enrolments = _Held(), _Held(), _Held()
+        known = limits or Limits()
+        self._uploads = Allowance(known.uploads_per_hour_per_device, clock)
+        self._all_uploads = Allowance(known.uploads_per_hour, clock)
+        self._enrolled = Allowance(known.enrolments_per_minute, clock, _MINUTE)
 
     def open_call(self, who: Who) -> Place:
         """A place for a call that stays open for a while.
@@ -168,13 +181,31 @@ class Limiter:
         """Counts an upload that begins.
 
         Raises:
-            RefusedError: `too-many`: the device has begun as many in this hour as it may.
+            RefusedError: `too-many`: the device, or all together, have begun as many in this hour as they may.
         """
-        if self.limits is not None:
-            with self._lock:
-                wait = self._uploads.take(who)
-            if wait:
-                raise too_many(who, f"has begun {self.limits.uploads_per_hour} uploads within an hour", wait)
+        if self.limits is None:
+            return
+        with self._lock:
+            # The device's own share first: who has used it up takes nothing from the others.
+            _take_one(self._uploads, who, self.limits.uploads_per_hour_per_device, "uploads within an hour")
+            try:
+                _take_one(self._all_uploads, _ALL, self.limits.uploads_per_hour, "uploads within an hour")
+            except RefusedError:
+                self._uploads.give_back(who)
+                raise
+
+    def begin_enrolment(self) -> Place:
+        """A place for an enrolment. Who asks for it has shown nothing yet, so all share one allowance.
+
+        Raises:
+            RefusedError: `too-many`: as many are under way, or were begun in this minute, as may be.
+        """
+        if self.limits is None:
+            return Place(lambda: None)
+        with self._lock:
+            _check(self._enrolments.all + 1, self.limits.enrolments_at_once, _ALL, "enrolments under way")
+            _take_one(self._enrolled, _ALL, self.limits.enrolments_per_minute, "enrolments within a minute")
+            return self._take(self._enrolments, _ALL, 1)
 
     def hold_bytes(self, who: Who, size: int) -> Place:
         """A place for an upload of `size` bytes. One of a device, and one of all, may be of any size.
@@ -213,10 +244,17 @@ def _check(wanted: int, most: int, who: Who, what: str) -> None:
         raise too_many(who, f"would have {wanted} {what}, the limit is {most}", _SOON_SECONDS)
 
 
+def _take_one(allowance: Allowance, who: Who, most: int, what: str) -> None:
+    wait = allowance.take(who)
+    if wait:
+        raise too_many(who, f"has begun {most} {what}", wait)
+
+
 def too_many(who: Who, what: str, after_seconds: float) -> RefusedError:
-    """The refusal of a device that asks for more than its share, with the moment to come back at."""
-    text = f"device {who[1]} {what}; come back in {math.ceil(after_seconds)} s"
-    return RefusedError(Code.TOO_MANY, text, {"device": who[1], AFTER_SECONDS: f"{after_seconds:.3f}"})
+    """The refusal of what goes over the share of a device, or of all, with the moment to come back at."""
+    details = {"device": who[1]} if who != _ALL else {}
+    text = f"{f'device {who[1]}' if details else 'the server'} {what}; come back in {math.ceil(after_seconds)} s"
+    return RefusedError(Code.TOO_MANY, text, {**details, AFTER_SECONDS: f"{after_seconds:.3f}"})
 
 
 class RefusalNotes:

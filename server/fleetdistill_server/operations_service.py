@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,16 @@ from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.tokens import create_tokens
 from fleetdistill_server.wakeups import POLL_SECONDS
+from fleetdistill_server.watch import changes, is_over
 
 MOST_ROWS = 1000
 _LONGEST_REASON = 512
-_OVER = ("finished", "stopped")
+_CHANGES: dict[str, type[Any]] = {
+    "run": operations_pb2.RunProgress,
+    "round": operations_pb2.RoundProgress,
+    "step": operations_pb2.StepProgress,
+    "event": operations_pb2.EventProgress,
+}
 
 
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
@@ -46,14 +53,14 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def WatchRun(
         self, request: operations_pb2.WatchRunRequest, context: Any
     ) -> AsyncIterator[operations_pb2.WatchRunResponse]:
-        before: operations_pb2.ShowRunResponse | None = None
+        seen: dict[str, Row] = {}
         while True:
-            now = await in_pool(self._pool, context, partial(self._show, request.run))
-            if before is None or now != before:
-                yield _news(before, now)
-            if now.run.status in _OVER:
+            new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
+            for first in range(0, len(new), MOST_ROWS):
+                told = [_change(row) for row in new[first : first + MOST_ROWS]]
+                yield operations_pb2.WatchRunResponse(changes=told)
+            if is_over(new):
                 return
-            before = now
             await asyncio.sleep(POLL_SECONDS)
 
     async def RevokeDevice(
@@ -70,11 +77,13 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         rows = views.runs(self._store, served_run(self._directory)).lists["runs"]
         return operations_pb2.ListRunsResponse(runs=[_filled(operations_pb2.RunSummary, row) for row in rows])
 
+    def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
+        with _unknown_run():
+            return changes(self._store, run, seen)
+
     def _show(self, run: str) -> operations_pb2.ShowRunResponse:
-        try:
+        with _unknown_run():
             view = views.run(self._store, run, served_run(self._directory))
-        except ConfigurationError as error:
-            raise RefusedError(Code.UNKNOWN_RUN, str(error)[:_LONGEST_REASON]) from error
         return operations_pb2.ShowRunResponse(
             run=_filled(operations_pb2.RunSummary, view.facts),
             rounds=[_filled(operations_pb2.RoundSummary, row) for row in view.lists["rounds"][-MOST_ROWS:]],
@@ -106,20 +115,15 @@ def _filled(kind: type[Any], row: Row) -> Any:
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
 
 
-def _news(
-    before: operations_pb2.ShowRunResponse | None, now: operations_pb2.ShowRunResponse
-) -> operations_pb2.WatchRunResponse:
-    """What has changed; at first all rounds and no events."""
-    answer = operations_pb2.WatchRunResponse(run=now.run)
-    known = {one.round: one for one in before.rounds} if before else {}
-    answer.rounds.extend(one for one in now.rounds if known.get(one.round) != one)
-    answer.events.extend(_after(before.events, now.events) if before else [])
-    return answer
+def _change(row: Row) -> operations_pb2.RunChange:
+    """One of the changes that `fleetdistill runs watch` shows."""
+    kind = row["kind"]
+    return operations_pb2.RunChange(**{kind: _filled(_CHANGES[kind], row)})
 
 
-def _after(before: Any, now: Any) -> list[operations_pb2.RunEvent]:
-    """The events behind the last one that was known; both lists are ends of one that only grows."""
-    if not before:
-        return list(now)
-    last = max((place for place, one in enumerate(now) if one == before[-1]), default=-1)
-    return list(now[last + 1 :])
+@contextlib.contextmanager
+def _unknown_run() -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise RefusedError(Code.UNKNOWN_RUN, str(error)[:_LONGEST_REASON]) from error

@@ -16,6 +16,9 @@ from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.store import Row
 from fleetdistill_server.views import View
 
+# Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.
+_OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
+
 
 class RemoteServer:
     """Calls `OperationsService`. Use `connect`."""
@@ -34,6 +37,14 @@ class RemoteServer:
         answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
         lists = {"rounds": [_row(one) for one in answer.rounds], "events": [_row(one) for one in answer.events]}
         return View(lists, _row(answer.run))
+
+    def follow(self, name: str) -> Iterator[list[Row]]:
+        """Yields what is new in a run, as `watch.follow` does, until it is over."""
+        with errors_of(self._server):
+            for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
+                told = [(one.WhichOneof("change"), one) for one in answer.changes]
+                # A newer server may tell of what is not known here.
+                yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in told if kind]
 
     def revoke(self, device: str, reason: str) -> bool:
         """Revokes a device; False if it was so before."""
@@ -61,7 +72,7 @@ def connect(server: str, identity: Path | None) -> Iterator[RemoteServer]:
     """
     if identity is None:
         raise ConfigurationError("--server needs --identity DIR, a directory that `fleetdistill pki issue` has made")
-    with grpc.secure_channel(server, load_credentials(identity).channel()) as channel:
+    with grpc.secure_channel(server, load_credentials(identity).channel(), _OPTIONS) as channel:
         yield RemoteServer(server, operations_pb2_grpc.OperationsServiceStub(channel))
 
 

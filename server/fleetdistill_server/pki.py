@@ -17,7 +17,6 @@ import datetime
 import ipaddress
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,7 +31,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fleetdistill.credentials import AUTHORITIES, IDENTITY, write_private
-from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.errors import ConfigurationError, RefusedError, in_words
+from fleetdistill.names import is_name
 from fleetdistill.wire.codes import Code
 
 CA_KEY = "ca-key.pem"
@@ -42,7 +42,6 @@ SERVER_DAYS = 365.0
 PERSON_DAYS = 365.0
 _ALWAYS = ("localhost", "127.0.0.1")
 _URI = "fleetdistill"
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LARGEST_REQUEST = 4096
 # Clocks of devices differ: a certificate is valid from a little before its issue, but never by much of its life.
 _BACKDATED_SECONDS = 300.0
@@ -127,11 +126,6 @@ def check_hosts(names: Sequence[str]) -> None:
     """Raises ConfigurationError if a server certificate cannot be for one of these host names and addresses."""
     for name in names:
         _host(name)
-
-
-def is_name(text: str) -> bool:
-    """Whether a device, a person or a run may be called so."""
-    return _NAME.fullmatch(text) is not None
 
 
 def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
@@ -424,6 +418,6 @@ def _readable(directory: Path) -> Iterator[None]:
         text = f"{directory} has no {missing}; make a PKI with `fleetdistill pki init --pki {directory}`"
         raise ConfigurationError(text) from error
     except OSError as error:
-        raise ConfigurationError(f"the directory {directory} cannot be used: {error}") from error
+        raise ConfigurationError(f"the directory {directory} cannot be used: {in_words(error)}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(f"a file in {directory} is damaged, or no key or certificate of ours") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.errors import ConfigurationError, DataError, in_words
 from fleetdistill.knowledge import ProxySet
 from fleetdistill.proxy import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
@@ -45,7 +45,9 @@ def _read(section: ProxySection) -> ProxySet:
         with np.load(section.data) as arrays:
             inputs, labels = arrays["inputs"], arrays["labels"]
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigurationError(f"[proxy] data: {section.data!r} needs arrays inputs and labels: {error}") from error
+        raise ConfigurationError(
+            f"[proxy] data: {section.data!r} needs arrays inputs and labels: {in_words(error)}"
+        ) from error
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or inputs.dtype.kind != "f":
         raise ConfigurationError(
             f"[proxy] data: inputs are {inputs.dtype} and labels {labels.dtype} of shape {list(labels.shape)}, "

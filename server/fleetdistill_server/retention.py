@@ -22,6 +22,7 @@ from pathlib import Path
 from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.blobs import Held
 from fleetdistill_server.store import Row, Store
 
 GRACE_SECONDS = 3600.0
@@ -65,12 +66,17 @@ class Pruned:
     """What `prune` gave up, or would.
 
     Attributes:
-        rounds: Rounds whose payloads, events and figures go.
+        rounds: Rounds that were not given up before; with the whole run all of it.
+        events, figures: Rows about them.
         freed: Files.
+        later: Files that nothing needs any more either, but too young to delete beside a server: its sweeps do that.
     """
 
-    rounds: int
-    freed: Freed
+    rounds: int = 0
+    events: int = 0
+    figures: int = 0
+    freed: Freed = Freed()
+    later: Freed = Freed()
 
 
 def needed(store: Store) -> Needed:
@@ -115,7 +121,7 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
             for one in store.blobs.held()
             if one.age_seconds >= grace_seconds and one.sha256 not in kept
         }
-        deleted = _delete(store, spent)
+        deleted = _delete(store, spent, grace_seconds)
         staged = _discard_staged(store, grace_seconds)
         return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
 
@@ -161,13 +167,19 @@ def prune(
     _check_may_go(row, keep_rounds, whole, served)
     grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
     with alone(store):
-        sizes = {one.sha256: one.bytes for one in store.blobs.held() if one.age_seconds >= grace}
+        held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
-        numbers = [one["round"] for one in store.rounds(run) if int(row["kept_from"]) <= one["round"] < stop]
-        spent = store.payloads_between(run, 0, stop) | (_whole(row) if whole else set())
-        going = _dry(store, row, stop, whole, spent) if dry_run else _really(store, row, stop, whole, spent)
-    freed = [sizes[one] for one in going if one in sizes]
-    return Pruned(len(numbers), Freed(payloads=len(freed), bytes=sum(freed)))
+        kept_from = 0 if whole else int(row["kept_from"])
+        rounds = sum(kept_from <= one["round"] < stop for one in store.rounds(run))
+        spent = held.keys() & (store.payloads_between(run, 0, stop) | (_whole(row) if whole else set()))
+        events, figures, spent = _give_up(store, row, stop, whole, spent, dry_run)
+        old = {one for one in spent if held[one].age_seconds >= grace}
+        going = old if dry_run else set(_delete(store, old, grace))
+    return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
+
+
+def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
+    return Freed(payloads=len(digests), bytes=sum(held[one].bytes for one in digests))
 
 
 def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | None) -> None:
@@ -199,28 +211,18 @@ class _TakeBack(Exception):
     """Ends a transaction without its effects."""
 
 
-def _dry(store: Store, row: Row, stop: int, whole: bool, spent: set[bytes]) -> set[bytes]:
-    left: set[bytes] = set()
-    try:
-        with store.transaction():
-            _forget(store, row, stop, whole)
-            kept = needed(store)
-            left = {one for one in spent if one not in kept}
+def _give_up(
+    store: Store, row: Row, stop: int, whole: bool, spent: set[bytes], dry_run: bool
+) -> tuple[int, int, set[bytes]]:
+    """Changes the rows, unless it is a dry run; returns the events and figures that go, and what nothing needs then."""
+    events, figures, left = 0, 0, set[bytes]()
+    with contextlib.suppress(_TakeBack), store.transaction():
+        events, figures = store.delete_run(row["name"]) if whole else store.prune_rounds(row["name"], stop)
+        kept = needed(store)
+        left = {one for one in spent if one not in kept}
+        if dry_run:
             raise _TakeBack
-    except _TakeBack:
-        return left
-
-
-def _really(store: Store, row: Row, stop: int, whole: bool, spent: set[bytes]) -> set[bytes]:
-    _forget(store, row, stop, whole)
-    return set(_delete(store, spent))
-
-
-def _forget(store: Store, row: Row, stop: int, whole: bool) -> None:
-    if whole:
-        store.delete_run(row["name"])
-    else:
-        store.prune_rounds(row["name"], stop)
+    return events, figures, left
 
 
 def _whole(row: Row) -> set[bytes]:
@@ -234,15 +236,18 @@ def _named_by(contract: bytes) -> set[bytes]:
     return {read.initial_weights, read.proxy_digest} - {b""}
 
 
-def _delete(store: Store, digests: Iterable[bytes]) -> list[bytes]:
-    """Deletes those that nothing needs, and returns them."""
+def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) -> list[bytes]:
+    """Deletes those that nothing needs and that are not young, and returns them.
+
+    Age is looked up here, under the lock: an engine may have put one of them again since they were listed.
+    """
     gone: list[bytes] = []
     left = iter(digests)
     while group := list(islice(left, _GROUP)):
         with store.transaction():  # the write lock: between the look and the deletion nobody commits a receipt
             kept = needed(store)
             for sha256 in group:
-                if sha256 not in kept:
+                if sha256 not in kept and store.blobs.age_seconds(sha256) >= grace_seconds:
                     failpoints.hit("engine.gc.before-drop")
                     store.blobs.drop(sha256)
                     failpoints.hit("engine.gc.after-drop")
@@ -259,7 +264,10 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
         upload = _STAGED_FOR.fullmatch(one.key)
         stale = int(upload[1]) not in open_asks if upload else one.age_seconds >= grace_seconds
         if stale:
+            came = store.blobs.staged(one.key)
             store.blobs.discard(one.key)
+            if upload:
+                store.add_refused_traffic(int(upload[1]), came)
             gone.append(one.bytes)
     return gone
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.pki import Role, is_name
+from fleetdistill.names import is_name
+from fleetdistill_server.pki import Role
 from fleetdistill_server.store import Store
 
 _LONGEST_REASON = 512

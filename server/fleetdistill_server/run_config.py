@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.methods import config_class
+from fleetdistill.names import NAME
 from fleetdistill_server.limits import Limits
 from fleetdistill_server.security import ENROL_PORT, Tls
 
@@ -32,7 +33,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     """[run]: the job itself."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    name: Annotated[str, Field(pattern=f"^{NAME}$")]
     method: str = "feddkc"
     rounds: Annotated[int, Field(ge=1, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -126,9 +127,12 @@ class LimitsSection(_Section):
     open_calls_per_device: Annotated[int, Field(ge=1)] = Limits.open_calls_per_device
     open_calls_per_connection: Annotated[int, Field(ge=1, lt=2**31)] = Limits.open_calls_per_connection
     uploads_per_hour: Annotated[int, Field(ge=1)] = Limits.uploads_per_hour
+    uploads_per_hour_per_device: Annotated[int, Field(ge=1)] = Limits.uploads_per_hour_per_device
     bytes_in_flight: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight
     bytes_in_flight_per_device: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight_per_device
     devices: Annotated[int, Field(ge=1)] = Limits.devices
+    enrolments_at_once: Annotated[int, Field(ge=1)] = Limits.enrolments_at_once
+    enrolments_per_minute: Annotated[int, Field(ge=1)] = Limits.enrolments_per_minute
     refusals_per_hour: Annotated[int, Field(ge=1)] = Limits.refusals_per_hour
     stall_seconds: Annotated[float, Field(gt=0)] = Limits.stall_seconds
     handshake_seconds: Annotated[float, Field(gt=0)] = Limits.handshake_seconds
@@ -205,8 +209,10 @@ def load_run_config(path: Path) -> RunConfig:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"there is no file {path}; name the run.toml of the run") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {in_words(error)}") from error
     try:
         return run_config(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, ConfigurationError) as error:

@@ -9,14 +9,16 @@ from typing import Annotated
 
 import typer
 
-from fleetdistill.credentials import write_private
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.credentials import IDENTITY, write_private
+from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.names import is_name
 from fleetdistill_server.command_line import (
     DEFAULT_STORE,
     IdentityOption,
     JsonOption,
     ServerOption,
     StoreOption,
+    counted,
     one_sentence,
     open_store,
     seconds_of,
@@ -30,12 +32,11 @@ from fleetdistill_server.pki import (
     Role,
     check_hosts,
     forget_old_authority,
-    is_name,
     make_authority,
     rotate_authority,
 )
 from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.security import ENROL_PORT
+from fleetdistill_server.security import ENROL_PORT, known_enrol_port
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.tokens import create_tokens, state_of
 from fleetdistill_server.views import View, when
@@ -78,6 +79,11 @@ def pki_issue(
 ) -> None:
     """Makes the identity of a person. Example: fleetdistill pki issue --role viewer --name alice"""
     folder = out or _folder(pki, role, name)
+    if (folder / IDENTITY).exists():
+        raise ConfigurationError(
+            f"{folder} has an identity already; name another directory with --out, or delete this one first (its "
+            "certificate stays valid until it expires; `fleetdistill pki revoke` shuts its holder out)"
+        )
     Authority(pki).issue_person(role, name, _positive(days), folder)
     typer.echo(f"{folder}: hand it to {name} over a safe way; it is used with --identity")
 
@@ -120,6 +126,7 @@ def pki_revoke(
     role: Annotated[Role, typer.Option(help="operator or viewer.")],
     name: Annotated[str, typer.Option(help="Whose certificates.")],
     store: StoreOption = DEFAULT_STORE,
+    pki: PkiOption = DEFAULT_PKI,
     reason: Annotated[str, typer.Option(help="Why; it stands in the store.")] = "",
 ) -> None:
     """Revokes a person, at their next call and for good. Example: fleetdistill pki revoke --role viewer --name alice"""
@@ -129,6 +136,12 @@ def pki_revoke(
         raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
     changed = open_store(store).revoke(f"{role}:{name}", reason)
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was revoked before'}")
+    if not (_folder(pki, role, name) / IDENTITY).exists():
+        typer.echo(
+            f"warning: {pki} knows no certificate of {role} {name!r}; the name is blocked all the same, but look "
+            "whether it is the right one",
+            err=True,
+        )
 
 
 @one_sentence
@@ -145,22 +158,29 @@ def enrol(
     revoke: Annotated[str, typer.Option(help="Revoke the unused tokens whose hash begins so instead.")] = "",
     store: StoreOption = DEFAULT_STORE,
     pki: PkiOption = DEFAULT_PKI,
-    enrol_port: Annotated[int, typer.Option(help="Port of [server] enrol_listen, as devices reach it.")] = ENROL_PORT,
+    enrol_port: Annotated[
+        int | None,
+        typer.Option(help="Enrolment port as devices reach it; by default the one that the store's server took."),
+    ] = None,
     server: ServerOption = None,
     identity: IdentityOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Makes one-time enrolment tokens, shown this once. Example: fleetdistill enrol --count 100 --out tokens.txt"""
     if list_ or revoke:
+        if server is not None:
+            text = "--list and --revoke work on a store of this machine, without --server: use them beside the server"
+            raise ConfigurationError(text)
         _look_after_tokens(open_store(store), revoke, as_json)
         return
+    _check_free(out)
     seconds = seconds_of("--expires", expires)
     if server is not None:
         with connect(server, identity) as remote:
             made = remote.tokens(count, seconds, run)
     else:
         # Tokens may be made before the first start of a server.
-        made = create_tokens(Store.open(store), Authority(pki), _port(enrol_port), count, seconds, run)
+        made = create_tokens(Store.open(store), Authority(pki), _port(enrol_port, store), count, seconds, run)
     _hand_out(made, out)
 
 
@@ -189,7 +209,7 @@ def _look_after_tokens(store: Store, revoke: str, as_json: bool) -> None:
     if not re.fullmatch(r"[0-9a-f]{8,64}", revoke):
         text = "must be 8 to 64 hex digits; `fleetdistill enrol --list` shows them"
         raise ConfigurationError(f"--revoke {revoke!r} {text}")
-    typer.echo(f"{store.revoke_tokens(revoke)} tokens revoked")
+    typer.echo(f"{counted(store.revoke_tokens(revoke), 'token')} revoked")
 
 
 def _token_row(row: Row, now: float) -> Row:
@@ -203,6 +223,15 @@ def _token_row(row: Row, now: float) -> Row:
     }
 
 
+def _check_free(out: Path | None) -> None:
+    """Before tokens are made that would have no place."""
+    if out is not None and out.exists():
+        raise ConfigurationError(
+            f"{out} is there already and may hold tokens that nobody has used; name another file with --out, or "
+            "delete this one"
+        )
+
+
 def _hand_out(tokens: list[str], out: Path | None) -> None:
     if out is None:
         typer.echo("\n".join(tokens))
@@ -210,8 +239,8 @@ def _hand_out(tokens: list[str], out: Path | None) -> None:
     try:
         write_private(out, "".join(f"{one}\n" for one in tokens).encode())
     except OSError as error:
-        raise ConfigurationError(f"the tokens cannot be written to {out}: {error}; make new ones") from error
-    typer.echo(f"{out}: {len(tokens)} tokens, one for each device")
+        raise ConfigurationError(f"the tokens cannot be written to {out}: {in_words(error)}; make new ones") from error
+    typer.echo(f"{out}: {counted(len(tokens), 'token')}, one for each device")
 
 
 def _folder(pki: Path, role: Role, name: str) -> Path:
@@ -230,7 +259,14 @@ def _positive(days: float) -> float:
     return days
 
 
-def _port(port: int) -> int:
-    if not 1 <= port <= 65535:
-        raise ConfigurationError(f"--enrol-port {port} must be 1 to 65535")
-    return port
+def _port(given: int | None, store: Path) -> int:
+    """The port that goes into tokens: devices have nowhere else to learn it."""
+    if given is not None:
+        if not 1 <= given <= 65535:
+            raise ConfigurationError(f"--enrol-port {given} must be 1 to 65535")
+        return given
+    known = known_enrol_port(store)
+    if known is None:
+        text = f"no server of {store} has listened yet, so the tokens are for the enrolment port {ENROL_PORT}; with "
+        typer.echo(f"warning: {text}another in [server] enrol_listen give it as --enrol-port", err=True)
+    return ENROL_PORT if known is None else known

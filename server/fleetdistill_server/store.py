@@ -29,7 +29,7 @@ from fleetdistill.durable import make_directory
 from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
-from fleetdistill_server.counting import ENVELOPE, Counted
+from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.schema import migrations
 
@@ -222,9 +222,12 @@ class Store:
         return [row["device"] for row in rows]
 
     def register_device(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
-        """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one."""
+        """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one.
+
+        As with `device_back`, a revoked device is not present.
+        """
         now = time.time()
-        row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 1}
+        row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 0}
         with self.transaction():
             known = self.device(run, device)
             if known is not None and known["secret_hash"] != secret_hash:
@@ -232,16 +235,15 @@ class Store:
             self._insert(
                 "devices",
                 {**row, "first_seen": now, "last_seen": now},
-                "ON CONFLICT (run, device) DO UPDATE SET profile = excluded.profile, present = 1, "
-                "last_seen = excluded.last_seen",
+                "ON CONFLICT (run, device) DO UPDATE SET profile = excluded.profile",
             )
+            self.device_back(run, device)
         return True
 
     def device_back(self, run: str, device: str) -> None:
-        """A device that was taken for gone has called again."""
-        self._write(
-            "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ?", time.time(), run, device
-        )
+        """A device that was taken for gone has called again; if it was revoked meanwhile, it stays gone."""
+        sql = f"UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND NOT {_REVOKED}"
+        self._write(sql, time.time(), run, device)
 
     def note_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
         """Writes when devices last called, by (run, device), in seconds since 1970."""
@@ -350,20 +352,31 @@ class Store:
             first = closed[-1]["round"] if len(closed) == wanted else 0
         return max(first, int(row["kept_from"]))
 
-    def prune_rounds(self, run: str, first_kept: int) -> None:
-        """Gives up the payloads, events and figures of all rounds before `first_kept`; receipts and traffic stay."""
+    def prune_rounds(self, run: str, first_kept: int) -> tuple[int, int]:
+        """Gives up the payloads, events and figures of all rounds before `first_kept`; receipts and traffic stay.
+
+        Returns:
+            How many events and figures that were.
+        """
+        old = "WHERE run = ? AND round > 0 AND round < ?"
         with self.transaction():
             self._write("UPDATE runs SET kept_from = max(kept_from, ?) WHERE name = ?", first_kept, run)
-            for table in ("events", "figures"):
-                self._write(f"DELETE FROM {table} WHERE run = ? AND round > 0 AND round < ?", run, first_kept)
+            events = self._write(f"DELETE FROM events {old}", run, first_kept)
+            return events, self._write(f"DELETE FROM figures {old}", run, first_kept)
 
-    def delete_run(self, run: str) -> None:
-        """Forgets a run with everything that was written about it, but for who was enrolled."""
+    def delete_run(self, run: str) -> tuple[int, int]:
+        """Forgets a run with everything that was written about it, but for who was enrolled.
+
+        Returns:
+            How many events and figures it had.
+        """
         with self.transaction():
             self._write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
-            for table in ("asks", "rounds", "events", "figures", "traffic", "devices"):
+            for table in ("asks", "rounds", "traffic", "devices"):
                 self._write(f"DELETE FROM {table} WHERE run = ?", run)
             self._write("DELETE FROM runs WHERE name = ?", run)
+            events = self._write("DELETE FROM events WHERE run = ?", run)
+            return events, self._write("DELETE FROM figures WHERE run = ?", run)
 
     def payloads_between(self, run: str, first: int, stop: int) -> set[bytes]:
         """Digests of the payloads that rounds `first` to `stop` - 1 of a run speak of."""
@@ -375,6 +388,16 @@ class Store:
     def open_asks(self) -> set[int]:
         """Ids of the asks of all runs that still take an answer."""
         return {row["id"] for row in self._rows("SELECT id FROM asks WHERE status = 'open'")}
+
+    def short_rounds_in_a_row(self, run: str) -> int:
+        """How many rounds have fallen short since the last one that was completed."""
+        return int(
+            self._value(
+                "SELECT count(*) FROM rounds WHERE run = ?1 AND status = 'short' AND round > "
+                "(SELECT coalesce(max(round), 0) FROM rounds WHERE run = ?1 AND status = 'closed')",
+                run,
+            )
+        )
 
     def rounds(self, run: str) -> list[Row]:
         """Every round with its uploads counted by what became of them."""
@@ -389,11 +412,16 @@ class Store:
     # --- asks and answers
 
     def write_asks(self, rows: Sequence[Row]) -> None:
-        """Writes the asks of one step, open unless a row says otherwise; those that are there are left as they are."""
+        """Writes the asks of one step; those that are there are left as they are.
+
+        They are open, but for devices that have gone: nobody waits for these. They are looked up in the transaction
+        that writes, so a device that leaves or is revoked meanwhile either is seen here or closes its ask itself.
+        """
         with self.transaction():
             for row in rows:
-                full = {"status": "open", **row, "expects": json.dumps(row["expects"])}
-                self._insert("asks", full, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
+                gone = self._value(_WHY_GONE, row["run"], row["device"])
+                status = {"status": "out" if gone else "open", "reason": gone, "expects": json.dumps(row["expects"])}
+                self._insert("asks", {**row, **status}, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
 
     def asks(self, run: str, number: int, step_number: int) -> list[Row]:
         """The asks of one step in device order, each joined with its answer (columns NULL without one)."""
@@ -421,10 +449,12 @@ class Store:
         rows = self._rows("SELECT DISTINCT device FROM asks WHERE run = ? AND status = 'open'", run)
         return {row["device"] for row in rows}
 
-    def is_payload_for(self, run: str, device: str, sha256: bytes) -> bool:
-        """Whether an ask of this device names the payload."""
-        return bool(
-            self._value("SELECT 1 FROM asks WHERE run = ? AND device = ? AND payload = ? LIMIT 1", run, device, sha256)
+    def ask_naming(self, run: str, device: str, sha256: bytes) -> Row | None:
+        """The ask of this device that names a payload; of several an open one, then the newest."""
+        return self._row(
+            "SELECT * FROM asks WHERE run = ? AND device = ? AND payload = ? ORDER BY status = 'open' DESC, id DESC "
+            "LIMIT 1",
+            *(run, device, sha256),
         )
 
     def expire_asks(self, run: str, now: float) -> list[Row]:
@@ -437,12 +467,21 @@ class Store:
                 self.add_event(run, "late", text, number=ask["round"], device=ask["device"])
         return late
 
-    def end_step(self, run: str, number: int, step_number: int, enough: int) -> bool:
-        """Closes the asks of a step that are still open once it has enough answers; False while it has not."""
+    def end_step(self, run: str, number: int, step_number: int, enough: int, among: Sequence[str]) -> bool:
+        """Closes the asks of a step that are still open once it has enough answers; False while it has not.
+
+        Args:
+            run: The run.
+            number: The round.
+            step_number: The step.
+            enough: Answers that are enough.
+            among: Devices whose answers count.
+        """
         with self.transaction():
             answered = self._value(
-                "SELECT count(*) FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered'",
-                *(run, number, step_number),
+                "SELECT count(*) FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered' "
+                "AND device IN (SELECT value FROM json_each(?))",
+                *(run, number, step_number, json.dumps(list(among))),
             )
             if answered < enough:
                 return False
@@ -599,8 +638,9 @@ class Store:
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
         """Says how many refusals of a device are not noted one by one; returns the event, to be `known` next time."""
+        same = "id = ? AND run = ? AND device = ? AND kind = 'refusals-left-out'"  # ids of pruned events come again
         if known is not None and self._write(
-            "UPDATE events SET text = ?, at = ? WHERE id = ?", text, time.time(), known
+            f"UPDATE events SET text = ?, at = ? WHERE {same}", *(text, time.time(), known, run, device)
         ):
             return known
         self.add_event(run, "refusals-left-out", text, device=device)
@@ -609,6 +649,10 @@ class Store:
     def events(self, run: str, kind: str | None = None) -> list[Row]:
         """Events of a run, oldest first."""
         return self._rows("SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id", run, kind, kind)
+
+    def last_event(self, run: str) -> Row | None:
+        """The newest event of a run."""
+        return self._row("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT 1", run)
 
     def add_figures(self, run: str, number: int, device: str, metrics: Metrics) -> None:
         """Stores what a device reports about itself."""
@@ -637,6 +681,13 @@ class Store:
             self._count_bytes({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)
             for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
                 self._count_bytes({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind])
+
+    def add_refused_traffic(self, ask: int, sent_bytes: int) -> None:
+        """Counts what travelled for an answer to an ask and was not taken; no tensor bytes, as no answer was made."""
+        with self.transaction():
+            name = self._row("SELECT run, round, device FROM asks WHERE id = ?", ask)
+            if name is not None and sent_bytes:
+                self._count_bytes({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
 
     def _count_bytes(self, name: Row, payloads: int, tensor: int, envelope: int, sent: int) -> None:
         columns = {"payloads": payloads, "tensor_bytes": tensor, "envelope_bytes": envelope, "sent_bytes": sent}
@@ -677,6 +728,14 @@ class Store:
             events=self._rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
         )
 
+
+_REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
+"""Whether a row's device was revoked, for the condition of a statement on `devices`."""
+
+_WHY_GONE = f"""
+SELECT CASE WHEN {_REVOKED} THEN 'device revoked' ELSE 'device not present' END
+FROM devices WHERE run = ? AND device = ? AND (NOT present OR {_REVOKED})
+"""
 
 _ANSWERED_ASK = """
 SELECT a.*, u.receipt, r.status AS round_status, coalesce(d.present, 1) AS present

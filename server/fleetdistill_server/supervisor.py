@@ -6,6 +6,7 @@ It computes nothing and holds no state: killed itself, it can simply be started 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fleetdistill.errors import RunError
+from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server import serve_lock
-from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION
+from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.run_config import RunConfig, completed_part
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, make_pair
@@ -28,6 +29,7 @@ MAX_RESTARTS = 5
 """Engine failures without a completed round between them after which the run is stopped."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
+_NO_SPACE_SECONDS = 10.0
 
 
 class Child:
@@ -45,9 +47,13 @@ class Child:
         self.process = self._start()
 
     def restart(self) -> None:
-        """Starts the process again after it died."""
+        """Starts the process again after it failed."""
         self.failures += 1
         time.sleep(min(0.2 * self.failures, 2.0))
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Starts the process again after it ended, at once."""
         self.process = self._start()
 
     def stop(self) -> None:
@@ -84,6 +90,7 @@ class Supervisor:
         config: What it says.
         on_listening: Called with the port whenever the front has begun to listen.
         log: File for what front and engine say; by default they say it on standard error.
+        most_short_rounds: As in `Engine`, for a simulation.
 
     Attributes:
         port: Where the front listens, None before it does.
@@ -96,7 +103,9 @@ class Supervisor:
         config: RunConfig,
         on_listening: Callable[[int], None] = lambda port: None,
         log: Path | None = None,
+        most_short_rounds: int | None = None,
     ) -> None:
+        self._most_short_rounds = most_short_rounds
         self._config_path = config_path
         self._config = config
         self._on_listening = on_listening
@@ -105,6 +114,7 @@ class Supervisor:
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._engine: Child | None = None
+        self._engine_due: float | None = None  # when the engine, which has no space, is to be started again
         self.store = Store.open(Path(config.server.store))
         self._lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
@@ -201,20 +211,39 @@ class Supervisor:
             # run over from the first one's.
             if self.port is not None:
                 given = [str(self._config_path), "--store", self._config.server.store]
+                if self._most_short_rounds is not None:
+                    given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
             return
         code = self._engine.process.poll()
         if code is None or self._run_is_over():
             return
         if code == EXIT_CONFIGURATION:
+            row = self.store.run(self._config.run.name)
+            if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
+                raise RunError(row["reason"])
             raise RunError("the engine cannot run this configuration; see the line above")
+        if code == EXIT_NO_SPACE:
+            self._when_there_may_be_space(self._engine)
+            return
         self._note_progress(self._engine)
         if self._engine.failures >= MAX_RESTARTS:
             reason = f"the engine failed {self._engine.failures + 1} times at the same point, {self._why(code)}"
-            self.store.end_run(self._config.run.name, "stopped", reason)
+            with contextlib.suppress(StoreError):  # the disk may be full too; the operator hears of it all the same
+                self.store.end_run(self._config.run.name, "stopped", reason)
             raise RunError(f"{reason}; its log says why, the state is intact")
         logger.warning("the engine ended with %s; starting it again", code)
         self._engine.restart()
+
+    def _when_there_may_be_space(self, engine: Child) -> None:
+        """A full disk is no failure of the engine: it is started again after a while, as often as it takes."""
+        now = time.monotonic()
+        if self._engine_due is None:
+            self._engine_due = now + _NO_SPACE_SECONDS
+            logger.warning("the engine waits for space on the disk; it is tried again in %g s", _NO_SPACE_SECONDS)
+        elif now >= self._engine_due:
+            self._engine_due = None
+            engine.start_again()
 
     def _why(self, code: int) -> str:
         """What the engine last said of itself, or how its process ended."""

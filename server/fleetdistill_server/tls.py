@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 
 from fleetdistill.credentials import AUTHORITIES, split
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.pki import SERVER, Authority
-from fleetdistill_server.security import Tls
+from fleetdistill_server.security import Tls, note_enrol_port
 from fleetdistill_server.tokens import EnrolmentDesk
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,14 @@ def add_services(server: Any, store: Path, desk: Desk, pool: ThreadPoolExecutor,
     from fleetdistill_server.enrolment_service import EnrolmentService
     from fleetdistill_server.operations_service import OperationsService  # loads rich, which plain text needs not
 
-    enrolment = EnrolmentService(EnrolmentDesk(tls.directory, tls.certificate_days), desk.store, desk.commit, pool)
+    certificates = EnrolmentDesk(tls.directory, tls.certificate_days)
+    enrolment = EnrolmentService(certificates, desk.store, desk.commit, pool, desk.limiter)
     enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(enrolment, server)
     assert ports.enrol is not None
+    try:
+        note_enrol_port(store, ports.enrol)
+    except StoreError as error:  # the disk may be full; devices are served all the same
+        logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     operations = OperationsService(desk, store, pool, tls.directory, ports.enrol)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fleetdistill.enrolment import write_token
 from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.names import is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
-from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, is_name, read_request
+from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.store import Row, Store
 
 MOST_TOKENS = 10_000

@@ -16,6 +16,7 @@ from rich.text import Text
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.pki import Role
 from fleetdistill_server.store import Row, Store
 
 
@@ -87,7 +88,8 @@ def devices(store: Store, only: str | None) -> View:
     if only is not None and not names:
         raise ConfigurationError(f"there is no run {only!r}")
     told = {name: _Told.by("device", store, name) for name in names}
-    return View({"devices": [_device_row(row, told[name]) for name in names for row in store.devices(name)]})
+    revoked = {row["subject"] for row in store.revocations()}
+    return View({"devices": [_device_row(row, told[name], revoked) for name in names for row in store.devices(name)]})
 
 
 def _run_row(row: Row, served: str | None) -> Row:
@@ -213,13 +215,14 @@ def _event_row(row: Row) -> Row:
     return {**{name: row[name] for name in names}, "at": when(row["at"])}
 
 
-def _device_row(row: Row, told: _Told) -> Row:
+def _device_row(row: Row, told: _Told, revoked: set[str]) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     scored = told.test_accuracy.get(row["device"], [])
     return {
         "run": row["run"],
         "device": row["device"],
         "present": bool(row["present"]),
+        "revoked": f"{Role.DEVICE}:{row['device']}" in revoked,
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -67,6 +67,11 @@ def _moment(change: Row) -> tuple[bool, int, int]:
     return change["kind"] == "run", int(change.get("round", 0)), order
 
 
+def is_over(new: list[Row]) -> bool:
+    """Whether the run is over with these changes."""
+    return any(one["kind"] == "run" and one["status"] in _OVER for one in new)
+
+
 def _pause() -> None:
     time.sleep(LOOK_SECONDS)
 
@@ -83,7 +88,7 @@ def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Itera
     while True:
         new = changes(store, run, seen)
         yield new
-        if any(one["kind"] == "run" and one["status"] in _OVER for one in new):
+        if is_over(new):
             return
         wait()
 
@@ -118,7 +123,7 @@ class PlainLines:
 
 
 class LiveTable:
-    """Rounds, the open step and the last events, drawn anew at every change."""
+    """What goes on now, above the newest rounds: as many as the terminal has lines for. Drawn anew at every change."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -144,7 +149,23 @@ class LiveTable:
             self._events.append(sentence(one))
 
     def _drawn(self) -> Group:
-        table = Table(title=Text(sentence(self._run)), title_justify="left", title_style="bold")
+        console = self._live.console
+        drawn = self._with_rounds(0)
+        for count in range(1, min(len(self._rounds), _LAST_ROUNDS) + 1):
+            taller = self._with_rounds(count)
+            if len(console.render_lines(taller, pad=False)) >= console.height:  # a line is left for the cursor
+                break
+            drawn = taller
+        return drawn
+
+    def _with_rounds(self, count: int) -> Group:
+        lines = [Text(sentence(self._run), style="bold"), *map(Text, (self._step, *self._events))]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"  # `runs show` has the events in full
+        return Group(*lines, *([self._table(count)] if count else []))
+
+    def _table(self, count: int) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns are enough
         for name in (
             "round",
             "status",
@@ -158,9 +179,9 @@ class LiveTable:
             "seconds",
         ):
             table.add_column(name, justify="left" if name == "status" else "right")
-        for number in sorted(self._rounds)[-_LAST_ROUNDS:]:
+        for number in sorted(self._rounds)[-count:]:
             table.add_row(*_cells(self._rounds[number]))
-        return Group(table, *(Text(line) for line in (self._step, *self._events)))
+        return table
 
 
 def _cells(row: Row) -> list[str]:
@@ -212,11 +233,16 @@ def _round_sentence(row: Row) -> str:
 
 
 def watch(store: Store, run: str, *, as_json: bool, console: Console) -> None:
-    """Follows a run until it is over: a live table where `console` is a terminal, else lines; Ctrl-C ends it.
+    """Follows a run of a store until it is over, as `show_changes` shows it.
 
     Raises:
         ConfigurationError: There is no run of that name.
     """
+    show_changes(follow(store, run), as_json=as_json, console=console)
+
+
+def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
+    """Shows what is new as it comes: a live table where `console` is a terminal, else lines; Ctrl-C ends it."""
     live = console.is_terminal and not as_json
     screen = Live(console=console, auto_refresh=False) if live else None
     shown: AbstractContextManager[object] = screen if screen is not None else nullcontext()
@@ -228,7 +254,7 @@ def watch(store: Store, run: str, *, as_json: bool, console: Console) -> None:
     printer: Printer = LiveTable(screen) if screen is not None else lines
     try:
         with shown:
-            for new in follow(store, run):
+            for new in told:
                 printer.show(new)
     except KeyboardInterrupt:
         return

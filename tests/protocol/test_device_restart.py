@@ -103,6 +103,7 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
     state_dir = tmp_path / "state"
     with small_device(front.port, state_dir, Events(), device_id=PHONE) as device:
         assert device.step(0) is Step.WAITED
+    store.device_back(RUN, PHONE)
     number = open_round(store, PHONE)
     write_asks(store, number, PHONE)
     run_and_die("answer", front.port, str(state_dir), 3)

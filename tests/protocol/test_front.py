@@ -196,6 +196,20 @@ def test_a_waiting_device_is_woken_through_the_pipe(client: Client, store: Store
     assert time.monotonic() - started < LONG_WAIT / 2
 
 
+def test_a_device_that_names_no_run_is_woken_too(client: Client, store: Store, pipes: tuple[Ends, Ends]) -> None:
+    identity = service_pb2.Identity(device=client.device, secret=client.secret)
+    request = service_pb2.NextAskRequest(identity=identity, wait_seconds=LONG_WAIT)
+    waiting = client.stub.NextAsk.future(request, timeout=60)
+    time.sleep(0.3)
+    assert not waiting.done()
+    began = time.monotonic()
+    name = ask(store, client)
+    poke(pipes[1].write)
+    found = waiting.result()
+    assert found.ask.round == name.round
+    assert time.monotonic() - began < LONG_WAIT / 2, "woken, not at the end of its patience"
+
+
 def test_a_lost_wake_up_costs_little_time(client: Client, store: Store) -> None:
     waiting = client.start_next_ask(LONG_WAIT)
     time.sleep(0.2)

@@ -36,6 +36,7 @@ from fleetdistill.wire.payload import CHUNK_BYTES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.repeats import ROOM
 
 FLOAT32 = np.float32
 
@@ -266,6 +267,53 @@ def _metric(**changes: Any) -> k.Metric:
 def test_bad_metrics_are_refused(metric: k.Metric, sentence: str) -> None:
     error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[metric])}))
     assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+
+
+@pytest.mark.parametrize("bad_row", [None, 0, 2047, 2048, 2999])
+def test_rows_are_summed_in_bounded_memory(bad_row: int | None) -> None:
+    """12 MB of rows of 4 kB: a chunk has a whole number of them, and the last one is not full."""
+    values = np.full((3000, 1024), 2.0**-11, np.float32)
+    if bad_row is not None:
+        values[bad_row, 5] = 0.75
+    payload = encode({"x": k.WeightedPredictions(noise_seed=1, values=values)})
+    contract = make_contract()
+    contract.max_upload_bytes = 1 << 30
+    shapes = contract.uploads.add(part="x")
+    shapes.tensors.add(name="values", shape=values.shape)
+    ingest = Ingest("d1", payload.header(), contract, {"x": "weighted_predictions"})
+    ingest.start(MemoryBlobs().stage("key", payload.parts))
+    for chunk in in_pieces(payload, CHUNK_BYTES):
+        ingest.feed(chunk)
+    tracemalloc.start()
+    if bad_row is None:
+        ingest.finish()
+    else:
+        with pytest.raises(
+            RefusedError, match=f"predictions sum to 1.2495[0-9]* at row {bad_row} of x/values"
+        ) as error:
+            ingest.finish()
+        assert error.value.details["row"] == str(bad_row)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * CHUNK_BYTES
+
+
+def test_ids_are_compared_in_bounded_memory() -> None:
+    """24 MB of ids in no order."""
+    count = 3_000_000
+    payload = encode({"knowledge": k.SampleKnowledge(sample_ids=np.arange(count)[::-1].copy())})
+    contract = make_contract()
+    contract.max_upload_bytes = 1 << 30
+    del contract.requirements.columns[:]
+    ingest = Ingest("d1", payload.header(), contract, EXPECTS)
+    (slot,) = [one for one in ingest.slots if one.path == "knowledge/sample_ids"]
+    staging = MemoryBlobs().stage("key", payload.parts)
+    staging.append(payload.source.read(0, payload.data_bytes))
+    tracemalloc.start()
+    ingest._check_unique(slot, staging)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * ROOM + 8 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("how", ["no value", "twice"])

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import resource
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,42 @@ from support.live_front import (
     live_front,
     open_round,
     prepare_store,
+    refusal_of,
     refused,
     upload_name,
     write_asks,
 )
 from support.processes import wait_until
+from support.secured import (
+    CALL_SECONDS,
+    SecuredFront,
+    device_credentials,
+    make_pki,
+    make_token,
+    person_credentials,
+    secured_front,
+)
 from wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
+from fleetdistill import x509 as device_x509
+from fleetdistill.credentials import Credentials
 from fleetdistill.device import Device
+from fleetdistill.enrolment import read_token
 from fleetdistill.errors import LinkError, RefusedError
+from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.transfer import Downloads
 from fleetdistill.wire.codes import AFTER_SECONDS, LONGEST_AFTER_SECONDS, Code, after_seconds
-from fleetdistill.wire.v1 import service_pb2
+from fleetdistill.wire.v1 import (
+    enrolment_pb2,
+    enrolment_pb2_grpc,
+    operations_pb2,
+    operations_pb2_grpc,
+    service_pb2,
+    service_pb2_grpc,
+)
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.limits import Allowance, Limiter, Limits, Place, in_good_time
+from fleetdistill_server.pki import Role
 from fleetdistill_server.run_config import LimitsSection, run_config
 from fleetdistill_server.store import Store
 
@@ -111,7 +137,7 @@ def test_a_device_may_not_use_up_the_bytes_of_others() -> None:
 
 def test_uploads_of_an_hour_come_back_with_time() -> None:
     clock = Clock()
-    limiter = Limiter(Limits(uploads_per_hour=2), clock)
+    limiter = Limiter(Limits(uploads_per_hour_per_device=2), clock)
     limiter.begin_upload(ONE)
     limiter.begin_upload(ONE)
     refusal = too_many(limiter.begin_upload, ONE)
@@ -120,6 +146,35 @@ def test_uploads_of_an_hour_come_back_with_time() -> None:
     clock.now += 1800
     limiter.begin_upload(ONE)
     too_many(limiter.begin_upload, ONE)
+
+
+def test_all_devices_together_have_their_uploads_of_an_hour_too() -> None:
+    clock = Clock()
+    limiter = Limiter(Limits(uploads_per_hour=3, uploads_per_hour_per_device=2), clock)
+    for who in (ONE, ONE, OTHER):
+        limiter.begin_upload(who)
+    refusal = too_many(limiter.begin_upload, OTHER)
+    assert "the server has begun 3 uploads within an hour" in str(refusal)
+    assert after_seconds(refusal.details) == pytest.approx(1200)
+    clock.now += 1200
+    too_many(limiter.begin_upload, ONE)  # it still has none, and takes none from the others
+    limiter.begin_upload(OTHER)
+
+
+def test_enrolments_are_bounded_at_once_and_in_a_minute_for_all_strangers_together() -> None:
+    clock = Clock()
+    limiter = Limiter(Limits(enrolments_at_once=2, enrolments_per_minute=3), clock)
+    first, second = limiter.begin_enrolment(), limiter.begin_enrolment()
+    assert "the limit is 2" in str(too_many(limiter.begin_enrolment))
+    first.release()
+    third = limiter.begin_enrolment()
+    second.release()
+    third.release()
+    refusal = too_many(limiter.begin_enrolment)
+    assert "the server has begun 3 enrolments within a minute" in str(refusal)
+    assert after_seconds(refusal.details) == pytest.approx(20)
+    clock.now += 20
+    limiter.begin_enrolment()
 
 
 def test_an_allowance_is_never_more_than_an_hours() -> None:
@@ -137,11 +192,12 @@ def test_without_limits_nothing_is_refused() -> None:
         assert isinstance(limiter.open_call(ONE), Place)
         limiter.hold_bytes(ONE, 1 << 60)
         limiter.check_devices(ONE, 1 << 60)
+        limiter.begin_enrolment()
 
 
 def test_limits_reach_the_front_as_they_stand_in_the_file() -> None:
-    limits = LimitsSection(uploads_per_hour=7, stall_seconds=0.5).limits()
-    assert (limits.uploads_per_hour, limits.stall_seconds) == (7, 0.5)
+    limits = LimitsSection(uploads_per_hour=7, enrolments_at_once=3, stall_seconds=0.5).limits()
+    assert (limits.uploads_per_hour, limits.enrolments_at_once, limits.stall_seconds) == (7, 3, 0.5)
     assert Limits.parse(str(limits)) == limits
     assert LimitsSection().limits() == Limits()
 
@@ -214,7 +270,7 @@ def test_the_servers_own_time_does_not_count() -> None:
 
 TIGHT = Limits(
     open_calls_per_device=2,
-    uploads_per_hour=5,
+    uploads_per_hour_per_device=5,
     devices=30,
     refusals_per_hour=3,
     stall_seconds=0.7,
@@ -268,7 +324,7 @@ def _polls(client: Client) -> bool:
 
 
 def test_an_upload_too_many_waits_and_is_not_lost(client: Client, store: Store) -> None:
-    for _ in range(TIGHT.uploads_per_hour):
+    for _ in range(TIGHT.uploads_per_hour_per_device):
         client.upload(ask(store, client), make_payload())
     name = ask(store, client)
     with refused() as found:
@@ -328,6 +384,29 @@ def test_a_download_that_nobody_takes_is_ended_and_goes_on_later(client: Client,
     assert len(last.chunk.data) == 10
 
 
+class SlowLink(GrpcLink):
+    """Stops taking its first download for longer than the server waits."""
+
+    slow = True
+
+    def _chunks(self, stream: Any) -> Iterator[Any]:
+        if self.slow:
+            self.slow = False
+            time.sleep(3 * TIGHT.stall_seconds)
+        return super()._chunks(stream)
+
+
+def test_a_device_goes_on_with_a_download_that_was_too_slow(
+    client: Client, front: LiveFront, store: Store, tmp_path: Path
+) -> None:
+    payload = make_payload(rows=1_000_000)
+    write_asks(store, open_round(store, client.device), client.device, payload=payload)
+    link = SlowLink(f"127.0.0.1:{front.port}")
+    found = Downloads(tmp_path, 1 << 30).fetch(link, client.identity, payload.sha256)
+    assert (found.sha256, link.slow) == (payload.sha256, False)
+    link.close()
+
+
 def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: Client, store: Store) -> None:
     for _ in range(10):
         with refused():
@@ -337,7 +416,7 @@ def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: C
     noted = [row for row in store.events(RUN, "refused") if row["device"] == client.device]
     assert len(noted) <= TIGHT.refusals_per_hour
     count = wait_until(lambda: _left_out(store, client.device), "the count of the others", 30)
-    assert count.split()[0] == str(TIGHT.uploads_per_hour + 10 - TIGHT.refusals_per_hour)
+    assert count.split()[0] == str(TIGHT.uploads_per_hour_per_device + 10 - TIGHT.refusals_per_hour)
 
 
 def _left_out(store: Store, device: str) -> str:
@@ -465,6 +544,118 @@ def test_a_hundred_silent_uploads_hold_no_thread_of_the_pool(front: LiveFront, c
         assert client.upload(ask(store, client), make_payload()).id
         for call in silent:
             assert call.exception(timeout=30).code() is grpc.StatusCode.ABORTED
+
+
+# --- strangers, on both ports of TLS
+
+SECRET = b"s" * 32
+
+
+@dataclass
+class Secured:
+    """A front with TLS, a device and an operator that it knows."""
+
+    front: SecuredFront
+    store: Store
+    device: Credentials
+    operator: Credentials
+
+    def heartbeat(self) -> None:
+        """A call of the device on a connection of its own."""
+        identity = service_pb2.Identity(run=RUN, device="known", secret=SECRET)
+        with self.front.channel(self.device) as channel:
+            stub = service_pb2_grpc.DeviceServiceStub(channel)
+            stub.Heartbeat(service_pb2.HeartbeatRequest(identity=identity), timeout=CALL_SECONDS)
+
+    def list_runs(self) -> list[str]:
+        """A call of the operator on a connection of its own."""
+        with self.front.channel(self.operator) as channel:
+            stub = operations_pb2_grpc.OperationsServiceStub(channel)
+            answer = stub.ListRuns(operations_pb2.ListRunsRequest(), timeout=CALL_SECONDS)
+        return [one.run for one in answer.runs]
+
+    def request(self, device: str) -> enrolment_pb2.EnrolRequest:
+        """An enrolment with a token and a key of its own."""
+        secret, key = read_token(make_token(self.store, self.front)).secret, device_x509.new_key()
+        return enrolment_pb2.EnrolRequest(
+            secret=secret, device=device, signing_request=device_x509.signing_request(key)
+        )
+
+
+@contextlib.contextmanager
+def secured(folder: Path, limits: Limits) -> Iterator[Secured]:
+    authority = make_pki(folder / "pki")
+    store = prepare_store(folder / "store")
+    store.register_device(RUN, "known", sha256(SECRET).digest(), make_profile().SerializeToString())
+    people = device_credentials(authority, "known"), person_credentials(authority, Role.OPERATOR, "olga")
+    with secured_front(folder / "store", folder / "pki", limits=limits) as front:
+        yield Secured(front, store, *people)
+    store.close()
+
+
+def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path: Path) -> None:
+    limits = Limits(enrolments_at_once=2, enrolments_per_minute=4)
+    with secured(tmp_path, limits) as world, world.front.anonymous(enrol=True) as channel:
+        stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
+        requests = [world.request(f"new-{number}") for number in range(3)]
+        with world.store.transaction():  # the front's commits wait for its end, and the enrolments with them
+            calls = [stub.Enrol.future(one, timeout=CALL_SECONDS) for one in requests]
+            wait_until(lambda: any(one.done() for one in calls), "one to be refused")
+            (surplus,) = [one for one in calls if one.done()]
+            under_way = [one for one in calls if one is not surplus]
+            assert refusal_of(surplus.exception()).reason == "too-many"
+            under_way[0].cancel()  # who hangs up gives no work back
+            assert _reason(stub, requests[0]) == "too-many"
+            world.heartbeat()
+        assert under_way[1].result().certificate
+        wait_until(lambda: sum(row["device"] is not None for row in world.store.tokens()) == 2, "both enrolments")
+        garbage = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="x", signing_request=b"x" * 1000)
+        reasons = [_reason(stub, garbage), _reason(stub, garbage)]
+        while (reason := _reason(stub, garbage)) == "bad-token":  # on a slow machine the minute brings another one
+            pass
+        assert [*reasons, reason] == ["bad-token", "bad-token", "too-many"]
+        world.heartbeat()
+        assert world.list_runs() == [RUN]
+
+
+def _reason(stub: Any, request: enrolment_pb2.EnrolRequest) -> str:
+    with refused() as found:
+        stub.Enrol(request, timeout=CALL_SECONDS)
+    return found[0].reason
+
+
+def _client_hello() -> bytes:
+    """What a client says first."""
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["h2"])
+    said = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), said, server_hostname="localhost").do_handshake()
+    return said.read()
+
+
+HELLO = _client_hello()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    with secured(tmp_path_factory.mktemp("secured"), Limits(handshake_seconds=1.0)) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("port", ["port", "enrol_port"])
+@pytest.mark.parametrize("first", [b"", HELLO[:100], HELLO], ids=["nothing", "half a hello", "a hello"])
+def test_a_thousand_connections_that_never_finish_their_handshake_do_not_stop_the_others(
+    world: Secured, port: str, first: bytes
+) -> None:
+    with connections(getattr(world.front, port), MANY, first) as made:
+        world.heartbeat()
+        assert world.list_runs() == [RUN]
+        with world.front.anonymous(enrol=True) as channel:
+            stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
+            assert stub.Enrol(world.request(f"{port}-{len(first)}"), timeout=CALL_SECONDS).certificate
+        wait_until(lambda: all(map(is_closed, made)), "the front to close every one of them", 30)
 
 
 # --- the device

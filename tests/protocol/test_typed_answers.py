@@ -6,20 +6,26 @@ identity. `Meddling` is the link of the device: it lets the test act at a moment
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
+import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from support.live_front import RUN, Client, LiveFront, open_round, upload_name, write_asks
+from support.live_front import RUN, Client, LiveFront, open_round, refused, upload_name, write_asks
 from support.small_device import Events, SmallWorker, small_device
 from wire_samples import make_payload
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store import Store
 
 FOREVER = 1e12  # a clock that is past every deadline
@@ -232,10 +238,9 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
     def die() -> None:
         raise Death
 
-    with case.device() as device:
-        device.step(0)
-    case.open()
     dying = case.device("after the receipt", die)
+    dying.step(0)
+    case.open()
     with pytest.raises(Death):
         dying.step(0)
     dying._storage.close()
@@ -258,6 +263,134 @@ def test_a_lease_that_ended_during_the_work_closes_the_ask_for_this_round_only(c
     assert "(lease ended)" in dropped.text
     case.store.close_short_round(RUN, case.round, "too few devices")
     with case.device() as device:
+        assert device.step(0) is Step.WAITED
         case.open()
         assert device.step(0) is Step.ANSWERED
     assert len(case.uploads) == 1
+
+
+def test_an_upload_that_breaks_off_again_and_again_and_grows_each_time_is_not_given_up(case: Case) -> None:
+    """The server keeps what came; a slow device needs many streams for one answer, and computes it once."""
+
+    class Short(Meddling):
+        left = 6
+
+        def upload(self, header: Any, chunks: Any, *more: Any, **named: Any) -> Any:
+            self.left -= 1
+            return super().upload(header, islice(chunks, 1) if self.left >= 0 else chunks, *more, **named)
+
+    with case.device(rows=180_000) as device:
+        device.step(0)
+        device._link = Short(case.front.port, "", lambda: None)
+        case.open()
+        with pytest.raises(LinkError, match="the stream ended after"):
+            device.step(0)
+        assert device.step(0) is Step.ANSWERED
+    assert case.events.of("answered").values["tries"] == Short.left + 1
+    assert case.events.kinds().count("ask") == 1
+    (row,) = case.uploads
+    assert row["attempt"] == 1
+
+
+def ask_something_else(case: Case, payload: Payload) -> None:
+    """The round of the same number, as a server that was restored from a backup plays it again."""
+    case.store.blobs.put(payload)
+    where = (RUN, case.round, 1, case.name)
+    case.store._write(
+        "UPDATE asks SET payload = ? WHERE (run, round, step_number, device) = (?, ?, ?, ?)", payload.sha256, *where
+    )
+
+
+@pytest.mark.parametrize("moment", ["", "between status and upload"])
+def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_one(case: Case, moment: str) -> None:
+    old, new = make_payload(rows=2), make_payload(rows=3)
+
+    class Between(Meddling):
+        def upload(self, *given: Any, **named: Any) -> Any:
+            self._at("between status and upload")
+            return super().upload(*given, **named)
+
+    with case.device() as device:
+        device.step(0)
+        case.round = open_round(case.store, case.name)
+        write_asks(case.store, case.round, case.name, payload=old)
+        link = Between(case.front.port, moment or "before asking for the status", lambda: ask_something_else(case, new))
+        device._link = link
+        assert device.step(0) is Step.ANSWERED
+        dropped = case.events.of("dropped")
+        assert dropped.values["code"] == "closed"
+        assert "the answer is to another question than step 'train'" in dropped.text
+        assert case.uploads == []
+        assert device._storage.load("state.safetensors") == b"0"
+        assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
+        link.close()
+    assert len(case.uploads) == 1
+    assert case.events.of("answered").values["receipt"] == case.uploads[0]["receipt"]
+
+
+def test_a_device_that_does_not_say_which_question_it_answers_is_taken_at_its_word(case: Case) -> None:
+    """One of 0.1; and one that says it must say the ask's."""
+    payload = make_payload(rows=2)
+    with case.device() as device:
+        device.step(0)
+        case.round = open_round(case.store, case.name)
+        write_asks(case.store, case.round, case.name, payload=payload)
+        client, name = case.rival(), upload_name(case.round)
+        name.payload = make_payload(rows=3).sha256
+        for call in (lambda: client.status(name), lambda: client.upload(name, make_payload())):
+            with refused() as found:
+                call()
+            assert (found[0].status, found[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")
+        name.payload = payload.sha256
+        assert client.status(name).ask_open, "nothing but that answer was refused"
+        client.upload(upload_name(case.round), make_payload())
+        client.channel.close()
+    assert len(case.uploads) == 1
+
+
+@pytest.mark.parametrize("full", ["tries.txt", "outcome.json.new", "model.onnx.due.new"])
+def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
+    case: Case, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    with case.device(export_onnx="round") as device:
+        device._export_due = lambda: None  # type: ignore[method-assign]  # a small device has no model
+        device.step(0)
+        case.open()
+        with monkeypatch.context() as patch:
+            fill_disk(patch, full)
+            if full == "tries.txt":
+                assert device.step(0) is Step.ANSWERED
+            else:
+                with pytest.raises(LinkError, match=r"no room to note what the server said: .*No space left on device"):
+                    device.step(0)
+                assert device._storage.pending() is not None
+                assert case.events.kinds() == ["checked-in", "ask"]
+        if full != "tries.txt":
+            assert device.step(0) is Step.ANSWERED
+        assert device._storage.load("state.safetensors") == b"1"
+        (row,) = case.uploads
+        assert case.events.of("answered").values["receipt"] == row["receipt"]
+        case.store.close_short_round(RUN, case.round, "too few devices")
+        case.open()
+        assert device.step(0) is Step.ANSWERED
+        assert device._storage.load("state.safetensors") == b"2", "it went on from the state of the first answer"
+
+
+def fill_disk(patch: pytest.MonkeyPatch, name: str) -> None:
+    """No more byte fits in files of this name."""
+    real_open, real_os_open = io.open, os.open
+
+    def full(path: Any, mode: str) -> None:
+        if str(path).endswith(name) and mode != "r":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_file(path: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        full(path, mode[0])
+        return real_open(path, mode, *more, **named)
+
+    def open_descriptor(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        full(path, "w" if flags & os.O_WRONLY else "r")
+        return real_os_open(path, flags, *more, **named)
+
+    patch.setattr(io, "open", open_file)
+    patch.setattr(os, "open", open_descriptor)

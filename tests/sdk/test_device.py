@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetdistill import Device, Event, Step
+from fleetdistill import Device, Event, Step, failpoints
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -33,6 +34,7 @@ from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
 from fleetdistill.model import split_sequential
 from fleetdistill.storage import Storage
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.worker import Worker
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
@@ -266,6 +268,25 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
     assert reported(fleet)[0] == (1, True)
 
 
+def test_a_disk_that_is_full_half_way_through_a_delivery_delivers_it_all_the_same(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str) -> None:
+        if name == "device.promote.after-renames":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with make_device(fleet, tmp_path) as device:
+        fleet.ask("d")
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoints, "hit", full)
+            with pytest.raises(LinkError, match="no room to note what the server said"):
+                device.step(0)
+        assert device.step(0) is Step.WAITED, "it was settled, and is told"
+        after = weights(device)
+    with make_device(fleet, tmp_path) as restarted:
+        assert equal(weights(restarted), after)
+
+
 def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = Events()
@@ -464,6 +485,7 @@ def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet
         device.step(0)
     events = Events()
     with make_device(fleet, tmp_path, events, validation_data=hard) as device:
+        assert device.step(0) is Step.WAITED
         fleet.ask("d")
         device.step(0)
     (verdict,) = [event for event in events if event.kind in ("kept", "delivered")]
@@ -697,6 +719,7 @@ def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: 
 
     for _ in range(2):
         with make_device(fleet, tmp_path, link=Noting(fleet.desk)) as device:
+            assert device.step(0) is Step.WAITED
             fleet.ask("d")
             assert device.step(0) is Step.ANSWERED
             fleet.store.close_short_round(RUN, fleet.round, "over")
@@ -719,6 +742,50 @@ class StubbornLink(MemoryLink):
             self.times -= 1
             raise RefusedError(self.code, f"refused for {self.code}")
         return super().upload(header, chunks)
+
+
+class DenyingLink(MemoryLink):
+    """Refuses one call with a code, once."""
+
+    def __init__(self, desk: Desk, call: str, code: str) -> None:
+        super().__init__(desk)
+        self._call, self._code = call, code
+
+    def _once(self, call: str) -> None:
+        if call == self._call:
+            self._call = ""
+            raise RefusedError(self._code, f"{call} is refused for {self._code}", {"after_seconds": "7"})
+
+    def check_in(self, *given: Any) -> Any:
+        self._once("check_in")
+        return super().check_in(*given)
+
+    def next_ask(self, *given: Any) -> Any:
+        self._once("next_ask")
+        return super().next_ask(*given)
+
+    def upload_status(self, *given: Any) -> Any:
+        self._once("upload_status")
+        return super().upload_status(*given)
+
+    def download(self, *given: Any) -> Any:
+        self._once("download")
+        return super().download(*given)
+
+
+@pytest.mark.parametrize("call", ["check_in", "next_ask", "upload_status", "download"])
+@pytest.mark.parametrize("code", sorted(code for code in Code if not is_final(code) and code != Code.EXPIRED))
+def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: Path, call: str, code: Code) -> None:
+    fleet.ask("d")
+    link = DenyingLink(fleet.desk, call, code)
+    with make_device(fleet, tmp_path, link=link) as device:
+        if call != "upload_status" or status_of(code) in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
+            with pytest.raises(LinkError, match="is refused for") as error:
+                device.step(0)
+            assert error.value.after_seconds == 7.0
+        assert device.step(0) is Step.ANSWERED, "sent again at once, or at the next turn"
+    assert link._call == ""
+    assert len(fleet.store.uploads(RUN)) == 1
 
 
 def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:

@@ -94,9 +94,10 @@ def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
         ask(service.store, "app")
         assert device.step(0) is Step.ANSWERED
     token.unlink()
-    ask(service.store, "app")
     with make_device(service, tmp_path / "state") as again:
         assert again.device_id == "app"
+        assert again.step(0) is Step.WAITED
+        ask(service.store, "app")
         assert again.step(0) is Step.ANSWERED
     assert events.kinds() == ["checked-in", "ask", "answered", "delivered"]
     assert len([row for row in service.store.uploads(RUN) if row["device"] == "app"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 import subprocess
@@ -24,6 +25,7 @@ from fleetdistill.enrolment import PREFIX, read_token
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli import app
 from fleetdistill_server.pki import Authority, Role, forget_old_authority, holder_of, make_authority, rotate_authority
+from fleetdistill_server.security import ENROL_PORT
 from fleetdistill_server.store import Store
 
 RUN_TOML = """
@@ -134,6 +136,9 @@ def test_only_people_are_issued_certificates_by_hand(tmp_path: Path) -> None:
     holder = holder_of(load_credentials(tmp_path / "pki" / "viewer-d1").chain)
     assert holder is not None
     assert holder.role is Role.VIEWER
+    before = (tmp_path / "pki" / "viewer-d1" / "identity.pem").read_bytes()
+    assert "has an identity already; name another directory with --out" in error_of(*issue, "viewer")
+    assert (tmp_path / "pki" / "viewer-d1" / "identity.pem").read_bytes() == before
 
 
 def test_renewing_the_servers_certificate_keeps_its_names(tmp_path: Path) -> None:
@@ -194,9 +199,27 @@ def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     assert "tokens (100)" in listed
     assert PREFIX not in listed
     some = re.findall(r"^ ([0-9a-f]{16}) ", listed, re.MULTILINE)
-    assert done("enrol", *where, "--revoke", some[0]) == "1 tokens revoked\n"
+    assert done("enrol", *where, "--revoke", some[0]) == "1 token revoked\n"
     assert done("enrol", *where, "--revoke", some[0]) == "0 tokens revoked\n"
     assert done("enrol", *where).startswith(PREFIX)
+    before = out.read_text()
+    assert f"{out} is there already and may hold tokens" in error_of("enrol", *where, "--out", out)
+    assert out.read_text() == before
+    assert len(json.loads(done("enrol", *where, "--list", "--json"))) == 101, "nothing was made"
+
+
+def test_tokens_carry_the_port_that_the_front_took(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    prepare_store(tmp_path / "store").close()
+    enrol = ["enrol", "--store", tmp_path / "store", "--pki", tmp_path / "pki"]
+    early = fleetdistill(*enrol)
+    assert read_token(early.stdout.strip()).port == ENROL_PORT
+    assert f"so the tokens are for the enrolment port {ENROL_PORT}" in early.stderr
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        beside = fleetdistill(*enrol)
+        assert (read_token(beside.stdout.strip()).port, beside.stderr) == (front.enrol_port, "")
+    assert read_token(done(*enrol).strip()).port == front.enrol_port, "and it is known afterwards"
+    assert read_token(done(*enrol, "--enrol-port", "6000").strip()).port == 6000
 
 
 @pytest.mark.parametrize(
@@ -211,6 +234,8 @@ def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
         (["--enrol-port", "0"], "--enrol-port 0 must be 1 to 65535"),
         (["--revoke", "zz"], "must be 8 to 64 hex digits"),
         (["--server", "127.0.0.1:1"], "--server needs --identity DIR"),
+        (["--server", "127.0.0.1:1", "--list"], "--list and --revoke work on a store of this machine"),
+        (["--server", "127.0.0.1:1", "--revoke", "0" * 16], "--list and --revoke work on a store of this machine"),
     ],
 )
 def test_wrong_options_of_enrol_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
@@ -224,8 +249,15 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     where = ["--store", tmp_path / "store"]
     assert done("devices", "revoke", "d1", *where, "--reason", "stolen") == "device 'd1' is revoked\n"
     assert done("devices", "revoke", "d1", *where) == "device 'd1' was revoked before\n"
-    assert done("pki", "revoke", "--role", "viewer", "--name", "vera", *where) == "viewer 'vera' is revoked\n"
-    assert {row["subject"]: row["reason"] for row in store.revocations()} == {"device:d1": "stolen", "viewer:vera": ""}
+    make_pki(tmp_path / "pki").issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "pki" / "viewer-vera")
+    revoke = ["pki", "revoke", "--pki", tmp_path / "pki", "--role", "viewer", *where, "--name"]
+    assert fleetdistill(*revoke, "vera").output == "viewer 'vera' is revoked\n"
+    assert (
+        "knows no certificate of viewer 'vear'; the name is blocked all the same"
+        in fleetdistill(*revoke, "vear").stderr
+    )
+    subjects = {"device:d1": "stolen", "viewer:vera": "", "viewer:vear": ""}
+    assert {row["subject"]: row["reason"] for row in store.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
     assert "devices are revoked with" in error_of("pki", "revoke", "--role", "device", "--name", "d1", *where)
     store.close()

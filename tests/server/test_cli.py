@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from fleetdistill import Step
@@ -17,6 +19,7 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.cli import app
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
@@ -84,6 +87,27 @@ def test_every_command_explains_itself(command: str) -> None:
         assert "Example" in result.stdout
 
 
+def every_command(group: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """All commands and groups below one, by the words that call them."""
+    found = {words: group}
+    for name, one in getattr(group, "commands", {}).items():
+        found |= every_command(one, (*words, name))
+    return found
+
+
+@pytest.mark.parametrize(("words", "command"), every_command(typer.main.get_command(app)).items())
+def test_help_shows_every_word_that_was_written(words: tuple[str, ...], command: Any) -> None:
+    """Words in brackets, such as [server], look like markup."""
+
+    def packed(text: str) -> str:
+        return "".join(text.split())
+
+    shown = packed(call(*words, "--help").stdout)
+    assert packed(command.help) in shown
+    for parameter in command.params:
+        assert packed(getattr(parameter, "help", None) or "") in shown
+
+
 def test_version_is_that_of_the_distribution() -> None:
     result = call("--version")
     assert (result.exit_code, result.stdout.strip()) == (0, VERSION)
@@ -146,6 +170,17 @@ def test_devices_lists_who_checked_in(work: Path) -> None:
     assert call("devices", "--store", work / "store").exit_code == 0
 
 
+def test_devices_tells_who_is_revoked(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.begin_run("r", {})
+    for device in ("kept", "stolen"):
+        store.register_device("r", device, b"", b"")
+    revoke_device(store, "stolen", "")
+    store.close()
+    rows = printed("devices", "--store", tmp_path)
+    assert {row["device"]: row["revoked"] for row in rows} == {"kept": False, "stolen": True}
+
+
 def test_an_unknown_run_is_one_sentence(work: Path) -> None:
     assert "'other'" in sentence("runs", "show", "other", "--store", work / "store")
     assert "'other'" in sentence("devices", "--run", "other", "--store", work / "store")
@@ -177,6 +212,13 @@ def test_export_of_a_run_without_a_round_says_so(tmp_path: Path) -> None:
     store.begin_run("young", {"run": {"name": "young"}})
     store.close()
     assert "no round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
+
+
+def test_export_of_a_run_whose_payloads_are_pruned_says_what_to_do(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "store", tmp_path / "store")
+    assert call("runs", "prune", RUN, "--keep-rounds", "0", "--store", tmp_path / "store").exit_code == 0
+    said = sentence("export", RUN, "--store", tmp_path / "store", "--out", tmp_path / "x.onnx")
+    assert "`fleetdistill runs prune --keep-rounds 0` has deleted them" in said
 
 
 # --- serve

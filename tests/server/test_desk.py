@@ -31,6 +31,8 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.desk import Desk, UploadSession
+from fleetdistill_server.retention import sweep
+from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.store import Row, Store
 
 RUN = "digits"
@@ -128,6 +130,13 @@ def feed_all(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]
     return session.finish()
 
 
+def refused_bytes(fleet: Fleet, device: str = "d1") -> int:
+    """What has travelled in vain to the server; no answer was made of it."""
+    rows = [row for row in fleet.store.traffic_by_kind(RUN) if (row["device"], row["kind"]) == (device, "refused")]
+    assert all((row["direction"], row["round"], row["tensor_bytes"]) == ("up", 1, 0) for row in rows)
+    return sum(row["sent_bytes"] for row in rows)
+
+
 def takes(session: UploadSession, chunk: knowledge_pb2.TensorChunk) -> bool:
     """Whether the session is the one that counts."""
     try:
@@ -197,6 +206,37 @@ def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> Non
         with pytest.raises(RefusedError) as error:
             fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity(run=run)))
         assert (error.value.code, str(error.value)) == (code, text)
+
+
+def test_who_names_no_run_costs_little(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to show who they are for this, and check-ins share one thread with all receipts."""
+    counted: list[str] = []
+    query = type(fleet.store)._rows
+    monkeypatch.setattr(type(fleet.store), "_rows", lambda one, sql, *v: counted.append(sql) or query(one, sql, *v))
+    fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1", run="")))
+    assert counted
+    assert not [sql for sql in counted if "uploads" in sql or "devices" in sql]
+
+
+def test_a_profile_has_a_bound(fleet: Fleet) -> None:
+    """It is kept for as long as the run."""
+    with pytest.raises(RefusedError, match="at most 65536 are kept") as error:
+        fleet.check_in(profile=make_profile(model_name="x" * 70_000))
+    assert error.value.code == Code.TOO_LARGE
+    assert fleet.store.devices(RUN) == []
+    fleet.check_in(profile=make_profile(model_name="x" * 60_000))
+
+
+def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
+    fleet.join("d1")
+    fleet.store.delete_run(RUN)
+    with pytest.raises(RefusedError, match="the server has no run 'digits'") as error:
+        fleet.check_in("d2")
+    assert error.value.code == Code.UNKNOWN_RUN
+    assert fleet.store.devices(RUN) == []
+    silence(fleet, "d1")
+    fleet.desk.end_leases()
+    assert fleet.store.events(RUN) == []
 
 
 def test_a_server_without_runs_is_not_ready() -> None:
@@ -404,6 +444,14 @@ def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
 # --- presence
 
 
+class Clock:
+    """The desk's, to be set forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        monkeypatch.setattr("fleetdistill_server.desk.time.monotonic", lambda: self.now)
+
+
 def silence(fleet: Fleet, *devices: str) -> None:
     """Lets the leases of these devices run out."""
     for device in devices:
@@ -424,6 +472,76 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     assert fleet.wakes > wakes
     fleet.desk.end_leases()
     assert len(fleet.store.events(RUN)) == 1
+
+
+def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped for ten minutes, or waiting for its disk: it could not have heard them."""
+    clock = Clock(monkeypatch)
+    identity = fleet.join("d1")
+    fleet.join("d2")
+    fleet.ask("d1", "d2")
+    fleet.desk.end_leases()
+    clock.now += 600
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d1", "d2"]
+    for _ in range(70):
+        clock.now += 1
+        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+        fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
+    assert fleet.ask_state("d2") == ("out", "lease ended")
+
+
+def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    fleet.join("d1")
+    fleet.desk.end_leases()
+    clock.now += 6  # it is time to write down who called, and that takes long
+
+    def hang() -> None:
+        clock.now += 600
+
+    fleet.before_commit = hang
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == ["d1"]
+
+
+def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) -> None:
+    names = [f"d{number}" for number in range(5)]
+    joined = {name: fleet.join(name) for name in names}
+    fleet.ask(*names)
+    silence(fleet, *names)
+    commits: list[int] = []
+
+    def call() -> None:
+        commits.append(1)
+        if len(commits) == 1:
+            fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=joined["d3"]))
+
+    fleet.before_commit = call
+    fleet.desk.end_leases()
+    assert len(commits) == 1
+    assert fleet.store.present_devices(RUN) == ["d3"]
+    assert fleet.ask_state("d3") == ("open", None)
+    assert [event["device"] for event in fleet.store.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
+
+
+def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None:
+    fleet.join("d1")
+    fleet.desk.end_leases()
+    silence(fleet, "d1")
+
+    def fail() -> None:
+        fleet.before_commit = lambda: None
+        raise StoreError("the disk is full")
+
+    fleet.before_commit = fail
+    with pytest.raises(StoreError):
+        fleet.desk.end_leases()
+    fleet.desk.end_leases()
+    assert fleet.store.present_devices(RUN) == []
 
 
 @pytest.mark.parametrize("call", ["next_ask", "heartbeat", "status"])
@@ -464,6 +582,25 @@ def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
     assert fleet.ask_state() == ("out", "device left")
     fleet.desk.end_leases()
     assert fleet.store.events(RUN) == []  # leaving is nothing out of the ordinary
+
+
+@pytest.mark.parametrize("call", ["heartbeat", "check_in"])
+def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: Fleet, call: str) -> None:
+    """The guard lets it in, the revocation lands, and then the desk has its turn."""
+    identity = fleet.join()
+    fleet.store.device_gone(RUN, "d1", "lease ended")
+
+    def revoke() -> None:
+        revoke_device(fleet.store, "d1", "stolen")
+
+    fleet.before_commit = revoke
+    if call == "heartbeat":
+        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+    else:
+        fleet.check_in(secret=identity.secret)
+    assert fleet.store.present_devices(RUN) == []
+    fleet.ask()
+    assert fleet.ask_state() == ("out", "device revoked")
 
 
 def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fleet) -> None:
@@ -577,7 +714,9 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
         "device d1: step 'train' of round 1 takes no answer any more (deadline passed)",
     )
     assert fleet.store.uploads(RUN) == []
-    assert fleet.store.traffic(RUN) == []
+    (row,) = fleet.store.traffic(RUN)
+    assert (row["payloads"], row["tensor_bytes"], row["envelope_bytes"]) == (0, 0, 0)
+    assert refused_bytes(fleet) == make_payload().header().ByteSize() + make_payload().data_bytes
 
 
 def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: Fleet) -> None:
@@ -770,6 +909,158 @@ def test_a_restarted_device_with_another_answer_begins_afresh(any_fleet: Fleet) 
     broken.abandon()
     other = make_payload(5)
     assert any_fleet.send(identity, other).sha256 == other.sha256
+
+
+def test_an_ask_stages_two_attempts_at_most(any_fleet: Fleet) -> None:
+    """The number of the attempt is the device's own choice."""
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload()
+    for attempt in (1, 7, 3, 2**32 - 1, 0, 1, 5):
+        session = any_fleet.begin(
+            identity, payload, attempt=attempt, first_byte=any_fleet.status(identity, attempt).next_byte
+        )
+        if session.held == 0:
+            feed(session, in_pieces(payload, 16)[:5])
+        session.abandon()
+        assert len(any_fleet.store.blobs.staging()) <= 2
+        assert any_fleet.status(identity, attempt).next_byte == 80
+    assert refused_bytes(any_fleet) == 6 * 80, "what was thrown away had travelled"
+
+
+def test_a_stream_of_another_attempt_takes_over_too(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload()
+    older = any_fleet.begin(identity, payload)
+    newer = any_fleet.begin(identity, payload, attempt=2)
+    with pytest.raises(RefusedError, match="another stream"):
+        older.feed(in_pieces(payload, 16)[0])
+    feed(newer, in_pieces(payload, 16))
+    assert newer.finish().name.attempt == 2
+
+
+@pytest.mark.parametrize("where", ["feed", "start", "finish"])
+def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(f"fleetdistill_server.desk.Ingest.{where}", fail)
+    with pytest.raises(MemoryError):
+        any_fleet.send(identity, payload)
+    assert any_fleet.desk._uploads == {}
+    assert any_fleet.desk.limiter._calls.all == 0
+    monkeypatch.undo()
+    session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
+    feed(session, [one for one in in_pieces(payload, 16) if place_of(payload, one) >= session.held])
+    assert session.finish().sha256 == payload.sha256
+
+
+def place_of(payload: Payload, chunk: knowledge_pb2.TensorChunk) -> int:
+    return payload.slots[chunk.tensor].start + chunk.offset
+
+
+def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(Store.open(tmp_path))
+    identity = fleet.join()
+    fleet.ask()
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(5, "Input/output error")
+
+    session = fleet.begin(identity, make_payload(labels=i32([9, 0, 0, 0])))
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(StoreError, match="deleting what is staged"):
+        feed(session, in_pieces(make_payload(labels=i32([9, 0, 0, 0])), WHOLE))
+    assert fleet.desk._uploads == {}
+    fleet.store.close()
+
+
+def test_looking_at_what_is_staged_may_fail_only_as_the_store_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(Store.open(tmp_path))
+    identity = fleet.join()
+    fleet.ask()
+    fleet.begin(identity, make_payload()).abandon()
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(StoreError, match="looking at what is staged"):
+        fleet.status(identity)
+    monkeypatch.undo()
+    fleet.store.close()
+
+
+@pytest.mark.parametrize("bad", ["value", "checksum", "header"])
+def test_the_bytes_of_a_refused_upload_are_counted_as_such(any_fleet: Fleet, bad: str) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload(labels=i32([9, 0, 0, 0])) if bad == "value" else make_payload()
+    chunks = in_pieces(payload, 16)
+    taken = [one for one in chunks if one.tensor == 0 or bad != "value"][:3]
+    wrong = (
+        next(one for one in chunks if one.tensor == payload.slots.index(label_slot(payload)))
+        if bad == "value"
+        else chunks[3]
+    )
+    if bad == "checksum":
+        wrong.crc32c ^= 1
+    if bad == "header":
+        with pytest.raises(RefusedError):
+            any_fleet.begin(identity, payload, samples=0)
+        assert refused_bytes(any_fleet) == payload.header().ByteSize()
+        return
+    sent = chunks[: chunks.index(wrong) + 1] if bad == "value" else [*taken, wrong]
+    session = any_fleet.begin(identity, payload)
+    with pytest.raises(RefusedError):
+        feed(session, sent)
+    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(one.data) for one in sent)
+    session.abandon()
+    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(one.data) for one in sent)
+
+
+def label_slot(payload: Payload) -> Any:
+    return next(slot for slot in payload.slots if slot.path.endswith("labels"))
+
+
+def test_a_broken_upload_counts_once_with_its_answer_or_when_it_is_thrown_away(any_fleet: Fleet) -> None:
+    first, second = any_fleet.join("d1"), any_fleet.join("d2")
+    any_fleet.ask("d1", "d2")
+    payload = make_payload()
+    for identity in (first, second):
+        broken = any_fleet.begin(identity, payload)
+        feed(broken, in_pieces(payload, 16)[:5])
+        broken.abandon()
+    session = any_fleet.begin(first, payload, first_byte=80)
+    feed(session, in_pieces(payload, 16)[5:])
+    session.finish()
+    assert refused_bytes(any_fleet, "d1") == refused_bytes(any_fleet, "d2") == 0
+    any_fleet.store.close_ask(2, "deadline passed")
+    sweep(any_fleet.store)
+    assert (refused_bytes(any_fleet, "d1"), refused_bytes(any_fleet, "d2")) == (0, 80)
+
+
+def test_an_answer_that_is_sent_again_is_counted_too(any_fleet: Fleet) -> None:
+    identity = any_fleet.join()
+    any_fleet.ask()
+    payload = make_payload()
+    any_fleet.send(identity, payload)
+    before = any_fleet.store.traffic(RUN)[0]["tensor_bytes"]
+    again = any_fleet.begin(identity, payload)
+    feed(again, in_pieces(payload, WHOLE))
+    again.finish()
+    again.abandon()
+    assert refused_bytes(any_fleet) == payload.header().ByteSize() + payload.data_bytes
+    assert any_fleet.store.traffic(RUN)[0]["tensor_bytes"] == before
 
 
 BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
@@ -971,6 +1262,24 @@ def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, f
     (row,) = fleet.store.traffic(RUN)
     assert (row["direction"], row["round"], row["tensor_bytes"]) == ("down", 1, len(data))
     assert row["envelope_bytes"] == payload.header().ByteSize()
+
+
+def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
+    """A slow device still fetches the question of a round that is over, or has two asks open."""
+    identity = fleet.join()
+    old, new = make_payload(), make_payload(5)
+    fleet.ask(payload=old)
+    fleet.store.blobs.put(new)
+    row: Row = {"run": RUN, "round": 2, "step_number": 1, "step": "train", "expects": EXPECTS, "seed": 7}
+    row |= {"payload": new.sha256, "payload_bytes": new.data_bytes, "deadline_at": time.time() + 600, "device": "d1"}
+    fleet.store.write_asks([row])
+    fetch(fleet, identity, new.sha256)
+    fleet.store.close_ask(1, "round closed")
+    fetch(fleet, identity, old.sha256)
+    assert {row["round"]: row["tensor_bytes"] for row in fleet.store.traffic(RUN)} == {
+        1: old.data_bytes,
+        2: new.data_bytes,
+    }
 
 
 def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:

@@ -108,6 +108,55 @@ def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
     sender.store.close()
 
 
+def test_an_upload_that_is_broken_off_takes_no_room_from_the_others(tmp_path: Path) -> None:
+    """It had declared a megabyte and brought nothing, or a little again and again."""
+    sender = Sender(tmp_path / "store", 3.0)
+    for _ in range(5):
+        sender.begin("d1", LARGE).abandon()
+    session = sender.begin("d1", LARGE)
+    session.feed(in_pieces(LARGE, 50_000)[0])
+    session.abandon()
+    for _ in range(20):
+        sender.begin("d1", LARGE).abandon()
+    sender.begin("d2", LARGE).abandon()
+    assert sender.events() == []
+    finish(sender.begin("d2", LARGE), LARGE)
+    with pytest.raises(NoSpaceError):  # what is at rest counts at once, before the next look
+        sender.begin("d1", LARGE)
+    sender.store.close()
+
+
+def test_making_room_holds_up_nobody_who_has_room(tmp_path: Path) -> None:
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def make_room() -> None:
+        at_work.set()
+        go_on.wait(30)
+
+    sender = Sender(tmp_path / "store", 1.5, make_room)
+    refused_late: list[str] = []
+
+    def begin() -> None:
+        try:
+            sender.begin("d1", LARGE)
+        except NoSpaceError as error:
+            refused_late.append(str(error))
+
+    waiting = threading.Thread(target=begin)
+    small = threading.Thread(target=lambda: sender.begin("d2").abandon(), daemon=True)
+    waiting.start()
+    assert at_work.wait(10)
+    small.start()
+    small.join(10)
+    held_up = small.is_alive()
+    go_on.set()
+    waiting.join(10)
+    small.join(10)
+    assert not held_up
+    assert len(refused_late) == 1
+    sender.store.close()
+
+
 def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> None:
     sender = Sender(tmp_path / "store", 3.0)
     session = sender.begin("d1", LARGE)

@@ -9,14 +9,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store.record_schema import DEVICES, RUN, recorded_config
 from support.fleets import SMALL, assert_no_upload_lost, prepare
 from support.parroting import ParrotDevice
+from wire_samples import make_payload
 
 from fleetdistill import failpoints
-from fleetdistill.errors import DamagedError
+from fleetdistill.errors import DamagedError, WireError
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_server.cohort import Cohort, RoundTerms
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.simulation.device import make_device
@@ -45,6 +49,7 @@ class Fleet:
 
     Attributes:
         after_answer: Called with the rows of the uploads whenever there is a new one, before the engine sees it.
+        before_wait: Called whenever the engine waits, before the devices do anything.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -53,9 +58,11 @@ class Fleet:
         self.desk = Desk(self.store)
         self.devices = [ParrotDevice(MemoryLink(self.desk), RUN, name) for name in DEVICES]
         self.after_answer: Callable[[list[Row]], None] = lambda uploads: None
+        self.before_wait: Callable[[], None] = lambda: None
         self._seen = 0
 
     async def wait(self, seconds: float = 0.0) -> None:
+        self.before_wait()
         for device in self.devices:
             device.step()
             uploads = self.store.uploads(RUN)
@@ -232,6 +239,140 @@ def test_a_damaged_payload_of_an_open_ask_is_made_again(fleet: Fleet, damage: Ca
     assert (fleet.store.run(RUN) or {})["status"] == "finished"
     assert fleet.store.events(RUN, "declined") == []
     started_again.store.close()
+
+
+class Declining(ParrotDevice):
+    """As a device of the SDK: what it cannot read it declines."""
+
+    def answer(self, ask: service_pb2.Ask, attempt: int = 1) -> service_pb2.Receipt:
+        try:
+            return super().answer(ask, attempt)
+        except WireError as error:
+            self.link.decline(
+                service_pb2.DeclineRequest(
+                    identity=self.identity, round=ask.round, step_number=ask.step_number, reason=str(error)
+                )
+            )
+            return service_pb2.Receipt()
+
+
+def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(fleet: Fleet) -> None:
+    """The engine wrote the payload itself, and asks with the same one again: its state is that of before."""
+    fleet.devices = [Declining(MemoryLink(fleet.desk), RUN, name) for name in DEVICES]
+    damaged: list[bytes] = []
+
+    def look() -> None:
+        ask = fleet.store.ask(RUN, 1, 1, "d1")
+        if ask is not None and not damaged:
+            damaged.append(ask["payload"])
+            flip_a_bit(fleet.blob({"sha256": ask["payload"]}))
+        assert len(fleet.store.rounds(RUN)) < 10, "round after round fails"
+
+    fleet.before_wait = look
+    fleet.run()
+    assert [row["status"] for row in fleet.store.rounds(RUN)] == ["short", *["closed"] * 4]
+    assert fleet.quarantined() == [damaged[0].hex()]
+    again = fleet.store.ask(RUN, 2, 1, "d1")
+    assert again is not None
+    assert again["payload"] == damaged[0]
+
+
+def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
+    answered_round(fleet)
+    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    assert ask is not None
+    other = make_payload()
+    fleet.store.blobs.put(other)
+    flip_a_bit(fleet.blob({"sha256": other.sha256}))
+    fleet.store._write("UPDATE asks SET status = 'open', payload = ? WHERE id = ?", other.sha256, ask["id"])
+    fleet.store._write("DELETE FROM uploads WHERE ask = ?", ask["id"])
+    fleet.run()
+    now = fleet.store.ask(RUN, 1, 1, "d1")
+    assert now is not None
+    assert now["status"] == "out"
+    assert now["reason"].startswith(f"what it was asked with was lost on the server: payload {other.sha256.hex()}")
+    (event,) = fleet.store.events(RUN, "quarantined")
+    assert (event["round"], event["device"]) == (1, "d1")
+    assert fleet.quarantined() == [other.sha256.hex()]
+    assert (fleet.store.run(RUN) or {})["status"] == "finished"
+
+
+def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep of another process looked at its age just before it was put again."""
+    put, dropped = fleet.store.blobs.put, []
+
+    def put_and_lose(payload: Payload) -> None:
+        put(payload)
+        if fleet.store.open_round(RUN) is not None and not dropped:
+            dropped.append(payload.sha256)
+            fleet.blob({"sha256": payload.sha256}).unlink()
+
+    monkeypatch.setattr(fleet.store.blobs, "put", put_and_lose)
+    fleet.run()
+    assert len(dropped) == 1
+    assert [row["status"] for row in fleet.store.rounds(RUN)] == ["closed"] * 4
+
+
+class Answering:
+    """A waker that answers every open ask of the store by itself."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.answers: dict[tuple[int, str], bytes] = {}
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        for step in (1, 2):
+            for ask in self._store.asks(RUN, 1, step):
+                if ask["status"] == "open":
+                    payload = make_payload(10 * step + int(ask["device"][1:]))
+                    self._store.blobs.put(payload)
+                    self._store.accept_upload(ask["id"], 1, payload.sha256, payload.data_bytes, 1)
+                    self.answers[step, ask["device"]] = payload.sha256
+
+    def wake_other(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_path: Path, wanted: int) -> None:
+    """d1's answer to the first step is lost after its deadline; its answer to the second one is there."""
+    store = Store.open(tmp_path / "store")
+    store.begin_run(RUN, {})
+    names = ["d1", "d2", "d3"]
+    for name in names:
+        store.register_device(RUN, name, b"", b"")
+    store.start_round(RUN, names)
+    waker = Answering(store)
+    terms = RoundTerms(
+        run=RUN,
+        seed=1,
+        quorum=0.5,
+        deadline_seconds=1000.0,
+        devices_per_round=wanted,
+        knowledge_type=np.dtype("float32"),
+        steps={},
+    )
+
+    async def play(cohort: Cohort) -> list[list[str]]:
+        return [[answer.device async for answer in cohort.ask(step)] for step in ("one", "two")]
+
+    def cohort() -> Cohort:
+        return Cohort(store, terms, waker, number=1, completed=0, devices=names)
+
+    assert asyncio.run(play(cohort())) == [names, names]
+    store.blobs.path_of(waker.answers[1, "d1"]).unlink()  # type: ignore[attr-defined]
+    store._write("UPDATE asks SET deadline_at = 1 WHERE step_number = 1")
+    (third,) = [ask for ask in store.asks(RUN, 1, 2) if ask["device"] == "d3"]
+    store._write("DELETE FROM uploads WHERE ask = ?", third["id"])
+    store._write("UPDATE asks SET status = 'open' WHERE id = ?", third["id"])
+    again = cohort()
+    assert asyncio.run(play(again)) == [["d2", "d3"], ["d2", "d3"]]
+    assert sorted(again.used) == sorted(
+        ask["id"] for step in (1, 2) for ask in store.asks(RUN, 1, step) if ask["device"] != "d1"
+    )
+    store.close()
 
 
 def test_damaged_initial_weights_end_the_engine_with_a_sentence(fleet: Fleet) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from wire_samples import make_metrics, make_payload
 
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server import retention
+from fleetdistill_server.blobs import FileBlobs, Held
 from fleetdistill_server.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.settings import Simulation
@@ -144,6 +148,42 @@ def test_putting_again_makes_young_again(on_disk: Store) -> None:
     assert again.age_seconds < 0.2 + first.age_seconds
 
 
+def test_what_is_put_again_while_a_sweep_goes_on_is_young(
+    on_disk: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is about to ask with a payload that nothing has spoken of for long."""
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    monkeypatch.setattr(FileBlobs, "age_seconds", lambda self, sha256: 2 * retention.GRACE_SECONDS)
+    listed = [dataclasses.replace(one, age_seconds=2 * retention.GRACE_SECONDS) for one in on_disk.blobs.held()]
+    engine = Store.open(tmp_path / "store")
+
+    def held() -> list[Held]:
+        engine.blobs.put(payload)
+        monkeypatch.undo()
+        return listed
+
+    monkeypatch.setattr(on_disk.blobs, "held", held)
+    assert sweep(on_disk) == Freed()
+    assert engine.blobs.has(payload.sha256)
+    engine.close()
+
+
+def test_what_is_deleted_while_it_is_put_again_is_written_anew(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    path = on_disk.blobs.path_of(payload.sha256)  # type: ignore[attr-defined]
+    renew = os.utime
+
+    def too_late(what: Path) -> None:
+        path.unlink()
+        renew(what)
+
+    monkeypatch.setattr(os, "utime", too_late)
+    on_disk.blobs.put(payload)
+    assert on_disk.blobs.open(payload.sha256, verify=True).data_bytes == payload.data_bytes
+
+
 def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> None:
     on_disk.start_round(RUN, ["d1"])
     payload = make_payload()
@@ -195,10 +235,11 @@ def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> N
     pruned = prune(store, RUN, keep_rounds=2)
     assert pruned == would
     assert (pruned.rounds, pruned.freed.payloads) == (2, 2)
+    assert (pruned.events, pruned.figures) == (2, 2)
     assert told(store) == ([3, 4, 5], [3, 4, 5])
     assert readable(store, asked) == [3, 4, 5]
     assert [row["round"] for row in store.rounds(RUN)] == [1, 2, 3, 4, 5]
-    assert prune(store, RUN, keep_rounds=2) == Pruned(0, Freed())
+    assert prune(store, RUN, keep_rounds=2) == Pruned()
 
 
 def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
@@ -229,7 +270,11 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
     store.end_run(RUN, "finished", "2 rounds completed")
     with pytest.raises(RunError, match="is being served"):
         prune(store, RUN, whole=True, served=RUN)
-    assert prune(store, RUN, whole=True).freed.payloads == 3
+    events_and_figures(store, asked)
+    assert prune(store, RUN, keep_rounds=1).rounds == 1
+    pruned = prune(store, RUN, whole=True)
+    assert (pruned.rounds, pruned.events, pruned.figures) == (2, 1, 1), "all rounds, and what was left of them"
+    assert pruned.freed.payloads == 2
     assert store.run_names() == ["other"]
     assert store.blobs.get_state((store.run("other") or {})["checkpoint"]) == b"the same state"
     assert readable(store, asked) == []
@@ -237,7 +282,19 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
 
 def test_pruning_beside_a_server_leaves_the_young_to_its_sweeps(on_disk: Store) -> None:
     asked = play(on_disk, "ccc")
-    assert prune(on_disk, RUN, keep_rounds=1, served=RUN).freed.payloads == 0
-    assert prune(on_disk, RUN, keep_rounds=1).rounds == 0, "their events are gone"
+    would = prune(on_disk, RUN, keep_rounds=1, served=RUN, dry_run=True)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    assert pruned == would
+    assert (pruned.freed, pruned.later.payloads, pruned.later.bytes > 0) == (Freed(), 2, True)
+    assert readable(on_disk, asked) == [1, 2, 3], "the server may be about to speak of them"
+    assert prune(on_disk, RUN, keep_rounds=1, served=RUN).rounds == 0, "their events are gone"
     sweep(on_disk, 0.0)
+    assert readable(on_disk, asked) == [3]
+
+
+def test_pruning_beside_a_server_deletes_what_is_old(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = play(on_disk, "ccc")
+    monkeypatch.setattr(retention, "GRACE_SECONDS", 0.0)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    assert (pruned.freed.payloads, pruned.later) == (2, Freed())
     assert readable(on_disk, asked) == [3]

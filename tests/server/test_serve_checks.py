@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,31 @@ def test_plain_text_outside_the_loopback_is_refused(tmp_path: Path, listen: str)
     assert f"[server] listen = {listen!r} is not the loopback and there is no TLS" in done.stderr
     assert "--insecure" in done.stderr
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "0.0.0.0:0")
+    code = "from fleetdistill_server.cli import app; app()"
+    for _ in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", code, "serve", str(path), "--insecure"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert "is served on 0.0.0.0:" in process.stdout.readline()
+                process.send_signal(signal.SIGTERM)
+                _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+        warnings = [line for line in errors.splitlines() if line.startswith("warning:")]
+        assert warnings == [
+            "warning: serving in plain text on 0.0.0.0:0; anyone on the way can read and change it",
+        ]
 
 
 def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:

@@ -72,14 +72,32 @@ def test_a_run_that_is_over_needs_no_server(directory: Path) -> None:
 def test_prune_says_what_it_frees(directory: Path) -> None:
     where = ("--store", str(directory))
     sizes = [path.stat().st_size for path in (directory / "blobs").rglob("*.safetensors")]
-    two = readable_bytes(sum(sorted(size for size in sizes if size > 100)[:2]))
+    one, both = (sorted(size for size in sizes if size > 100)[:count] for count in (1, 2))
+    first, two = readable_bytes(sum(one)), readable_bytes(sum(both))
+    with_rows = "with 1 event, 0 figures"
+    nothing = "freed 0 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n"
+    store = Store.open(directory)
+    store.add_event(RUN, "late", "a sentence", number=1)
+    store.close()
     assert call("runs", "prune", RUN, "--keep-rounds", "1", "--dry-run", *where) == (
         0,
-        f"would free 2 rounds, 2 payloads, {two}\n",
+        f"would free 2 rounds {with_rows}, 2 payloads ({two})\n",
     )
-    assert call("runs", "prune", RUN, "--older-than", "30d", *where) == (0, "freed 0 rounds, 0 payloads, 0.0 kB\n")
-    assert call("runs", "prune", RUN, "--keep-rounds", "1", *where) == (0, f"freed 2 rounds, 2 payloads, {two}\n")
-    assert call("runs", "prune", RUN, "--keep-rounds", "1", *where) == (0, "freed 0 rounds, 0 payloads, 0.0 kB\n")
+    assert call("runs", "prune", RUN, "--older-than", "30d", *where) == (0, nothing)
+    assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (
+        0,
+        f"freed 1 round {with_rows}, 1 payload ({first})\n",
+    )
+    assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (0, nothing)
+
+
+def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
+    lock = serve_lock.take(directory, RUN)
+    code, said = call("runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory))
+    lock.close()
+    assert code == 0
+    assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n2 payloads (")
+    assert said.endswith("written within the hour: left to the server, which deletes them later\n")
 
 
 @pytest.mark.parametrize(
@@ -114,3 +132,25 @@ def test_a_lossy_backup_warns(directory: Path, tmp_path: Path) -> None:
     assert code == 0
     assert "warning: not in the backup: " in said
     assert path.stem in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "none.toml"), "there is no file none.toml; name the run.toml of the run"),
+        (("serve", "."), "cannot read .: Is a directory"),
+        (("restore", "none"), "there is no directory none; name one that `fleetdistill backup` has made"),
+        (("restore", "."), "is no backup, or one that was never finished: its manifest.json cannot be read: No such"),
+        (("backup", "x" * 999), f"looking at {'x' * 999}: File name too long ("),
+        (("runs", "list", "--server", "127.0.0.1:1", "--identity", "none"), "the identity in none cannot be read: No"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_sentence_without_numbers(
+    directory: Path, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = ("--store", str(directory)) if arguments[0] == "backup" else ()
+    code, told = call(*arguments, *stored)
+    assert code == 1
+    assert said in told
+    assert "Errno" not in told

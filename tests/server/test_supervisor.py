@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.answering import AnsweringFleet
+from support.answering import AnsweringDevice, AnsweringFleet
 from support.processes import children, is_alive, kill_in, wait_until
 
-from fleetdistill.errors import FleetDistillError, RunError
+from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
+from fleetdistill.grpc_link import GrpcLink
 from fleetdistill_server import supervisor as supervisor_module
 from fleetdistill_server.run_config import load_run_config
 from fleetdistill_server.store import Row, Store
@@ -304,6 +305,47 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     assert {upload["receipt"] for upload in store.uploads(RUN) if upload["status"] == "used"} >= receipts
     assert settled(store)
     store.close()
+
+
+def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_path: Path) -> None:
+    """Two devices check in and never answer."""
+    path = write_config(tmp_path, run_deadline_seconds=0.2)
+    supervisor = Supervisor(path, load_run_config(path), log=tmp_path / "server.log", most_short_rounds=3)
+    failures: list[FleetDistillError] = []
+
+    def run() -> None:
+        try:
+            supervisor.serve()
+        except FleetDistillError as error:
+            failures.append(error)
+
+    serving = threading.Thread(target=run)
+    serving.start()
+    try:
+        port = wait_until(lambda: supervisor.port or 0, "the front to listen")
+        with contextlib.ExitStack() as stack:
+            links = [GrpcLink(f"127.0.0.1:{port}") for _ in range(2)]
+            for number, link in enumerate(links):
+                stack.callback(link.close)
+                device = AnsweringDevice(link, RUN, f"d{number}")
+                wait_until(lambda: _checked_in(device), "the run to be prepared")  # noqa: B023
+            serving.join(120)
+    finally:
+        supervisor.stop()
+        serving.join()
+    (failure,) = failures
+    assert str(failure).startswith("3 rounds in a row fell short of the quorum; the last event is of round 3: ")
+    store = Store.open(tmp_path / "store")
+    assert (run_row(store)["status"], run_row(store)["reason"]) == ("stopped", str(failure))
+    store.close()
+
+
+def _checked_in(device: AnsweringDevice) -> bool:
+    try:
+        device.step()
+    except (LinkError, RefusedError):
+        return False
+    return True
 
 
 def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:

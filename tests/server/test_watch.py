@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -23,7 +24,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli import app
 from fleetdistill_server.counting import Counted
 from fleetdistill_server.store import Row, Store
-from fleetdistill_server.watch import changes, follow, watch
+from fleetdistill_server.watch import LiveTable, changes, follow, watch
 
 RUN = "r"
 DEVICES = ("a", "b", "c")
@@ -167,6 +168,33 @@ def test_a_terminal_gets_a_table_that_stays(over: Store) -> None:
     assert "\x1b[" in text
     for word in ("test accuracy", "closed", "50.0%", "1.0 kB", "finished", "teacher-guard", "train: 2 of 3 answers"):
         assert word in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 24), (80, 10), (80, 60)])
+def test_what_goes_on_now_stays_on_the_screen_above_the_rounds(width: int, height: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height)
+    live = Live(console=console, auto_refresh=False)
+    step = {"kind": "step", "round": 41, "step": "train", "answered": 3, "asked": 12, "out": 2}
+    event = {"kind": "event", "event": "late", "round": 40, "device": "d1", "code": "", "text": "word " * 60}
+    run = {"kind": "run", "run": RUN, "method": "feddkc", "status": "running", "reason": "", "present": 12}
+    LiveTable(live).show(
+        [*map(closed_round, range(1, 41)), *[event] * 9, step, {**run, "completed_rounds": 40, "wanted_rounds": 99}]
+    )
+    lines = ["".join(part.text for part in line).strip() for line in console.render_lines(live.renderable, pad=False)]
+    assert len(lines) <= height
+    assert lines[0].startswith("run r (feddkc): running, 40 of 99 rounds")
+    assert lines[1] == "round 41, train: 3 of 12 answers, 2 out"
+    events = min(8, height - 2)
+    assert all(line.startswith("round 40, late (d1): word word") for line in lines[2 : 2 + events])
+    rounds = [line.split()[0] for line in lines if "closed" in line]
+    assert rounds == [str(number) for number in range(1, 41)][-len(rounds) :] if rounds else height == 10
+    assert len(rounds) >= min(20, height - 13)
+
+
+def closed_round(number: int) -> Row:
+    figures = {"devices": 12, "answers": 12, "used": 12, "reported": 0, "test_accuracy": 0.9, "guards": 0}
+    sizes = {"bytes_up": 123_456_789, "bytes_down": 12_345_678, "seconds": 123.4}
+    return {"kind": "round", "round": number, "status": "closed", "reason": None, **figures, **sizes}
 
 
 @pytest.mark.parametrize("terminal", [False, True])

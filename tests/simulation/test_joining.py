@@ -19,6 +19,7 @@ from fleetdistill.methods.feddkd import FedDKDDevice
 from fleetdistill_server import views
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.joining import Verdicts, guard_events, guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.partition import hold_out_validation
@@ -201,4 +202,37 @@ def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
     assert asyncio.run(answers()) == []
     (ask,) = store.asks("r", 1, 1)
     assert (ask["status"], ask["reason"]) == ("out", "device not present")
+    store.close()
+
+
+def _go(store: Store, device: str, how: str) -> None:
+    if how == "leaves":
+        store.device_gone("r", device, "device left")
+    else:
+        revoke_device(store, device, "stolen")
+
+
+@pytest.mark.parametrize("how", ["leaves", "is revoked"])
+def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) -> None:
+    """Its payload is ready, that of the next device is being made, nothing is written yet."""
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r"}})
+    for device in ("a", "b"):
+        store.register_device("r", device, b"", b"")
+    store.device_gone("r", "b", "device left")
+    store.start_round("r", ["a", "b"])
+    made: list[str] = []
+
+    def payload(device: str) -> dict[str, Any]:
+        made.append(device)
+        if device == "b":
+            assert made == ["a", "b"]
+            _go(store, "a", how)
+        return {}
+
+    async def answers() -> list[Any]:
+        return [answer async for answer in cohort_of(store, 1).ask("train", payload, quorum=0.0)]
+
+    assert asyncio.run(answers()) == []
+    assert [ask["status"] for ask in store.asks("r", 1, 1)] == ["out", "out"]
     store.close()

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from support.answering import AnsweringDevice
 from support.fleets import assert_no_upload_lost, prepare
 
 from fleetdistill import Device, Step
-from fleetdistill.errors import RefusedError, RunError
+from fleetdistill.errors import NoSpaceError, RefusedError, RunError
 from fleetdistill.state_file import pack_state
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill_server import engine as engine_module
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
@@ -352,6 +354,145 @@ def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
     with pytest.raises(RunError, match="taken over"):
         asyncio.run(old.run())
     assert store.rounds(RUN) == []
+
+
+class Failing(Drive):
+    """Nobody answers: every ask is closed at once, as if its device had declined, until `answers` is called.
+
+    Attributes:
+        store: Of the run.
+        fails: Whether they still do.
+        now: A clock that waiting moves on.
+        waited: The seconds of every wait between two rounds, by how many rounds had fallen short in a row.
+    """
+
+    store: Store
+    fails = True
+    now = 0.0
+    waited: dict[int, float]
+
+    async def wait(self, seconds: float = 1.0) -> None:
+        row = self.store.open_round(RUN)
+        if row is not None and self.fails:
+            self.fuse.touch()
+            for device in self.store.devices_with_open_asks(RUN):
+                ask = self.store.next_ask(RUN, device)
+                assert ask is not None
+                self.store.close_ask(ask["id"], "declined")
+            return
+        if row is None and (short := self.store.short_rounds_in_a_row(RUN)):
+            self.waited[short] = self.waited.get(short, 0.0) + seconds
+        self.now += seconds
+        await super().wait()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Failing:
+    store = Store.in_memory()
+    drive = Failing(answering(store, count))
+    drive.store, drive.waited = store, {}
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: drive.now))
+    return drive
+
+
+def test_rounds_that_fall_short_never_end_a_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drive = failing(monkeypatch)
+    store, told = drive.store, []
+
+    def look() -> None:
+        row = store.run(RUN) or {}
+        told.append((row["status"], row["reason"]))
+        drive.fails = store.short_rounds_in_a_row(RUN) < 130
+
+    drive.on_wait = look
+    run_engine(store, config_for(), drive)
+    assert [row["status"] for row in store.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
+    assert (store.run(RUN) or {})["status"] == "finished"
+    assert {status for status, _ in told} == {"running"}
+    (last,) = [reason for _, reason in told if (reason or "").startswith("130 rounds in a row fell short")][:1]
+    assert "look at `fleetdistill runs show`" in last
+    assert told[-1] == ("running", ""), "once a round is completed, nothing is told any more"
+    assert [one.message.split()[0] for one in caplog.records if "rounds in a row" in one.message] == [
+        str(number) for number in range(10, 131, 10)
+    ]
+
+
+def test_pauses_between_short_rounds_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(monkeypatch)
+    drive.on_wait = lambda: setattr(drive, "fails", drive.store.short_rounds_in_a_row(RUN) < 20)
+    run_engine(drive.store, config_for(), drive)
+    pauses = [drive.waited[number] for number in range(1, 21)]
+    assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(20)])
+
+
+def test_a_device_that_comes_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(monkeypatch, 3)
+    drive.away = {2}
+    store = drive.store
+
+    def come() -> None:
+        if store.short_rounds_in_a_row(RUN) == 12 and store.open_round(RUN) is None:
+            drive.away, drive.fails = set(), False
+
+    drive.on_wait = come
+    run_engine(store, config_for(), drive)
+    assert drive.waited[11] == pytest.approx(60.0)
+    assert drive.waited[12] < 10.0
+    assert json.loads(store.rounds(RUN)[12]["cohort"]) == ["d0", "d1", "d2"]
+
+
+def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(monkeypatch)
+    engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
+    with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; look at"):
+        asyncio.run(engine.run())
+    row = drive.store.run(RUN) or {}
+    assert row["status"] == "stopped"
+    assert row["reason"].startswith("5 rounds in a row fell short of the quorum")
+    assert drive.waited == {}, "nobody else will come, so nobody is waited for"
+
+
+def test_the_number_of_short_rounds_outlives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(monkeypatch)
+    drive.fuse.blows_at = 5
+    deaths = 0
+    while True:
+        drive.fuse.touched = 0
+        engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
+        try:
+            asyncio.run(engine.run())
+        except Crash:
+            deaths += 1
+        except RunError:
+            break
+    assert deaths > 1
+    assert len(drive.store.rounds(RUN)) == 5
+
+
+def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_one_goes_on() -> None:
+    """Only then does the supervisor know that it is no failure."""
+
+    class Full(Fuse):
+        def touch(self) -> None:
+            try:
+                super().touch()
+            except Crash:
+                raise NoSpaceError("the disk is full") from None
+
+    expected = checkpoint(run_with_crash(Fuse()))
+    undisturbed = Fuse()
+    run_with_crash(undisturbed)
+    for moment in range(1, undisturbed.touched + 1, 3):
+        store, config = Store.in_memory(), config_for()
+        devices = answering(store)
+        fuse = Full(blows_at=moment)
+        with contextlib.suppress(NoSpaceError):
+            run_engine(Fragile(store, fuse), config, Drive(devices, fuse))
+        run_engine(store, config, Drive(devices))
+        assert checkpoint(store) == expected, f"step {moment} of {undisturbed.touched}"
+        assert_no_upload_lost(store)
+        store.close()
 
 
 # --- over-selection

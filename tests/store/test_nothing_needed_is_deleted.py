@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -22,6 +25,7 @@ from fleetdistill_server.store import Row, Store
 RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
 # Few, so that asks, answers, rounds and runs share payloads.
 PAYLOADS = [make_payload(rows) for rows in (1, 2, 3)]
+digests = st.sampled_from([one.sha256 for one in PAYLOADS])
 runs, devices, payloads = st.sampled_from(RUNS), st.sampled_from(DEVICES), st.sampled_from(PAYLOADS)
 
 
@@ -145,6 +149,22 @@ class Retention(RuleBasedStateMachine):
     @rule(run=runs, keep=st.integers(1, 3), dry_run=st.booleans())
     def prune(self, run: str, keep: int, dry_run: bool) -> None:
         prune(self.store, run, keep_rounds=keep, dry_run=dry_run)
+
+    @rule(run=runs, served=runs, asked=st.lists(payloads, max_size=2), keep=st.integers(1, 2), old=st.sets(digests))
+    def prune_beside_a_server(self, run: str, served: str, asked: list[Any], keep: int, old: set[bytes]) -> None:
+        """The server may be about to speak of what is young, so of that nothing goes."""
+        for payload in asked:  # rounds that no engine has freed
+            self.ask_a_step(run, payload)
+            number = (self.store.open_round(run) or {})["round"]
+            self.store.close_round(run, number, self.store.blobs.put_state(b"one state"), [], {})
+        held = self.store.blobs.held()
+        aged = [replace(one, age_seconds=math.inf if one.sha256 in old else 0.0) for one in held]
+        ages = {one.sha256: one.age_seconds for one in aged}
+        patched = mock.patch.multiple(self.store.blobs, held=lambda: aged, age_seconds=ages.__getitem__)
+        with patched:
+            prune(self.store, run, keep_rounds=keep, served=served)
+        gone = {one.sha256 for one in held} - {one.sha256 for one in self.store.blobs.held()}
+        assert gone <= old
 
     @precondition(lambda self: hasattr(self, "store"))
     @invariant()

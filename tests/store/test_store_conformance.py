@@ -19,6 +19,7 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.counting import Counted
+from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.store import Row, Store
 
 RUN = "digits"
@@ -186,6 +187,34 @@ def test_a_device_that_calls_again_is_back(store: Store) -> None:
     assert store.present_devices(RUN) == ["a"]
 
 
+def test_a_revoked_device_never_comes_back(store: Store) -> None:
+    """Whatever call of it was under way when it was revoked."""
+    for device in ("a", "b"):
+        store.register_device(RUN, device, b"hash", b"old")
+    revoke_device(store, "a", "stolen")
+    store.device_back(RUN, "a")
+    assert store.register_device(RUN, "a", b"hash", b"new")
+    assert store.present_devices(RUN) == ["b"]
+    store.revoke("device:c", "never came")
+    assert store.register_device(RUN, "c", b"hash", b"")
+    assert store.present_devices(RUN) == ["b"]
+
+
+def test_who_has_gone_is_asked_nothing(store: Store) -> None:
+    for device in ("a", "b", "c"):
+        store.register_device(RUN, device, b"hash", b"")
+    store.device_gone(RUN, "a", "device left")
+    revoke_device(store, "b", "stolen")
+    ask_devices(store, "a", "b", "c", "unknown")
+    asks = {one["device"]: (one["status"], one["reason"]) for one in store.asks(RUN, 1, 1)}
+    assert asks.pop("a") == ("out", "device not present")
+    assert asks.pop("b") == ("out", "device revoked")
+    assert asks == dict.fromkeys(("c", "unknown"), ("open", None))
+    store.device_back(RUN, "a")
+    ask_devices(store, "a")
+    assert store.next_ask(RUN, "a") is None, "an ask that is there is left as it is"
+
+
 # --- rounds
 
 
@@ -322,10 +351,21 @@ def test_the_next_ask_is_the_oldest_open_one(store: Store) -> None:
 
 def test_a_payload_is_meant_for_the_devices_whose_asks_name_it(store: Store) -> None:
     ask_devices(store, "a")
-    assert store.is_payload_for(RUN, "a", b"p" * 32)
-    assert not store.is_payload_for(RUN, "b", b"p" * 32)
-    assert not store.is_payload_for(RUN, "a", b"q" * 32)
-    assert not store.is_payload_for("other", "a", b"p" * 32)
+    assert store.ask_naming(RUN, "a", b"p" * 32)
+    assert not store.ask_naming(RUN, "b", b"p" * 32)
+    assert not store.ask_naming(RUN, "a", b"q" * 32)
+    assert not store.ask_naming("other", "a", b"p" * 32)
+
+
+def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(store: Store) -> None:
+    known = store.note_refusals_left_out(RUN, "a", "3 further refusals", None)
+    assert store.note_refusals_left_out(RUN, "a", "4 further refusals", known) == known
+    store.delete_run(RUN)
+    store.begin_run(RUN, CONFIG)
+    store.add_event(RUN, "late", "a did not answer", device="a")
+    assert [event["id"] for event in store.events(RUN)] == [known]
+    store.note_refusals_left_out(RUN, "a", "5 further refusals", known)
+    assert [event["text"] for event in store.events(RUN)] == ["a did not answer", "5 further refusals"]
 
 
 def test_the_first_answer_wins_and_later_ones_get_its_receipt(store: Store) -> None:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fleetdistill import x509 as device_x509
 from fleetdistill.credentials import Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+from fleetdistill_server.limits import Limits
 from fleetdistill_server.pki import SERVER, Authority, Role, make_authority, read_request
 from fleetdistill_server.store import Store
 from fleetdistill_server.tokens import create_tokens
@@ -77,6 +78,7 @@ class SecuredFront:
     pki: Path
     certificate_days: float = DEVICE_DAYS
     lease_seconds: float = 60.0
+    limits: Limits = Limits()  # noqa: RUF009  (it is frozen)
     log: Path | None = None
     port: int = 0
     enrol_port: int = 0
@@ -86,7 +88,8 @@ class SecuredFront:
         """Starts the process and waits until it listens."""
         where = ["--store", str(self.store_dir), "--listen", f"127.0.0.1:{self.port}", "--pki", str(self.pki)]
         where += ["--enrol-listen", f"127.0.0.1:{self.enrol_port}", "--certificate-days", str(self.certificate_days)]
-        where += ["--lease-seconds", str(self.lease_seconds), "--log-level", "DEBUG" if self.log else "INFO"]
+        where += ["--limits", str(self.limits), "--lease-seconds", str(self.lease_seconds)]
+        where += ["--log-level", "DEBUG" if self.log else "INFO"]
         command = [sys.executable, "-m", "fleetdistill_server.front", *where]
         errors = self.log.open("ab") if self.log else None
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)

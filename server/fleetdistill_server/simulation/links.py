@@ -23,6 +23,8 @@ from fleetdistill_server.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
 Watch = Callable[[Store], None]
+MOST_SHORT_ROUNDS = 100
+"""In a row; then a simulation ends, because nobody else will come whose answers it could wait for."""
 _LOOK_SECONDS = 0.1
 
 
@@ -52,7 +54,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
     desk = Desk(store, compression=compression_of(config.server.compression))
     with contextlib.ExitStack() as stack:
         devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
-        engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)))
+        engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
         asyncio.run(engine.run())
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:
@@ -65,7 +67,7 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
     """Runs front, engine and devices in processes of their own on the loopback."""
     config_file = work / "run.toml"
     config_file.write_text(as_toml(config))
-    supervisor = Supervisor(config_file, config, log=work / "server.log")
+    supervisor = Supervisor(config_file, config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
     serving.start()
@@ -120,12 +122,20 @@ def _watch_until_over(
     while any(process.poll() is None for process in processes):
         if failure:
             raise failure[0]
+        _refuse_stopped(supervisor.store, run)  # the devices are told, and may end before the supervisor does
         failed = [process for process in processes if process.poll() not in (None, 0)]
         if failed:
             raise RunError(f"{len(failed)} device processes failed; what they said stands above")
         watch(supervisor.store)
         time.sleep(_LOOK_SECONDS)
+    _refuse_stopped(supervisor.store, run)
     watch(supervisor.store)
+
+
+def _refuse_stopped(store: Store, run: str) -> None:
+    row = store.run(run)
+    if row is not None and row["status"] == "stopped":
+        raise RunError(row["reason"])
 
 
 def as_toml(config: RunConfig) -> str:

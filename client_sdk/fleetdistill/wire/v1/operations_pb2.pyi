@@ -315,25 +315,287 @@ class WatchRunRequest(_message.Message):
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
+class RunProgress(_message.Message):
+    """A run as it stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COMPLETED_ROUNDS_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    WANTED_ROUNDS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Its name."""
+    status: _builtins.str
+    """preparing, running, finished or stopped."""
+    reason: _builtins.str
+    """Why it has that status; may be empty."""
+    completed_rounds: _builtins.int
+    """Rounds that count."""
+    present: _builtins.int
+    """Devices that are there at this moment."""
+    method: _builtins.str
+    """Name of the method."""
+    wanted_rounds: _builtins.int
+    """Rounds that the run was given; absent where it has no such number."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        status: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        completed_rounds: _builtins.int = ...,
+        present: _builtins.int = ...,
+        method: _builtins.str = ...,
+        wanted_rounds: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wanted_rounds", b"_wanted_rounds", "wanted_rounds", b"wanted_rounds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wanted_rounds", b"_wanted_rounds", "completed_rounds", b"completed_rounds", "method", b"method", "present", b"present", "reason", b"reason", "run", b"run", "status", b"status", "wanted_rounds", b"wanted_rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__wanted_rounds: _TypeAlias = _typing.Literal["wanted_rounds"]  # noqa: Y015
+    _WhichOneofArgType__wanted_rounds: _TypeAlias = _typing.Literal["_wanted_rounds", b"_wanted_rounds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wanted_rounds) -> _WhichOneofReturnType__wanted_rounds | None: ...
+
+Global___RunProgress: _TypeAlias = RunProgress  # noqa: Y015
+
+@_typing.final
+class RoundProgress(_message.Message):
+    """A round as it stands. Absent figures are not known, or not yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
+    TEST_ACCURACY_FIELD_NUMBER: _builtins.int
+    GUARDS_FIELD_NUMBER: _builtins.int
+    BYTES_UP_FIELD_NUMBER: _builtins.int
+    BYTES_DOWN_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Counted from 1."""
+    status: _builtins.str
+    """open, closed or short."""
+    reason: _builtins.str
+    """Why it is short; else absent."""
+    devices: _builtins.int
+    """Devices of its cohort."""
+    answers: _builtins.int
+    """Acknowledged uploads, all steps together."""
+    used: _builtins.int
+    """Those in the result."""
+    reported: _builtins.int
+    """Those that are not in the result."""
+    test_accuracy: _builtins.float
+    """Mean over devices, in [0, 1]."""
+    guards: _builtins.int
+    """How often a guard of the method fired."""
+    bytes_up: _builtins.int
+    """Bytes from devices as they travelled."""
+    bytes_down: _builtins.int
+    """Bytes to devices as they travelled."""
+    seconds: _builtins.float
+    """From opening to closing, seconds."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        status: _builtins.str = ...,
+        reason: _builtins.str | None = ...,
+        devices: _builtins.int = ...,
+        answers: _builtins.int = ...,
+        used: _builtins.int = ...,
+        reported: _builtins.int = ...,
+        test_accuracy: _builtins.float | None = ...,
+        guards: _builtins.int = ...,
+        bytes_up: _builtins.int = ...,
+        bytes_down: _builtins.int = ...,
+        seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reason", b"_reason", "_seconds", b"_seconds", "_test_accuracy", b"_test_accuracy", "reason", b"reason", "seconds", b"seconds", "test_accuracy", b"test_accuracy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reason", b"_reason", "_seconds", b"_seconds", "_test_accuracy", b"_test_accuracy", "answers", b"answers", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "devices", b"devices", "guards", b"guards", "reason", b"reason", "reported", b"reported", "round", b"round", "seconds", b"seconds", "status", b"status", "test_accuracy", b"test_accuracy", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reason: _TypeAlias = _typing.Literal["reason"]  # noqa: Y015
+    _WhichOneofArgType__reason: _TypeAlias = _typing.Literal["_reason", b"_reason"]  # noqa: Y015
+    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
+    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__test_accuracy: _TypeAlias = _typing.Literal["test_accuracy"]  # noqa: Y015
+    _WhichOneofArgType__test_accuracy: _TypeAlias = _typing.Literal["_test_accuracy", b"_test_accuracy"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reason) -> _WhichOneofReturnType__reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__test_accuracy) -> _WhichOneofReturnType__test_accuracy | None: ...
+
+Global___RoundProgress: _TypeAlias = RoundProgress  # noqa: Y015
+
+@_typing.final
+class StepProgress(_message.Message):
+    """A step of the newest round as it stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    OUT_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round, counted from 1."""
+    step_number: _builtins.int
+    """Which step of the round, counted from 1."""
+    step: _builtins.str
+    """Its name."""
+    asked: _builtins.int
+    """Devices that were asked."""
+    answered: _builtins.int
+    """Devices that have answered."""
+    out: _builtins.int
+    """Devices that are out of it."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        step_number: _builtins.int = ...,
+        step: _builtins.str = ...,
+        asked: _builtins.int = ...,
+        answered: _builtins.int = ...,
+        out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "asked", b"asked", "out", b"out", "round", b"round", "step", b"step", "step_number", b"step_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
+
+@_typing.final
+class EventProgress(_message.Message):
+    """An event, told once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    event: _builtins.str
+    """Kind, as listed in server/README.md."""
+    run: _builtins.str
+    """The run."""
+    round: _builtins.int
+    """Round it belongs to, 0 for none."""
+    device: _builtins.str
+    """Device it is about; may be empty."""
+    code: _builtins.str
+    """Code of the refusal; may be empty."""
+    text: _builtins.str
+    """One sentence."""
+    at: _builtins.float
+    """Seconds since 1970-01-01 UTC by the server's clock."""
+    def __init__(
+        self,
+        *,
+        event: _builtins.str = ...,
+        run: _builtins.str = ...,
+        round: _builtins.int = ...,
+        device: _builtins.str = ...,
+        code: _builtins.str = ...,
+        text: _builtins.str = ...,
+        at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "code", b"code", "device", b"device", "event", b"event", "round", b"round", "run", b"run", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventProgress: _TypeAlias = EventProgress  # noqa: Y015
+
+@_typing.final
+class RunChange(_message.Message):
+    """Something of a run that is new or has changed; whole as it stands, not only what is new of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___RunProgress:
+        """The run."""
+
+    @_builtins.property
+    def round(self) -> Global___RoundProgress:
+        """A round."""
+
+    @_builtins.property
+    def step(self) -> Global___StepProgress:
+        """A step."""
+
+    @_builtins.property
+    def event(self) -> Global___EventProgress:
+        """An event."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___RunProgress | None = ...,
+        round: Global___RoundProgress | None = ...,
+        step: Global___StepProgress | None = ...,
+        event: Global___EventProgress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "event", b"event", "round", b"round", "run", b"run", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "event", b"event", "round", b"round", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["run", "round", "step", "event"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___RunChange: _TypeAlias = RunChange  # noqa: Y015
+
+@_typing.final
 class WatchRunResponse(_message.Message):
-    """The run as it is, at the start of the call and after every change; the stream ends when the run is over."""
+    """What is new in the run: at first all there is, then every change. The stream ends when the run is over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run(self) -> Global___RunSummary:
-        """The run."""
+        """No longer sent; `changes` has it."""
 
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundSummary]:
-        """Rounds that are new or have changed since the last message."""
+        """No longer sent; `changes` has them."""
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
-        """Events since the last message; the first message has none."""
+        """No longer sent; `changes` has them."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunChange]:
+        """At least one, at most 1,000, in the order to tell them in."""
 
     def __init__(
         self,
@@ -341,10 +603,11 @@ class WatchRunResponse(_message.Message):
         run: Global___RunSummary | None = ...,
         rounds: _abc.Iterable[Global___RoundSummary] | None = ...,
         events: _abc.Iterable[Global___RunEvent] | None = ...,
+        changes: _abc.Iterable[Global___RunChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "rounds", b"rounds", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "events", b"events", "rounds", b"rounds", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

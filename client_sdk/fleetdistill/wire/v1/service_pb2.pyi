@@ -419,22 +419,29 @@ class UploadName(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     STEP_NUMBER_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round of the ask."""
     step_number: _builtins.int
     """Step number of the ask."""
     attempt: _builtins.int
     """Counted from 1. A device that computed its answer anew sends the next number."""
+    payload: _builtins.bytes
+    """SHA-256 of the payload of the ask that is answered, as `Ask` had it, 32 bytes: an answer to another question than the
+    ask's, such as one from before the server was restored from a backup, is refused as closed. Empty where the ask had
+    none, from a device of 0.1, and in a receipt.
+    """
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         step_number: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        payload: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "round", b"round", "step_number", b"step_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "payload", b"payload", "round", b"round", "step_number", b"step_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
