@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from fleetdistill import failpoints
-from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
+from fleetdistill.errors import DamagedError, NoSpaceError, RefusedError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire import payload as wire
@@ -98,6 +98,7 @@ class Desk:
         self.compression = compression
         self.space: DiskSpace | None = None
         self._no_space = False
+        self._damaged: set[bytes] = set()  # told already
         self._contracts: dict[str, contract_pb2.Contract] = {}
         self._leases: dict[tuple[str, str], float] = {}
         self._seen: dict[tuple[str, str], float] = {}
@@ -326,6 +327,8 @@ class Desk:
             payload = self.store.blobs.open(wanted)
         except StoreError as error:
             if for_all or (ask is not None and ask["status"] == "open"):
+                if isinstance(error, DamagedError):
+                    self._note_damage(run, ask, error)
                 raise
             text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
@@ -339,6 +342,13 @@ class Desk:
         packed = choose(self.compression, request.compressions)
         chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
         return payload, Sending(chunks, payload.slots, count)
+
+    def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
+        """Says once that what devices are to fetch is lost; the engine makes it again where it can."""
+        if damage.sha256 not in self._damaged:
+            self._damaged.add(damage.sha256)
+            text, number = f"what devices are to fetch is lost on the server. {damage}", ask["round"] if ask else 0
+            self._commit(lambda store: store.add_event(run, "quarantined", text, number=number))
 
     # --- uploads
 

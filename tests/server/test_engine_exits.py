@@ -66,7 +66,7 @@ def test_a_disk_that_is_full_before_the_engine_begins_is_told_so_too(
     def full(directory: Path) -> Store:
         raise NoSpaceError("the disk is full")
 
-    monkeypatch.setattr(engine.Store, "open", full)
+    monkeypatch.setattr(Store, "open", full)
     assert engine_main(config, monkeypatch) == EXIT_NO_SPACE
 
 

@@ -277,6 +277,20 @@ def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(
     assert again["payload"] == damaged[0]
 
 
+def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
+    answered_round(fleet)
+    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    assert ask is not None
+    fleet.store._write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
+    fleet.blob({"sha256": ask["payload"]}).unlink()
+    wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask["payload"])
+    for _ in range(2):
+        with pytest.raises(DamagedError, match="is not in the store"):
+            fleet.desk.download(wanted)
+    (event,) = fleet.store.events(RUN, "quarantined")
+    assert (event["round"], ask["payload"].hex() in event["text"]) == (1, True)
+
+
 def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
     answered_round(fleet)
     ask = fleet.store.ask(RUN, 1, 1, "d1")
@@ -301,7 +315,8 @@ def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep of another process looked at its age just before it was put again."""
-    put, dropped = fleet.store.blobs.put, []
+    put = fleet.store.blobs.put
+    dropped: list[bytes] = []
 
     def put_and_lose(payload: Payload) -> None:
         put(payload)

@@ -403,7 +403,7 @@ def test_rounds_that_fall_short_never_end_a_service(
     def look() -> None:
         row = store.run(RUN) or {}
         told.append((row["status"], row["reason"]))
-        drive.fails = store.short_rounds_in_a_row(RUN) < 130
+        drive.fails = drive.fails and store.short_rounds_in_a_row(RUN) < 130
 
     drive.on_wait = look
     run_engine(store, config_for(), drive)
@@ -420,7 +420,11 @@ def test_rounds_that_fall_short_never_end_a_service(
 
 def test_pauses_between_short_rounds_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = failing(monkeypatch)
-    drive.on_wait = lambda: setattr(drive, "fails", drive.store.short_rounds_in_a_row(RUN) < 20)
+
+    def look() -> None:
+        drive.fails = drive.fails and drive.store.short_rounds_in_a_row(RUN) < 20
+
+    drive.on_wait = look
     run_engine(drive.store, config_for(), drive)
     pauses = [drive.waited[number] for number in range(1, 21)]
     assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(20)])
