@@ -485,7 +485,7 @@ class UploadSession:
         """Bytes of the upload that are staged."""
         return self._staging.length if hasattr(self, "_staging") else 0
 
-    def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
+    def feed(self, chunk: wire.AnyChunk) -> None:
         """Takes a chunk; of an upload that is accepted already it takes nothing."""
         if self._accepted is None:
             with self._lock:
