@@ -145,6 +145,11 @@ class Front:
         )
         self.link.upload(header, wire.chunks(payload.source, payload.slots))
 
+    def forget_uploads(self) -> None:
+        """Deletes what was uploaded: devices do not send the same again, and replacing a file means deleting one."""
+        for path in self.directory.rglob("*.safetensors"):
+            path.unlink()
+
     def peak_memory(self) -> int:
         """Most bytes that the front ever had in memory (Linux)."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
@@ -241,9 +246,21 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def in_turns(works: list[Callable[[], object]], repeats: int) -> list[tuple[float, ...]]:
-    """Seconds of each work, `repeats` times in alternation, after one turn that does not count."""
-    return [tuple(seconds(work) for work in works) for _ in range(repeats + 1)][1:]
+def in_turns(
+    works: list[Callable[[], object]], repeats: int, between: Callable[[], object] = lambda: None
+) -> list[tuple[float, ...]]:
+    """Seconds of each work, `repeats` times in alternation, after one turn that does not count.
+
+    Args:
+        works: What is measured.
+        repeats: Turns.
+        between: Done after each turn, and not measured.
+    """
+    found = []
+    for _ in range(repeats + 1):
+        found.append(tuple(seconds(work) for work in works))
+        between()
+    return found[1:]
 
 
 def ratios_text(slower: list[float], faster: list[float]) -> str:

@@ -21,6 +21,7 @@ from _wire import MB, Front, bare_stub, in_turns, live_front, make_payload, rate
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import service_pb2
 
 LARGE_BYTES = 2_500 * MB
@@ -37,7 +38,7 @@ def write_and_fsync(path: Path, payload: Payload) -> None:
 def measure(front: Front, stub: Any, size: int, pairs: int) -> None:
     """Prints the figures of one size."""
     payload = make_payload(size)
-    messages = [service_pb2.UploadRequest(chunk=one) for one in wire.chunks(payload.source, payload.slots)]
+    messages = [service_pb2.UploadRequest.FromString(framed(one)) for one in wire.chunks(payload.source, payload.slots)]
     turns = in_turns(
         [
             lambda: stub.Upload(iter(messages)),
@@ -45,6 +46,7 @@ def measure(front: Front, stub: Any, size: int, pairs: int) -> None:
             partial(write_and_fsync, front.directory / "disk-alone", payload),
         ],
         pairs,
+        front.forget_uploads,
     )
     bare, ours, disk = (list(column) for column in zip(*turns, strict=True))
     slower = [max(pair) for pair in zip(bare, disk, strict=True)]

@@ -18,6 +18,8 @@ from fleetdistill.credentials import Credentials
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
+from fleetdistill.wire.framing import framed
+from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
 CALL_SECONDS = 30.0
@@ -27,6 +29,7 @@ _MOST_KEPT_BYTES = 16 << 20
 
 # These are safe to repeat, so gRPC itself retries them while the server restarts.
 _RETRIED = ["CheckIn", "Heartbeat", "UploadStatus"]
+_UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -100,6 +103,7 @@ class GrpcLink:
             self._channels.pop(0).close()  # two certificates old: nothing is under way on it any more
         self._channels.append(channel)
         self._open_stub = service_pb2_grpc.DeviceServiceStub(channel)
+        self._open_stub.Upload = channel.stream_unary(_UPLOAD, None, service_pb2.UploadResponse.FromString)  # of bytes
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
@@ -136,9 +140,7 @@ class GrpcLink:
             response: service_pb2.UploadStatusResponse = self._stub.UploadStatus(request, timeout=CALL_SECONDS)
         return response
 
-    def upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
-    ) -> service_pb2.Receipt:
+    def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         _keep_freed_chunks()
         with self._errors():
             receipt: service_pb2.Receipt = self._stub.Upload(
@@ -148,7 +150,7 @@ class GrpcLink:
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
-    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[AnyChunk]]:
         request = service_pb2.DownloadRequest(
             identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
         )
@@ -168,7 +170,7 @@ class GrpcLink:
         for channel in self._channels:
             channel.close()
 
-    def _chunks(self, stream: Any) -> Iterator[knowledge_pb2.TensorChunk]:
+    def _chunks(self, stream: Any) -> Iterator[AnyChunk]:
         with self._errors():
             for message in stream:
                 yield message.chunk
@@ -201,12 +203,10 @@ def _keep_freed_chunks() -> None:
     np.empty(_MOST_KEPT_BYTES, np.uint8)
 
 
-def _upload_messages(
-    header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
-) -> Iterator[service_pb2.UploadRequest]:
-    yield service_pb2.UploadRequest(header=header)
+def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> Iterator[bytes]:
+    yield service_pb2.UploadRequest(header=header).SerializeToString()
     for chunk in chunks:
-        yield service_pb2.UploadRequest(chunk=chunk)
+        yield framed(chunk)
 
 
 def _translated(error: Any, server: str) -> FleetDistillError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
 
@@ -39,14 +40,12 @@ class Link(Protocol):
     ) -> service_pb2.UploadStatusResponse:
         """Asks how far an upload has come."""
 
-    def upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
-    ) -> service_pb2.Receipt:
+    def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         """Sends an answer; returns the server's durable yes."""
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
-    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[AnyChunk]]:
         """Fetches a payload from `first_byte` on."""
 
     def interrupt(self) -> None:

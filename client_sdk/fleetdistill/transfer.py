@@ -168,7 +168,7 @@ class _Part:
                 self.length = len(data)
         self._resumed = self.length > 0
 
-    def take(self, header: knowledge_pb2.PayloadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]) -> bytes:
+    def take(self, header: knowledge_pb2.PayloadHeader, chunks: Iterator[wire.AnyChunk]) -> bytes:
         """Writes what comes behind what is there; returns the SHA-256 of the whole."""
         self._check(header)
         running = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
@@ -195,7 +195,7 @@ class _Part:
         if missing > free:
             raise NoRoomError(f"a download of {header.data_bytes} bytes lacks {missing}, the disk has {free} free")
 
-    def _checked(self, chunk: knowledge_pb2.TensorChunk, data_bytes: int) -> bytes:
+    def _checked(self, chunk: wire.AnyChunk, data_bytes: int) -> bytes:
         sent = chunk.data  # each reading of the field copies it
         if google_crc32c.value(sent) != chunk.crc32c:
             raise LinkError("a downloaded chunk fails its CRC-32C; fetching it again")

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fleetdistill.wire.compression import RAW
-from fleetdistill.wire.payload import CHUNK_BYTES, Slot
-from fleetdistill.wire.v1 import knowledge_pb2
+from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, Slot
 
 ENVELOPE = "envelope"
 """Stands in the place of a kind for the headers of payloads."""
@@ -39,7 +37,7 @@ def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]
     return found
 
 
-class Sending(Iterator[knowledge_pb2.TensorChunk]):
+class Sending(Iterator[Chunk]):
     """The chunks of a download, counted as they are taken; ends itself after the last.
 
     Args:
@@ -48,9 +46,7 @@ class Sending(Iterator[knowledge_pb2.TensorChunk]):
         done: Called once with what was taken, by whoever ends it.
     """
 
-    def __init__(
-        self, chunks: Iterator[knowledge_pb2.TensorChunk], slots: Sequence[Slot], done: Callable[[Counted], None]
-    ) -> None:
+    def __init__(self, chunks: Iterator[Chunk], slots: Sequence[Slot], done: Callable[[Counted], None]) -> None:
         self._chunks = chunks
         self._slots = slots
         self._done = done
@@ -58,7 +54,7 @@ class Sending(Iterator[knowledge_pb2.TensorChunk]):
         self._lock = threading.Lock()
         self._ended = False
 
-    def __next__(self) -> knowledge_pb2.TensorChunk:
+    def __next__(self) -> Chunk:
         with self._lock:
             chunk = None if self._ended else next(self._chunks, None)
             if chunk is not None:
@@ -68,12 +64,11 @@ class Sending(Iterator[knowledge_pb2.TensorChunk]):
             raise StopIteration
         return chunk
 
-    def _count(self, chunk: knowledge_pb2.TensorChunk) -> None:
+    def _count(self, chunk: Chunk) -> None:
         slot = self._slots[chunk.tensor]
         size = min(CHUNK_BYTES, slot.nbytes - chunk.offset)
         self._counted.tensor[slot.kind] += size
-        # Reading the data copies them, which is not worth it where their size is known.
-        self._counted.sent[slot.kind] += size if chunk.compression == RAW else len(chunk.data)
+        self._counted.sent[slot.kind] += len(chunk.data)
 
     def end(self) -> None:
         """Counts what was taken, also where the stream broke; again it does nothing. No chunk comes after it."""

@@ -562,7 +562,7 @@ class UploadSession:
         """Bytes of the upload that are staged."""
         return self._staging.length if hasattr(self, "_staging") else 0
 
-    def feed(self, chunk: knowledge_pb2.TensorChunk) -> None:
+    def feed(self, chunk: wire.AnyChunk) -> None:
         """Takes a chunk; of an upload that is accepted already it takes nothing."""
         if self._accepted is not None:
             self._again += len(chunk.data)
@@ -607,7 +607,7 @@ class UploadSession:
         if self._abandoned:
             raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
 
-    def _refusing(self, step: Callable[[], T], chunk: knowledge_pb2.TensorChunk | None = None) -> T:
+    def _refusing(self, step: Callable[[], T], chunk: AnyChunk | None = None) -> T:
         """Runs a step on a chunk; whatever goes wrong ends the session.
 
         On a refusal what was staged is thrown away, where going on is useless. Otherwise it stays, for the next stream

@@ -29,7 +29,8 @@ from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, compression_of
-from fleetdistill.wire.payload import CHUNK_BYTES
+from fleetdistill.wire.framing import framed
+from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.commits import CommitThread
 from fleetdistill_server.counting import Sending
@@ -61,6 +62,8 @@ WAKES_PER_SECOND = 1000
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
 SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
 """Names of our own services, as health and reflection know them; the first one is there on plain text too."""
+
+_DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -180,17 +183,17 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             with contextlib.suppress(RuntimeError):
                 self._uploads.submit(upload.abandon)
 
-    async def Download(
+    async def Download(  # type: ignore[override]  # of messages as bytes, see `_DownloadsAreBytes`
         self, request: service_pb2.DownloadRequest, context: Any
-    ) -> AsyncIterator[service_pb2.DownloadResponse]:
+    ) -> AsyncIterator[bytes]:
         async with contextlib.aclosing(self._responses(request, context)) as responses:
             async for response in responses:
                 await self._write(context, response)
-        nothing: service_pb2.DownloadResponse
+        nothing: bytes
         for nothing in ():  # written above, where a device that does not take it is noticed
             yield nothing
 
-    async def _write(self, context: Any, response: service_pb2.DownloadResponse) -> None:
+    async def _write(self, context: Any, response: bytes) -> None:
         """Sends a message of a stream, to a device that takes it in good time."""
         seconds = self._limits.stall_seconds
         try:
@@ -200,13 +203,11 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             text = f"the device did not take a chunk within {seconds:g} s; go on from what has come"
             await abort(context, RefusedError(Code.INCOMPLETE, text))
 
-    async def _responses(
-        self, request: service_pb2.DownloadRequest, context: Any
-    ) -> AsyncGenerator[service_pb2.DownloadResponse, None]:
+    async def _responses(self, request: service_pb2.DownloadRequest, context: Any) -> AsyncGenerator[bytes, None]:
         (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
         async with self._open_call(context, who):
             try:
-                yield service_pb2.DownloadResponse(header=payload.header())
+                yield service_pb2.DownloadResponse(header=payload.header()).SerializeToString()
                 async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
                     async for response in responses:
                         yield response
@@ -218,7 +219,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         identity = request.identity
         return self._desk.download(request), (self._desk.run_name(identity.run), identity.device)
 
-    async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[service_pb2.DownloadResponse, None]:
+    async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
         """The chunks as messages; the next ones are made while these are sent."""
         make = partial(_next_responses, chunks)
         making = asyncio.ensure_future(self._call(context, make))
@@ -295,8 +296,16 @@ class _Upload:
                 self._session.abandon()
 
 
-def _next_responses(chunks: Iterator[knowledge_pb2.TensorChunk]) -> list[service_pb2.DownloadResponse]:
-    return [service_pb2.DownloadResponse(chunk=chunk) for chunk in itertools.islice(chunks, BATCH)]
+def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
+    return [framed(chunk) for chunk in itertools.islice(chunks, BATCH)]
+
+
+class _DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Sends what `Download` gives as it is: it has its messages serialised already."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
+        handler = await continuation(call_details)
+        return handler._replace(response_serializer=None) if call_details.method == _DOWNLOAD else handler
 
 
 @contextlib.contextmanager
@@ -375,7 +384,9 @@ async def serve(
 
 async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> Any:
     """A server with what it offers on plain text too."""
-    server = grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=[*OPTIONS, *limits.channel_options()])
+    server = grpc.aio.server(
+        interceptors=[guard, RefuseUndecodable(), _DownloadsAreBytes()], options=[*OPTIONS, *limits.channel_options()]
+    )
     service_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)

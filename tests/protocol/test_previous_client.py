@@ -17,7 +17,7 @@ from support.small_device import Events, SmallWorker
 from wire_samples import data_of, make_contract, make_payload
 
 from fleetdistill import COLUMNS, Device, Step
-from fleetdistill.wire.v1 import service_pb2, tensor_pb2
+from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.store import Store
 
 _numbers = itertools.count(1)
@@ -186,7 +186,8 @@ class NewerServer:
         from fleetdistill.wire import payload as wire
 
         chunks = wire.chunks(self.payload.source, self.payload.slots, first_byte)
-        return newer(self.payload.header()), (newer(chunk) for chunk in chunks)
+        messages = (knowledge_pb2.TensorChunk(**chunk._asdict()) for chunk in chunks)
+        return newer(self.payload.header()), map(newer, messages)
 
     def heartbeat(self, identity: Any) -> None: ...
 

@@ -25,6 +25,7 @@ from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
@@ -114,7 +115,7 @@ def dies_in_its_upload(device: ThirdDevice, ask: service_pb2.Ask) -> None:
     def messages() -> Iterator[bytes]:
         yield service_pb2.UploadRequest(header=header).SerializeToString()
         first = next(wire.chunks(payload.source, payload.slots))
-        yield service_pb2.UploadRequest(chunk=first).SerializeToString()
+        yield framed(first)
         over.wait(30)
 
     call = device.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload").future(messages(), timeout=30)

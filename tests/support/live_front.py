@@ -24,7 +24,9 @@ from wire_samples import EXPECTS, make_contract, make_profile
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
+from fleetdistill.wire.framing import framed
+from fleetdistill.wire.payload import AnyChunk
+from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.limits import Limits
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends
@@ -210,9 +212,9 @@ def client_of(front: LiveFront, device: str = "d1") -> Iterator[Client]:
         client.channel.close()
 
 
-def as_messages(chunks: Iterable[knowledge_pb2.TensorChunk]) -> list[service_pb2.UploadRequest]:
+def as_messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     """Chunks as the messages of an upload."""
-    return [service_pb2.UploadRequest(chunk=chunk) for chunk in chunks]
+    return [service_pb2.UploadRequest.FromString(framed(chunk)) for chunk in chunks]
 
 
 def upload_name(number: int, step_number: int = 1, attempt: int = 1) -> service_pb2.UploadName:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import google_crc32c
 import numpy as np
@@ -70,6 +70,19 @@ class Slot:
     def stop(self) -> int:
         """First byte after the tensor's data."""
         return self.start + self.nbytes
+
+
+class Chunk(NamedTuple):
+    """A `TensorChunk` that is about to be sent, field by field; reading its data does not copy them."""
+
+    tensor: int
+    offset: int
+    data: bytes
+    crc32c: int
+    compression: knowledge_pb2.Compression.ValueType = RAW
+
+
+AnyChunk: TypeAlias = Chunk | knowledge_pb2.TensorChunk
 
 
 class DataSource(Protocol):
@@ -140,7 +153,7 @@ def chunks(
     all_slots: Sequence[Slot],
     first_byte: int = 0,
     compression: knowledge_pb2.Compression.ValueType = RAW,
-) -> Iterator[knowledge_pb2.TensorChunk]:
+) -> Iterator[Chunk]:
     """Cuts a payload's data, from `first_byte` on, into checksummed chunks that never span two tensors.
 
     Args:
@@ -154,16 +167,10 @@ def chunks(
         packer.next_tensor()
         for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
             data, packed = packer.pack(source.read(start, min(CHUNK_BYTES, slot.stop - start)))
-            yield knowledge_pb2.TensorChunk(
-                tensor=number,
-                offset=start - slot.start,
-                data=data,
-                crc32c=google_crc32c.value(data),
-                compression=packed,
-            )
+            yield Chunk(number, start - slot.start, data, google_crc32c.value(data), packed)
 
 
-def chunk_data(chunk: knowledge_pb2.TensorChunk) -> bytes:
+def chunk_data(chunk: AnyChunk) -> bytes:
     """The tensor's bytes in a chunk, unpacked. Raises WireError for a frame that is damaged or holds over 1 MiB."""
     return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
 

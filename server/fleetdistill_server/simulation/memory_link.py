@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fleetdistill.wire.compression import offered
+from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.desk import Desk
 
@@ -40,9 +41,7 @@ class MemoryLink:
     ) -> service_pb2.UploadStatusResponse:
         return self._desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
 
-    def upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
-    ) -> service_pb2.Receipt:
+    def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         session = self._desk.begin_upload(header)
         try:
             for chunk in chunks:
@@ -53,7 +52,7 @@ class MemoryLink:
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
-    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+    ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[AnyChunk]]:
         request = service_pb2.DownloadRequest(
             identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
         )
