@@ -607,7 +607,7 @@ class UploadSession:
         if self._abandoned:
             raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
 
-    def _refusing(self, step: Callable[[], T], chunk: AnyChunk | None = None) -> T:
+    def _refusing(self, step: Callable[[], T], chunk: wire.AnyChunk | None = None) -> T:
         """Runs a step on a chunk; whatever goes wrong ends the session.
 
         On a refusal what was staged is thrown away, where going on is useless. Otherwise it stays, for the next stream
