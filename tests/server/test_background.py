@@ -167,7 +167,7 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
         with ThreadPoolExecutor(1) as pool:
             service = DeviceService(cast(Desk, OneDownload()), pool)
             responses = service._responses(service_pb2.DownloadRequest(), None)
-            assert (await anext(responses)).HasField("header")
+            assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
             await responses.aclose()
 
     asyncio.run(close())
