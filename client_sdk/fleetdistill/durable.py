@@ -38,11 +38,14 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def make_directory(directory: Path) -> None:
-    """Makes a directory and those above it, each durable in the one above; one that is there is taken as it is."""
+def make_directory(directory: Path, mode: int = 0o700) -> None:
+    """Makes a directory and those above it, each durable in the one above; one that is there is taken as it is.
+
+    Only its user may look into it: a store holds labels, a state directory a model that was trained on private data.
+    """
     if not directory.is_dir():
-        make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
+        make_directory(directory.parent, 0o777)
+        directory.mkdir(mode, exist_ok=True)
         sync_directory(directory.parent)
 
 

@@ -152,6 +152,14 @@ class Enrolment:
             token = self._read_token()
         except ConfigurationError as error:  # it could be read before, or was not needed
             raise RefusedError(Code.EXPIRED, f"the certificate has expired; {error}") from error
+        try:
+            self._enrol_with(token)
+        except RefusedError as refusal:
+            if refusal.code != Code.BAD_TOKEN or not self._credentials.chain:
+                raise
+            raise RefusedError(Code.EXPIRED, f"the certificate has expired, and {refusal}") from refusal
+
+    def _enrol_with(self, token: enrolment_pb2.EnrolmentToken) -> None:
         request = enrolment_pb2.EnrolRequest(secret=token.secret, device=self._device, signing_request=self._request)
         host = self._server.rpartition(":")[0]
         roots = ssl.DER_cert_to_PEM_cert(token.ca).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,7 @@ from fleetdistill_server.pki import (
 )
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.security import ENROL_PORT, known_enrol_port
+from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.tokens import create_tokens, state_of
 from fleetdistill_server.views import View, when
@@ -134,6 +136,7 @@ def pki_revoke(
         raise ConfigurationError("devices are revoked with `fleetdistill devices revoke`")
     if not is_name(name):
         raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+    _warn_without_server(store)
     changed = open_store(store).revoke(f"{role}:{name}", reason)
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was revoked before'}")
     if not (_folder(pki, role, name) / IDENTITY).exists():
@@ -155,7 +158,9 @@ def enrol(
     list_: Annotated[
         bool, typer.Option("--list", help="List the tokens instead, by the beginning of their hash.")
     ] = False,
-    revoke: Annotated[str, typer.Option(help="Revoke the unused tokens whose hash begins so instead.")] = "",
+    revoke: Annotated[
+        list[str] | None, typer.Option(help="Revoke the unused tokens whose hash begins so instead; repeatable.")
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     pki: PkiOption = DEFAULT_PKI,
     enrol_port: Annotated[
@@ -171,7 +176,7 @@ def enrol(
         if server is not None:
             text = "--list and --revoke work on a store of this machine, without --server: use them beside the server"
             raise ConfigurationError(text)
-        _look_after_tokens(open_store(store), revoke, as_json)
+        _look_after_tokens(open_store(store), revoke or [], as_json)
         return
     _check_free(out)
     seconds = seconds_of("--expires", expires)
@@ -197,19 +202,31 @@ def devices_revoke(
         with connect(server, identity) as remote:
             changed = remote.revoke(device, reason)
     else:
-        changed = revoke_device(open_store(store), device, reason)
+        opened = open_store(store)
+        _warn_without_server(store)
+        if not opened.knows_device(device):
+            text = f"no device {device!r} has enrolled or called; it is shut out all the same, but is it the right one?"
+            typer.echo(f"warning: {text}", err=True)
+        changed = revoke_device(opened, device, reason)
     typer.echo(f"device {device!r} {'is revoked' if changed else 'was revoked before'}")
 
 
-def _look_after_tokens(store: Store, revoke: str, as_json: bool) -> None:
+def _warn_without_server(directory: Path) -> None:
+    """Revocations hold for the server of the very store that they stand in."""
+    if served_run(directory) is None:
+        typer.echo(f"warning: no server works on the store {directory}; if another one does, name its store", err=True)
+
+
+def _look_after_tokens(store: Store, revoke: Sequence[str], as_json: bool) -> None:
     if not revoke:
         now = time.time()
         show(View({"tokens": [_token_row(row, now) for row in store.tokens()]}), as_json)
         return
-    if not re.fullmatch(r"[0-9a-f]{8,64}", revoke):
-        text = "must be 8 to 64 hex digits; `fleetdistill enrol --list` shows them"
-        raise ConfigurationError(f"--revoke {revoke!r} {text}")
-    typer.echo(f"{counted(store.revoke_tokens(revoke), 'token')} revoked")
+    for prefix in revoke:
+        if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
+            text = "must be 8 to 64 hex digits; `fleetdistill enrol --list` shows them"
+            raise ConfigurationError(f"--revoke {prefix!r} {text}")
+    typer.echo(f"{counted(sum(store.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked")
 
 
 def _token_row(row: Row, now: float) -> Row:

@@ -577,6 +577,11 @@ class Store:
         """All enrolment tokens, oldest first."""
         return self._rows("SELECT * FROM tokens ORDER BY created_at, hash")
 
+    def knows_device(self, device: str) -> bool:
+        """Whether a device of this id has enrolled, or checked in to any run."""
+        sql = "SELECT 1 FROM certificates WHERE device = ? UNION ALL SELECT 1 FROM devices WHERE device = ? LIMIT 1"
+        return bool(self._value(sql, device, device))
+
     def revoke_tokens(self, prefix: str) -> int:
         """Revokes the unused tokens whose hash begins with these hex digits; returns how many that were."""
         sql = "UPDATE tokens SET revoked = 1 WHERE revoked = 0 AND device IS NULL AND instr(lower(hex(hash)), ?) = 1"

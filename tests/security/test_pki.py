@@ -23,6 +23,7 @@ from fleetdistill import Device
 from fleetdistill.credentials import load_credentials
 from fleetdistill.enrolment import PREFIX, read_token
 from fleetdistill.errors import ConfigurationError
+from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
 from fleetdistill_server.pki import Authority, Role, forget_old_authority, holder_of, make_authority, rotate_authority
 from fleetdistill_server.security import ENROL_PORT
@@ -201,6 +202,7 @@ def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     some = re.findall(r"^ ([0-9a-f]{16}) ", listed, re.MULTILINE)
     assert done("enrol", *where, "--revoke", some[0]) == "1 token revoked\n"
     assert done("enrol", *where, "--revoke", some[0]) == "0 tokens revoked\n"
+    assert done("enrol", *where, "--revoke", some[1], "--revoke", some[2]) == "2 tokens revoked\n"
     assert done("enrol", *where).startswith(PREFIX)
     before = out.read_text()
     assert f"{out} is there already and may hold tokens" in error_of("enrol", *where, "--out", out)
@@ -247,16 +249,23 @@ def test_wrong_options_of_enrol_are_refused(tmp_path: Path, words: list[str], se
 def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     store = prepare_store(tmp_path / "store")
     where = ["--store", tmp_path / "store"]
-    assert done("devices", "revoke", "d1", *where, "--reason", "stolen") == "device 'd1' is revoked\n"
+    first = fleetdistill("devices", "revoke", "d1", *where, "--reason", "stolen")
+    assert first.stdout == "device 'd1' is revoked\n"
+    assert "no server works on the store" in first.stderr
+    assert "no device 'd1' has enrolled or called" in first.stderr
+    store.register_device(RUN, "d2", b"secret", b"")
+    lock = serve_lock.take(tmp_path / "store", RUN)
+    assert fleetdistill("devices", "revoke", "d2", *where).stderr == "", "it is known, and its store is served"
     assert done("devices", "revoke", "d1", *where) == "device 'd1' was revoked before\n"
     make_pki(tmp_path / "pki").issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "pki" / "viewer-vera")
     revoke = ["pki", "revoke", "--pki", tmp_path / "pki", "--role", "viewer", *where, "--name"]
     assert fleetdistill(*revoke, "vera").output == "viewer 'vera' is revoked\n"
+    lock.close()
     assert (
         "knows no certificate of viewer 'vear'; the name is blocked all the same"
         in fleetdistill(*revoke, "vear").stderr
     )
-    subjects = {"device:d1": "stolen", "viewer:vera": "", "viewer:vear": ""}
+    subjects = {"device:d1": "stolen", "device:d2": "", "viewer:vera": "", "viewer:vear": ""}
     assert {row["subject"]: row["reason"] for row in store.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
     assert "devices are revoked with" in error_of("pki", "revoke", "--role", "device", "--name", "d1", *where)

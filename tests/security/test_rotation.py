@@ -22,8 +22,10 @@ from support.secured import (
     server_fingerprint,
     wait_for_expiry,
 )
+from support.small_device import SmallWorker
 from wire_samples import in_pieces, make_payload, make_profile
 
+from fleetdistill import Device
 from fleetdistill import x509 as device_x509
 from fleetdistill.credentials import Credentials, load_credentials
 from fleetdistill.enrolment import Enrolment, read_token
@@ -110,9 +112,16 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     with pytest.raises(RefusedError, match=r"the certificate has expired.*ask the operator for a token") as found:
         enrolment_of(brief_front, state, None).current()
     assert found.value.code == "expired"
-    with pytest.raises(RefusedError, match="the enrolment token is used") as found:
+    with pytest.raises(RefusedError, match="the certificate has expired, and the enrolment token is used") as found:
         with_token.current()
-    assert found.value.code == "bad-token"
+    assert found.value.code == "expired"
+    link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))
+    with (
+        Device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,
+        pytest.raises(RefusedError, match="the certificate has expired") as found,
+    ):
+        device.run()  # the app is told, instead of waiting for ever
+    assert found.value.code == "expired"
     back = enrolment_of(brief_front, state, make_token(store, brief_front)).current()
     assert back.key == load_credentials(state / "tls").key
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))

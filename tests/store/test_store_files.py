@@ -627,3 +627,12 @@ def test_closing_finishes_what_was_handed_in(store: Store) -> None:
     commits.close()
     assert len(answers) == len(store.events(RUN)) == 20
     assert not commits._thread.is_alive()
+
+
+def test_a_new_store_is_for_its_user_only(tmp_path: Path) -> None:
+    """It holds labels and models in the clear. A directory that is there already keeps what its owner chose."""
+    Store.open(tmp_path / "above" / "store").close()
+    assert (tmp_path / "above" / "store").stat().st_mode & 0o077 == 0
+    (tmp_path / "shared").mkdir(mode=0o755)
+    Store.open(tmp_path / "shared").close()
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755

@@ -80,7 +80,7 @@ MEANINGS: dict[Code, Meaning] = {
     Code.UNKNOWN_RUN: Meaning("NOT_FOUND", True, "the server has no run of that name"),
     Code.BAD_IDENTITY: Meaning("UNAUTHENTICATED", True, "the device id is taken by another secret, or malformed"),
     Code.BAD_TOKEN: Meaning("UNAUTHENTICATED", True, "the enrolment token is unknown, used, revoked or has expired"),
-    Code.EXPIRED: Meaning("UNAUTHENTICATED", False, "the caller's certificate has expired; renew it and call again"),
+    Code.EXPIRED: Meaning("UNAUTHENTICATED", True, "the caller's certificate has expired; renew it and call again"),
     Code.REVOKED: Meaning("PERMISSION_DENIED", True, "the device, the person or the certificate was revoked"),
     Code.NOT_ALLOWED: Meaning("PERMISSION_DENIED", True, "whoever calls may not make this call, or not for this name"),
     Code.CONTRACT_MISMATCH: Meaning("FAILED_PRECONDITION", True, "the device does not fit the run's contract"),
