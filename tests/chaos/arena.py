@@ -103,22 +103,27 @@ class Member:
 
     def strike(self, blow: Blow) -> bool:
         """Lets a blow happen; False if there is no process to meet just now."""
-        process = self.forked.process
-        if process is None or not process.is_alive() or process.pid is None:
-            return False
         if blow.action is Action.KILL:
-            os.kill(process.pid, signal.SIGKILL)
-        else:
-            os.kill(process.pid, signal.SIGSTOP)
-            self._continue_at = time.monotonic() + blow.seconds
+            return self._signal(signal.SIGKILL)
+        if not self._signal(signal.SIGSTOP):
+            return False
+        self._continue_at = time.monotonic() + blow.seconds
         return True
 
     def go_on(self) -> None:
         """Ends a stop."""
         self._continue_at = math.inf
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """False if there is no process, or it ends by itself just now."""
         process = self.forked.process
-        if process is not None and process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGCONT)
+        if process is None or not process.is_alive() or process.pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+            return True
+        return False
 
     def terminate(self) -> None:
         """Asks the process to end."""
