@@ -468,7 +468,13 @@ class UploadSession:
             text = f"device {self._ask['device']}: the answer is weighted with {self._header.samples} samples"
             raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         contract = self._desk.contract(self._run)
-        self._ingest = Ingest(self._ask["device"], self._header.payload, contract, json.loads(self._ask["expects"]))
+        self._ingest = Ingest(
+            self._ask["device"],
+            self._header.payload,
+            contract,
+            json.loads(self._ask["expects"]),
+            self._declared_samples(),
+        )
         who = (self._run, self._ask["device"])
         self.places.enter_context(self._desk.limiter.hold_bytes(who, self._header.payload.data_bytes))
         self.places.callback(self._desk.reserve(self._run, self._ask, self._key, self._header.payload.data_bytes))
@@ -479,6 +485,11 @@ class UploadSession:
         if held != self._header.first_byte:
             text = f"device {self._ask['device']}: the upload goes on at byte {self._header.first_byte}"
             raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
+
+    def _declared_samples(self) -> int | None:
+        """What the device said at its last check-in; it may have fewer by now, not more."""
+        row = self._desk.store.device(self._run, self._ask["device"])
+        return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
 
     @property
     def held(self) -> int:
