@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, ClassStatistics
 from fleetdistill.portable_noise import portable_noise
+from fleetdistill.seeds import derive_seed
 
 _EPSILON = float(np.finfo(np.float64).eps)
+_LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +131,61 @@ def draw(summary: ClassSummary, rows: int, seed: int, *, nonnegative: bool) -> A
     for number in range(rank):  # not a matrix product, whose rounding depends on library and thread count
         drawn += noise[:, number : number + 1] * summary.directions[number]
     return np.maximum(drawn, 0) if nonnegative else np.asarray(drawn)
+
+
+def draw_classes(
+    classes: Mapping[int, ClassSummary], rows: int, seed: int, *, nonnegative: bool
+) -> tuple[Array, Array]:
+    """Rows of every class, each class from a seed of its own: what a round trains on.
+
+    Args:
+        classes: Summaries by label, at least one.
+        rows: Rows of each, at least 1.
+        seed: The round's.
+        nonnegative: As in `draw`.
+
+    Returns:
+        `[K * rows, F]` float32 and their labels `[K * rows]` int64, in the order of the labels.
+    """
+    labels = sorted(classes)
+    drawn = [draw(classes[one], rows, derive_seed(seed, "class", one), nonnegative=nonnegative) for one in labels]
+    return np.concatenate(drawn).astype(np.float32), np.repeat(np.array(labels, dtype=np.int64), rows)
+
+
+def to_wire(classes: Mapping[int, ClassSummary]) -> ClassStatistics:
+    """Summaries as they travel, in the order of their labels."""
+    labels = sorted(classes)
+    if not labels:
+        return ClassStatistics(labels=[])
+    all_of = [classes[label] for label in labels]
+    directions = np.stack([one.directions for one in all_of])
+    return ClassStatistics(
+        labels=labels,
+        counts=np.array([min(one.count, _LARGEST_COUNT) for one in all_of], dtype=np.int32),
+        means=np.stack([one.mean for one in all_of]),
+        directions=directions if directions.shape[1] else None,
+        variances=np.stack([one.variance for one in all_of]),
+    )
+
+
+def from_wire(sent: ClassStatistics) -> dict[int, ClassSummary]:
+    """Summaries by label; `sent` has passed the checks of whoever took it in, or comes from the server."""
+    if not sent.labels:
+        return {}
+    assert sent.counts is not None
+    assert sent.means is not None
+    assert sent.variances is not None
+    no_directions = np.zeros((len(sent.labels), 0, sent.means.shape[1]))
+    directions = no_directions if sent.directions is None else sent.directions.astype(np.float64)
+    return {
+        label: ClassSummary(
+            count=int(sent.counts[row]),
+            mean=sent.means[row].astype(np.float64),
+            directions=directions[row],
+            variance=sent.variances[row].astype(np.float64),
+        )
+        for row, label in enumerate(sent.labels)
+    }
 
 
 def combine(general_bc: Array, personal_bc: Array) -> Array:

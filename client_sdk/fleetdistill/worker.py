@@ -158,7 +158,7 @@ class Worker:
         with self._reproducible(ask.seed):
             self._method.trained = None
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
-            measured, told = ask.step == self._method.metrics_step, "metrics" in allow
+            measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
             scores = self._score() if measured else {}
             verdict = self._judge(scores) if measured or ask.step == DELIVER else None
         figures = [metric for split, counts in scores.items() for metric in _metrics(split, counts, allow)]

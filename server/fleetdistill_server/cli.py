@@ -170,6 +170,10 @@ def methods(
     buffer_bytes: Annotated[int, typer.Option(help="Bytes of the model's batch-norm statistics.")] = 0,
     proxy_samples: Annotated[int, typer.Option(help="Samples of the proxy set.")] = _SIZES.proxy_samples,
     embedding: Annotated[int, typer.Option(help="Numbers that enter the model's last layer.")] = _SIZES.embedding,
+    extractor_parameters: Annotated[
+        int, typer.Option(help="Trainable numbers of the extractor, where it travels alone.")
+    ] = _SIZES.extractor.parameters,
+    rounds: Annotated[int, typer.Option(help="Rounds of a run, for methods whose rounds differ.")] = 30,
     generator_parameters: Annotated[
         int, typer.Option(help="Trainable numbers of DaFKD's generator.")
     ] = _SIZES.generator.parameters,
@@ -201,8 +205,9 @@ def methods(
         layer_features=layer_features,
         layer_channels=layer_channels,
         head=Weights(head_parameters),
+        extractor=Weights(extractor_parameters),
     )
-    show(methods_view(sizes, knowledge_type), as_json)
+    show(methods_view(sizes, knowledge_type, rounds), as_json)
 
 
 @runs_app.command("list")

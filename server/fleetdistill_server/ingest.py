@@ -297,12 +297,15 @@ class Ingest:
         if self._samples is not None and counts.sum() > self._samples:
             text = f"{slot.path} sum to {counts.sum()}, the device has declared {self._samples} samples"
             raise self._refuse(Code.BAD_VALUE, text, slot)
-        directions = by_path.get(f"{part.name}/directions")
-        for row, count in enumerate(counts if directions is not None else ()):
-            found = wire.array_of(_row_of(directions, row), staging)
+        if (directions := by_path.get(f"{part.name}/directions")) is not None:
+            self._check_directions(directions, counts, staging)
+
+    def _check_directions(self, slot: Slot, counts: np.ndarray, staging: Staging) -> None:
+        for row, count in enumerate(counts):
+            found = wire.array_of(_row_of(slot, row), staging)
             if found[(count - 1) // 2 :].any():
-                text = f"{count} samples allow {(count - 1) // 2} directions, row {row} of {directions.path} has more"
-                raise self._refuse(Code.BAD_VALUE, text, directions, row=str(row))
+                text = f"{count} samples allow {(count - 1) // 2} directions, row {row} of {slot.path} has more"
+                raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:

@@ -9,7 +9,7 @@ A handler runs under the ask's own seed and with the run's thread count, so it g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -115,8 +115,8 @@ class DeviceMethod:
         local: Model and data.
     """
 
-    metrics_step: ClassVar[str]
-    """Step whose answer ends a round for the device; its metrics are measured after it."""
+    metrics_steps: ClassVar[Sequence[str]]
+    """Steps whose answer ends a round for the device, one of them in each round; its metrics are measured after it."""
 
     trained: TrainingReport | None = None
     """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""

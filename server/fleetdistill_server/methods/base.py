@@ -53,6 +53,9 @@ class ServerMethod:
     server_reads_inputs: ClassVar[bool] = False
     """Whether [model] server is a whole model over inputs, not a predictor over features."""
 
+    recommended: ClassVar[str] = ""
+    """When it is the one to take, and its limits, for people who choose: without a last full stop."""
+
     advice: ClassVar[Mapping[str, str]] = {}
     """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
 
@@ -73,6 +76,8 @@ class ServerMethod:
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """What a usual round sends each way, per device: one in which knowledge flows and no guard fires.
+
+        A method whose rounds differ says of each exchange in which rounds it is.
 
         What only the first round brings (initial weights, the proxy set) and only the end (the result) is left out.
         """
@@ -103,8 +108,12 @@ class ServerMethod:
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
 
-        Names are those of `fleetdistill.tensors.part_shapes`.
+        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class.
         """
+        return {}
+
+    def least_samples(self) -> Mapping[str, int]:
+        """For each part of an answer that carries class statistics: samples that a class among them must have."""
         return {}
 
     async def round(self, cohort: Cohort) -> None:

@@ -61,13 +61,13 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
 
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
-    """Device -> rounds whose answer the server has to the step that ends a round for a device."""
+    """Device -> rounds whose answer the server has to a step that ends a round for a device."""
     row = store.run(run)
     assert row is not None  # it is finished
-    step = device_class(json.loads(row["config"])["run"]["method"]).metrics_step
+    steps = device_class(json.loads(row["config"])["run"]["method"]).metrics_steps
     found = defaultdict[str, set[int]](set)
     for upload in store.uploads(run):
-        if upload["step"] == step:
+        if upload["step"] in steps:
             found[upload["device"]].add(upload["round"])
     return found
 
