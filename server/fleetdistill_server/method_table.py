@@ -39,7 +39,7 @@ _SAYS: Mapping[str, Callable[[str], str]] = {
     "weighted_predictions": lambda columns: "predictions on generated samples",
     "distillation_gradient": lambda columns: "gradients on own samples",
     "model_parameters": lambda columns: "model",
-    "class_statistics": lambda columns: "moments and counts of classes",
+    "class_statistics": lambda columns: "class moments and counts",
     "soft_predictions": lambda columns: "predictions on drawn rows",
     "generator": lambda columns: "generator",
     "discriminator": lambda columns: "discriminator",
@@ -120,7 +120,7 @@ def _what(row: Row) -> dict[str, str]:
         "method": row["method"],
         "what it is": row["summary"],
         "models": models,
-        "proxy set": _yes_or_no(row["proxy_set"]),
+        "proxy": _yes_or_no(row["proxy_set"]),
     }
 
 
@@ -129,7 +129,7 @@ def _costs(row: Row) -> dict[str, str]:
     return {
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],
-        "labels leave": _yes_or_no(row["labels_leave"]),
+        "labels": _yes_or_no(row["labels_leave"]),
         "exchanges": count if formula == count else f"{count} = {formula}",
         "up": readable_bytes(row["bytes_up"]),
         "down": readable_bytes(row["bytes_down"]),
