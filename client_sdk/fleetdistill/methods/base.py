@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
 
+GENERAL = "general"
+"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.further_answers`."""
+
 DELIVER = "deliver"
 """Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
 
@@ -134,6 +137,13 @@ class DeviceMethod:
         raise WireError(
             f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
         )
+
+    def further_answers(self) -> Mapping[str, torch.nn.Module]:
+        """Models that the app has beside the local one, by name, inputs to logits; by default none.
+
+        They may share layers with the local model and with each other. Once there is one of a name, it stays.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fleetdistill.local_training import TrainingReport
 
 MOST_RANK = 64
+PERSONAL = "personal"
+"""Name of the answer that both predictors give together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +313,14 @@ class ClassStatsDevice(DeviceMethod):
         assert model is not None
         frozen = {id(one) for one in model.extractor.parameters()} if name != "whole" else set()  # type: ignore[union-attr]
         return [one for one in model.parameters() if id(one) not in frozen]
+
+    # --- two answers
+
+    def further_answers(self) -> Mapping[str, torch.nn.Module]:
+        """3.7: from R0 on the personal answer, the product of both predictors' probabilities."""
+        from fleetdistill.models.combined import CombinedModel
+
+        return {} if self._personal is None else {PERSONAL: CombinedModel(self.local.model, self._personal)}
 
     # --- state
 

@@ -600,6 +600,8 @@ class Metric(_message.Message):
     name: _builtins.str
     """"accuracy" (sum = correct rows), "loss" (sum in nats), "replaced" and "replaced_by_result" (sum = 1 where the app's
     model is replaced by the round's, or by the run's end result, 0 where it is kept; count = 1), ...; 1 to 64 characters.
+    Of a further answer of the device "NAME/accuracy" and "NAME/loss", and of all answers "picked/NAME" (sum = 1 where
+    the app's model becomes this one; count = 1).
     """
     split: _builtins.str
     """Which data: "train", "validation" or "test"; at most 64 characters."""
