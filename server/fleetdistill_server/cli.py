@@ -327,6 +327,17 @@ def devices(
         show(views.devices(open_store(store), run), as_json)
 
 
+@devices_app.command("forget")
+@one_sentence
+def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
+    """Deletes what a run keeps of a device. Example: fleetdistill devices forget digits camera-7"""
+    from fleetdistill_server.forgetting import ask_to_forget
+
+    done = ask_to_forget(open_store(store), run, device, served=served_run(store))
+    when = "is forgotten" if done else "is forgotten before the run's next round"
+    typer.echo(f"{device} takes no part in run {run!r} any more, and what the run kept of it {when}")
+
+
 @app.command()
 @one_sentence
 def export(

@@ -42,6 +42,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
@@ -490,6 +491,86 @@ def test_who_leaves_stays_in_the_merge() -> None:
     rounds.play(2)
     assert rounds.server._classes is classes
     assert rounds.steps() == [("learn", "a")]
+
+
+def files_with(directory: Path, wanted: bytes) -> list[Path]:
+    """Files of a store that hold these bytes, the database's and its log among them."""
+    return [file for file in sorted(directory.rglob("*")) if file.is_file() and wanted in file.read_bytes()]
+
+
+class Forgetting:
+    """A run on the disk whose first device is to be forgotten while it is under way."""
+
+    def __init__(self, directory: Path, rounds: int) -> None:
+        wanted = replace(RUNS["classstats"], devices=3, rounds=rounds, train_limit=300, alpha=10.0)
+        config, specs, work = prepare(wanted, directory / "work")
+        terms = config.run.model_copy(update={"min_devices": 2})  # those that are left are enough
+        self.prepared = config.model_copy(update={"run": terms}), specs, work
+        self.directory = directory / "store"
+        self.store = Store.open(self.directory)
+        self.device = self.prepared[1][0].name
+        self.sent: list[bytes] = []
+
+    def run(self, ask_in_round: int) -> None:
+        with ExitStack() as stack:
+            devices = devices_of(self.prepared, stack, Desk(self.store))
+            waker = DriveDevices(devices, lambda: self._look(ask_in_round))
+            asyncio.run(Engine(self.store, self.prepared[0], waker).run())
+
+    def _look(self, ask_in_round: int) -> None:
+        """Keeps what the device's part looks like in an upload and in a checkpoint; then asks to forget it."""
+        if not self.sent:
+            for row in self.store.uploads(RUN):
+                if row["device"] == self.device and row["step"] == "summarise":
+                    part = decode(self.store.blobs.open(row["sha256"]))["statistics"]
+                    assert isinstance(part, ClassStatistics)
+                    assert part.means is not None
+                    self.sent = [part.means[0].tobytes(), part.means[0].astype(np.float64).tobytes()]
+        now = self.store.open_round(RUN)
+        known = self.store.device(RUN, self.device)
+        if now is not None and now["round"] == ask_in_round and known is not None and not known["forget_asked_at"]:
+            assert all(files_with(self.directory, one) for one in self.sent)
+            assert not ask_to_forget(self.store, RUN, self.device, served=RUN)
+
+    def state(self) -> dict[str, Any]:
+        row = self.store.run(RUN)
+        assert row is not None
+        state: dict[str, Any] = unpack_state(self.store.blobs.get_state(row["checkpoint"]))
+        return state
+
+
+def test_a_forgotten_part_is_nowhere_in_the_store_and_the_others_get_the_merge_without_it(tmp_path: Path) -> None:
+    run = Forgetting(tmp_path, rounds=5)
+    run.run(ask_in_round=3)
+    state, others = run.state(), [spec.name for spec in run.prepared[1][1:]]
+    assert sorted(state["parts"]) == sorted(state["held"]) == others
+    for label, (count, *_) in state["classes"].items():
+        assert count == sum(part[label][0] for part in state["parts"].values() if label in part)
+    assert {tuple(held) for held in state["held"].values()} == {(state["version"], -1)}
+    assert state["version"] == 2
+    asked = {(row["round"], row["device"]) for row in run.store.uploads(RUN) if row["step"] == "learn"}
+    assert {device for number, device in asked if number > 3} == set(others)
+    assert len(run.sent) == 2
+    assert [files_with(run.directory, one) for one in run.sent] == [[], []]
+    assert [row["device"] for row in run.store.events(RUN, "forgotten")] == [run.device]
+    run.store.close()
+
+
+def test_a_device_of_a_finished_run_is_forgotten_at_once(tmp_path: Path) -> None:
+    run = Forgetting(tmp_path, rounds=2)
+    run.run(ask_in_round=99)
+    before = run.state()
+    assert all(files_with(run.directory, one) for one in run.sent)
+    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    state = run.state()
+    assert sorted(state["parts"]) == sorted({*before["parts"]} - {run.device})
+    assert state["version"] == before["version"] + 1
+    assert [files_with(run.directory, one) for one in run.sent] == [[], []]
+    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    assert len(run.store.events(RUN, "forgotten")) == 1
+    with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
+        ask_to_forget(run.store, RUN, "nobody", served=None)
+    run.store.close()
 
 
 # --- an extractor that comes with weights

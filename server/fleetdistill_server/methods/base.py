@@ -11,7 +11,7 @@ last checkpoint, and asks that have answers yield those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -22,6 +22,22 @@ from fleetdistill_server.traffic import Exchange, Sizes
 
 if TYPE_CHECKING:
     from fleetdistill_server.cohort import Cohort
+
+
+class Notes(Protocol):
+    """What a method tells of its work: a round's `Cohort`, or whoever calls it between rounds."""
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        """Notes something out of the ordinary."""
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        """Notes that a guard fired."""
+
+    def report(self, name: str, value: Any) -> None:
+        """Adds a figure."""
+
+    def generator(self, name: str) -> torch.Generator:
+        """Random numbers for one named purpose."""
 
 
 class ServerMethod:
@@ -122,6 +138,9 @@ class ServerMethod:
 
     async def finish(self, cohort: Cohort) -> None:
         """Delivers the end result after the last round; by default there is nothing to deliver."""
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Drops what is kept of one device; called between rounds. By default there is nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next round depends on: dicts, lists, numbers, strings and tensors."""

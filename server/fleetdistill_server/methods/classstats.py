@@ -31,7 +31,7 @@ from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
 from fleetdistill.wire.codec import float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 from fleetdistill_server.undo import reason_undone
@@ -197,8 +197,16 @@ class ClassStatsServer(ServerMethod):
 
     # --- the merge
 
-    def _merge(self, cohort: Cohort) -> None:
+    def forget(self, device: str, notes: Notes) -> None:
+        """Makes the merge, and the server's own predictor, again without the device's part."""
+        self._held.pop(device, None)
+        if self._parts.pop(device, None) is not None:
+            self._merge(notes)
+
+    def _merge(self, cohort: Notes) -> None:
         """All parts anew, in the order of the devices' ids; then the guards."""
+        # From the first weights again: of who is not in the merge any more nothing may stay.
+        self.predictor.load_state_dict(self.setting.server_model(self._feature_shape).state_dict())
         by_class: dict[int, list[ClassSummary]] = defaultdict(list)
         for device in sorted(self._parts):
             for label, part in self._parts[device].items():
@@ -213,7 +221,7 @@ class ClassStatsServer(ServerMethod):
         self._agreed = None
         cohort.report("merged_classes", len(self._classes))
 
-    def _sendable(self, classes: Classes, cohort: Cohort) -> Classes:
+    def _sendable(self, classes: Classes, cohort: Notes) -> Classes:
         """Without the classes that are too large for the wire, which no honest devices' features make together."""
         limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
         fits = {label: max(map(_largest, (c.mean, c.directions, c.variance))) <= limit for label, c in classes.items()}
@@ -221,7 +229,7 @@ class ClassStatsServer(ServerMethod):
             cohort.event("class-left-out", f"class {label}: its merged statistics go over {limit:g}; it is left out")
         return {label: one for label, one in classes.items() if fits[label]}
 
-    def _recognised(self, classes: Classes, cohort: Cohort) -> Classes:
+    def _recognised(self, classes: Classes, cohort: Notes) -> Classes:
         """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from.
 
         Twice chance is asked for; where that is hardly possible, of two or three classes, half way to all.
@@ -300,7 +308,7 @@ class ClassStatsServer(ServerMethod):
 
     def global_model(self) -> nn.Module | None:
         """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""
-        return nn.Sequential(self.extractor, self.predictor) if self._version else None
+        return nn.Sequential(self.extractor, self.predictor) if self._classes else None
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()

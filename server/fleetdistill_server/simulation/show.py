@@ -50,8 +50,8 @@ def verdict(report: FleetReport) -> str:
 def further_lines(report: FleetReport) -> list[str]:
     """The devices' further answers, where the method has any."""
     return [
-        f"the devices' {answer} answers: {figures['accuracy']:.1%} on all classes, {figures['own_accuracy']:.1%} on own "
-        f"classes, where the general ones have {report.mean_accuracy_fleet:.1%} and "
+        f"the devices' {answer} answers: {figures['accuracy']:.1%} on all classes, {figures['own_accuracy']:.1%} on "
+        f"own classes, where the general ones have {report.mean_accuracy_fleet:.1%} and "
         f"{_percent(report.mean_own_accuracy_fleet)}"
         for answer, figures in report.further.items()
     ]
