@@ -299,6 +299,36 @@ def test_numbers_that_do_not_fit_the_wire_are_a_clear_error() -> None:
         encode(answer.parts, np.float16)
 
 
+class Refused(Exception):
+    """Ends a run in which an upload was refused."""
+
+
+def test_a_device_cannot_count_more_samples_than_it_has_declared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def boastful(classes: dict[int, ClassSummary]) -> ClassStatistics:
+        sent = to_wire(classes)
+        return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
+
+    monkeypatch.setattr("fleetdistill.methods.classstats.to_wire", boastful)
+    prepared = prepare(replace(RUNS["classstats"], train_limit=120), tmp_path / "work")
+    store = Store.in_memory()
+
+    def stop() -> None:
+        if store.events(RUN, "refused"):
+            raise Refused
+
+    with ExitStack() as stack:
+        engine = Engine(store, prepared[0], DriveDevices(devices_of(prepared, stack, Desk(store)), stop))
+        with pytest.raises(Refused):
+            asyncio.run(engine.run())
+    (event,) = store.events(RUN, "refused")
+    declared = len(load_arrays(prepared[1][0].data_file)[1])
+    assert event["code"] == "bad-value"
+    assert event["text"].endswith(f"the device has declared {declared} samples")
+    store.close()
+
+
 # --- learning
 
 
