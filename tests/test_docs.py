@@ -164,10 +164,12 @@ def test_the_settings_of_a_method_are_its_configuration(method: str) -> None:
 
 def test_the_words_of_feddkc_that_stand_for_code_exist_there() -> None:
     halves = _text("client_sdk/fleetdistill/methods/feddkc.py") + _text("server/fleetdistill_server/methods/feddkc.py")
-    for row in _rows(_section("docs/methods.md", "A round")):
+    own = _text("docs/methods.md").split("\n## feddkc\n")[1].split("\n## ")[0]
+    of_a_round, symbols = (own.split(f"\n### {name}\n")[1].split("\n### ")[0] for name in ("A round", "Symbols"))
+    for row in _rows(of_a_round):
         for name in re.findall(r"`(\w+)", row[-1].split("FedDKC")[0]):
             assert f"def {name}(" in halves
-    for row in _rows(_section("docs/methods.md", "Symbols")):
+    for row in _rows(symbols):
         for path in re.findall(r"`([\w/]+\.(?:py|proto))`", row[-1]):
             assert list(ROOT.glob(f"**/{path}")), path
 

@@ -199,8 +199,19 @@ class Device:
 
     @property
     def model(self) -> nn.Module:
-        """The model for the app to use: the one of the last delivered round, or the initial one. Loads torch."""
+        """The model for the app to use: the one of the last delivered round, or the initial one. Loads torch.
+
+        Where a method gives several, it is the one that was best on `validation_data`, without such data `general`.
+        """
         return self._ready_worker().delivered_model()
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        """All that the last delivered round gave: `general`, and what the method has beside it. Loads torch.
+
+        With classstats from the round after the extractor's on also `personal`, for the device's own mix of classes.
+        """
+        return self._ready_worker().delivered_models()
 
     def run(self) -> None:
         """Takes part until the run is over or `stop` is called. Waits out a server that is away.

@@ -14,9 +14,11 @@ _COLUMN_OF: dict[type, str] = {
     knowledge.Discriminator: "parameters",
     knowledge.DistillationGradient: "gradients",
     knowledge.WeightedPredictions: "logits",
+    knowledge.SoftPredictions: "logits",
     knowledge.Metrics: "metrics",
 }
-_MAY_LEAVE = (knowledge.SampleKnowledge, knowledge.ProxyKnowledge, *_COLUMN_OF)
+_SEVERAL: dict[type, tuple[str, ...]] = {knowledge.ClassStatistics: ("features", "counts")}
+_MAY_LEAVE = (knowledge.SampleKnowledge, knowledge.ProxyKnowledge, *_SEVERAL, *_COLUMN_OF)
 
 
 def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
@@ -41,4 +43,4 @@ def columns_of(kind: Kind) -> tuple[str, ...]:
     if isinstance(kind, knowledge.ProxyKnowledge):
         present = {"features": kind.embeddings is not None, "logits": kind.logits is not None}
         return tuple(column for column, there in present.items() if there)
-    return (_COLUMN_OF[type(kind)],)
+    return _SEVERAL.get(type(kind)) or (_COLUMN_OF[type(kind)],)

@@ -97,6 +97,33 @@ class WeightedPredictions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClassStatistics:
+    """Low-rank Gaussians of features by class; see `fleetdistill.class_statistics`. None where there is no class.
+
+    Attributes:
+        labels: The K classes, unique.
+        counts: `[K]` int32, samples behind each.
+        means: `[K, F]`.
+        directions: `[K, r, F]`, or None for r = 0.
+        variances: `[K, F]`, at least 0.
+    """
+
+    labels: list[int]
+    counts: Array | None = None
+    means: Array | None = None
+    directions: Array | None = None
+    variances: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftPredictions:
+    """Soft predictions `[M, C]` on rows of features that are drawn from class statistics."""
+
+    noise_seed: int
+    values: Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationGradient:
     """Gradient of a distillation loss by parameter name, with the batch size and mean loss (nats) behind it."""
 
@@ -162,6 +189,8 @@ Kind = (
     | ProxyKnowledge
     | ProxySet
     | WeightedPredictions
+    | ClassStatistics
+    | SoftPredictions
     | DistillationGradient
     | Generator
     | Discriminator

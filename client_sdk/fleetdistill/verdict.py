@@ -12,6 +12,9 @@ REPLACED = "replaced"
 """Metric in the last answer of a round: sum 1 where the app's model is replaced, 0 where it is kept; count 1."""
 REPLACED_BY_RESULT = "replaced_by_result"
 """The same in the answer to a run's end result. It has a name of its own: both can come in one round."""
+PICKED = "picked/"
+"""How a metric beside it begins where the round gives several models, with the name of one of them: sum 1 where the
+app's model becomes this one; count 1."""
 VERDICTS = (REPLACED, REPLACED_BY_RESULT)
 
 

@@ -32,7 +32,8 @@ class Work:
         state: Model and method after it; counts once the answer has its receipt.
         verdict: What becomes of the app's model then; None where the round goes on.
         delivered: The app's new model, where the verdict replaces it.
-        scores: How the model does on the app's test and validation data, by split, where the round ends with it.
+        scores: How the model does on the app's test and validation data, by split, where the round ends with it; a
+            further answer of the method by `SPLIT/NAME`.
     """
 
     answer: Answer
@@ -87,11 +88,17 @@ class DeviceWorker(Protocol):
     def delivered_model(self) -> nn.Module:
         """What `Device.model` returns."""
 
+    def delivered_models(self) -> Mapping[str, nn.Module]:
+        """What `Device.models` returns."""
+
     def delivered_state(self) -> bytes:
         """The app's model, as `restore` takes it."""
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes the delivered model as ONNX after round `number`; not called with `export_onnx="never"`."""
+        """Writes the delivered model as ONNX after round `number`; not called with `export_onnx="never"`.
+
+        Where an app has several, each is written beside it under its name.
+        """
 
 
 MakeWorker = Callable[[contract_pb2.Contract], DeviceWorker]

@@ -16,13 +16,13 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireE
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, Ask, Local
+from fleetdistill.methods.base import CUT, DELIVER, GENERAL, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.onnx_export import OnnxReport, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters
-from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
+from fleetdistill.verdict import PICKED, REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -78,7 +78,9 @@ class Worker:
             torch_device=torch.device(torch_device),
         )
         self._method = device_class(contract.method)(config, local)
-        self._delivered = copy.deepcopy(self._module)
+        self._delivered: dict[str, nn.Module] = {GENERAL: copy.deepcopy(self._module)}
+        self._in_use = GENERAL
+        self._best = GENERAL  # among the answers of the last ask
         self._delivered_accuracy: float | None = None
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
@@ -117,7 +119,7 @@ class Worker:
             raise WireError("the run's initial weights are not model parameters")
         target = self._taps.extractor if initial.scope == "extractor" else self._module
         load_parameters(target, initial)
-        self._delivered.load_state_dict(self._module.state_dict())
+        self._take_delivery(GENERAL)
         self.has_state = True
 
     @property
@@ -141,11 +143,21 @@ class Worker:
         try:
             self._module.load_state_dict(state["model"])
             self._method.load_state_dict(state["method"])
-            self._delivered.load_state_dict(state["model"] if delivered is None else unpack_state(delivered)["model"])
+            self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
         self._delivered_accuracy = None
         self.has_state = True
+
+    def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
+        """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
+        kept = {GENERAL: saved.get("model", first), **saved.get("further", {})}
+        models = self._answers()
+        held = {name: model for name, model in self._delivered.items() if name in kept}  # the app may hold them
+        self._delivered = {name: held[name] if name in held else copy.deepcopy(models[name]) for name in kept}
+        for name, state in kept.items():
+            self._delivered[name].load_state_dict(state)
+        self._in_use = saved.get("in_use", GENERAL)
 
     def forget_state(self) -> None:
         """What was learned since the last receipt does not count; the committed state is loaded again before use."""
@@ -158,22 +170,32 @@ class Worker:
         with self._reproducible(ask.seed):
             self._method.trained = None
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
-            measured, told = ask.step == self._method.metrics_step, "metrics" in allow
+            measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
             scores = self._score() if measured else {}
             verdict = self._judge(scores) if measured or ask.step == DELIVER else None
-        figures = [metric for split, counts in scores.items() for metric in _metrics(split, counts, allow)]
+        figures = [metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)]
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
             figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
+            figures += self._picked(verdict)
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = _delivery(self._module) if verdict is not None and verdict.replaced else None
+        delivered = _delivery(self._answers(), self._best) if verdict is not None and verdict.replaced else None
         return Work(answer, self.state(), verdict, delivered, scores)
 
     def _score(self) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}
-        return {split: evaluate(self._module, data, self._classes) for split, data in given.items()}
+        models = self._answers()
+        return {
+            _place(split, name): evaluate(model, data, self._classes)
+            for name, model in models.items()
+            for split, data in given.items()
+        }
+
+    def _answers(self) -> dict[str, nn.Module]:
+        """All models that the app would have of this state."""
+        return {GENERAL: self._module, **self._method.further_answers()}
 
     @contextlib.contextmanager
     def _reproducible(self, seed: int) -> Iterator[None]:
@@ -190,42 +212,85 @@ class Worker:
     # --- delivery
 
     def _judge(self, scores: Mapping[str, Counts]) -> Verdict:
-        """The app's model is replaced unless the accuracy on its validation data would fall."""
-        data = self._scored[SPLIT]
+        """The app's model is replaced by the best answer unless the accuracy on its validation data would fall."""
+        data, self._best = self._scored[SPLIT], GENERAL
         if data is None:
             return Verdict(replaced=True)
-        counts = scores.get(SPLIT) or evaluate(self._module, data, self._classes)
+        found = {
+            name: (scores.get(_place(SPLIT, name)) or evaluate(model, data, self._classes)).accuracy
+            for name, model in self._answers().items()
+        }
+        self._best = max(found, key=lambda name: found[name])  # of equals the first, which is the general one
         if self._delivered_accuracy is None:  # the model that the app joined with, or has since before a restart
-            self._delivered_accuracy = evaluate(self._delivered, data, self._classes).accuracy
-        return Verdict(counts.accuracy >= self._delivered_accuracy, counts.accuracy, self._delivered_accuracy)
+            self._delivered_accuracy = evaluate(self.delivered_model(), data, self._classes).accuracy
+        return Verdict(found[self._best] >= self._delivered_accuracy, found[self._best], self._delivered_accuracy)
+
+    def _picked(self, verdict: Verdict) -> list[Metric]:
+        """Which answer the app's model becomes, where there is a choice."""
+        further = self._method.further_answers()
+        return [
+            Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(verdict.replaced and name == self._best), count=1)
+            for name in (GENERAL, *further)
+            if further
+        ]
 
     def deliver(self, verdict: Verdict) -> None:
         """Carries out the verdict on the last answer, which has its receipt."""
         if verdict.replaced:
-            self._delivered.load_state_dict(self._module.state_dict())
+            self._take_delivery(self._best)
             self._delivered_accuracy = verdict.accuracy
+
+    def _take_delivery(self, in_use: str) -> None:
+        """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
+        for name, model in self._answers().items():
+            if name in self._delivered:
+                self._delivered[name].load_state_dict(model.state_dict())
+            else:
+                self._delivered[name] = copy.deepcopy(model)
+        self._in_use = in_use
 
     def delivered_model(self) -> nn.Module:
         """The model for the app to use, in eval mode."""
-        return self._delivered.eval()
+        return self._delivered[self._in_use].eval()
+
+    def delivered_models(self) -> Mapping[str, nn.Module]:
+        """All that the app has, by name, in eval mode."""
+        return {name: model.eval() for name, model in self._delivered.items()}
 
     def delivered_state(self) -> bytes:
-        """The app's model, as `restore` takes it."""
-        return _delivery(self._delivered)
+        """The app's models, as `restore` takes them."""
+        return _delivery(self._delivered, self._in_use)
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes the delivered model as ONNX and compares it with PyTorch on the device's own samples."""
+        """Writes the delivered models as ONNX and compares each with PyTorch on the device's own samples.
+
+        Returns:
+            About the file at `path`, with the largest difference of all.
+        """
         metadata = {
             "run": self.contract.run,
             "round": str(number),
             "method": self.contract.method,
             "class_names": ",".join(self.contract.classes),
         }
-        return export_onnx(self._delivered, path, self._data.inputs[:_PARITY_SAMPLES], metadata)
+        samples = self._data.inputs[:_PARITY_SAMPLES]
+        further = [
+            export_onnx(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
+            for name, model in self._delivered.items()
+            if len(self._delivered) > 1
+        ]
+        report = export_onnx(self.delivered_model(), path, samples, metadata)
+        return replace(report, max_difference=max(one.max_difference for one in (report, *further)))
 
 
-def _delivery(model: nn.Module) -> bytes:
-    return pack_state({"model": model.state_dict()})
+def _delivery(models: Mapping[str, nn.Module], in_use: str) -> bytes:
+    further = {name: model.state_dict() for name, model in models.items() if name != GENERAL}
+    return pack_state({"model": models[GENERAL].state_dict(), "further": further, "in_use": in_use})
+
+
+def _place(split: str, name: str) -> str:
+    """Key of an answer's figures: the general one's is the split alone."""
+    return split if name == GENERAL else f"{split}/{name}"
 
 
 def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
@@ -239,11 +304,13 @@ def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
     return loaded
 
 
-def _metrics(split: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
+def _metrics(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
+    split, _, name = place.partition("/")
+    of = f"{name}/" if name else ""
     by_class = _by_class(counts) if "counts" in allow else []  # they tell how many samples of a class there are
     return [
-        Metric(name="accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
-        Metric(name="loss", split=split, sum=counts.loss_sum, count=counts.count),
+        Metric(name=f"{of}accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
+        Metric(name=f"{of}loss", split=split, sum=counts.loss_sum, count=counts.count),
     ]
 
 

@@ -173,6 +173,10 @@ def methods(
     buffer_bytes: Annotated[int, typer.Option(help="Bytes of the model's batch-norm statistics.")] = 0,
     proxy_samples: Annotated[int, typer.Option(help="Samples of the proxy set.")] = _SIZES.proxy_samples,
     embedding: Annotated[int, typer.Option(help="Numbers that enter the model's last layer.")] = _SIZES.embedding,
+    extractor_parameters: Annotated[
+        int, typer.Option(help="Trainable numbers of the extractor, where it travels alone.")
+    ] = _SIZES.extractor.parameters,
+    rounds: Annotated[int, typer.Option(help="Rounds of a run, for methods whose rounds differ.")] = 30,
     generator_parameters: Annotated[
         int, typer.Option(help="Trainable numbers of DaFKD's generator.")
     ] = _SIZES.generator.parameters,
@@ -204,8 +208,9 @@ def methods(
         layer_features=layer_features,
         layer_channels=layer_channels,
         head=Weights(head_parameters),
+        extractor=Weights(extractor_parameters),
     )
-    show(methods_view(sizes, knowledge_type), as_json)
+    show(methods_view(sizes, knowledge_type, rounds), as_json)
 
 
 @runs_app.command("list")
@@ -332,6 +337,17 @@ def devices(
     """Lists the devices that checked in. Example: fleetdistill devices --run digits"""
     if context.invoked_subcommand is None:
         show(views.devices(open_store(store), run), as_json)
+
+
+@devices_app.command("forget")
+@one_sentence
+def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
+    """Deletes what a run keeps of a device. Example: fleetdistill devices forget digits camera-7"""
+    from fleetdistill_server.forgetting import ask_to_forget
+
+    done = ask_to_forget(open_store(store), run, device, served=served_run(store))
+    when = "is forgotten" if done else "is forgotten before the run's next round"
+    typer.echo(f"{device} takes no part in run {run!r} any more, and what the run kept of it {when}")
 
 
 @app.command()

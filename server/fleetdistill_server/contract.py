@@ -54,7 +54,9 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
         max_upload_bytes=config.server.max_upload_bytes,
         uploads=[
             contract_pb2.PartShapes(
-                part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()]
+                part=part,
+                tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()],
+                least_samples=method.least_samples().get(part, 0),
             )
             for part, tensors in method.uploads().items()
         ],

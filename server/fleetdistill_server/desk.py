@@ -542,7 +542,13 @@ class UploadSession:
             text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
             raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         contract = self._desk.contract(self._run)
-        self._ingest = Ingest(self.ask["device"], self._header.payload, contract, json.loads(self.ask["expects"]))
+        self._ingest = Ingest(
+            self.ask["device"],
+            self._header.payload,
+            contract,
+            json.loads(self.ask["expects"]),
+            self._declared_samples(),
+        )
         if self._header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
             self._desk.discard_other_attempts(self.ask, self._key)
         size = self._header.payload.data_bytes
@@ -556,6 +562,11 @@ class UploadSession:
         if held != self._header.first_byte:
             text = f"device {self.ask['device']}: the upload goes on at byte {self._header.first_byte}"
             raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
+
+    def _declared_samples(self) -> int | None:
+        """What the device said at its last check-in; it may have fewer by now, not more."""
+        row = self._desk.store.device(self._run, self.ask["device"])
+        return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
 
     @property
     def held(self) -> int:

@@ -41,6 +41,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
+from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
@@ -102,6 +103,7 @@ class Engine:
             cohort = await self._next_cohort()
             if not await self._round(cohort):
                 await self._after_short_round(self._store.short_rounds_in_a_row(self._name))
+        self._forget()
         failpoints.hit("engine.end.before-commit")
         self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         failpoints.hit("engine.end.after-commit")
@@ -127,6 +129,10 @@ class Engine:
         before, until = self._store.present_devices(self._name), time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and self._store.present_devices(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
+
+    def _forget(self) -> None:
+        """Between rounds: what the run keeps of devices that are to be forgotten goes."""
+        forget_asked(self._store, self._name, self.method, lambda: self._store.assert_owner(self._name, self._token))
 
     def _last_event(self) -> str:
         """What went wrong last: in a simulation nobody can look the store up."""
@@ -183,12 +189,14 @@ class Engine:
         row = self._store.open_round(self._name)
         if row is not None:
             return self._cohort(row["round"], row["cohort"])
+        self._forget()
         present = -1
         while len(devices := self._store.present_devices(self._name)) < self._config.run.min_devices:
             if len(devices) != present:
                 present = len(devices)
                 logger.info("waiting for %d devices, %d present", self._config.run.min_devices, present)
             await self._waker.wait()
+            self._forget()
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             chosen = self._chosen(devices)

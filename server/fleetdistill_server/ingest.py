@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import google_crc32c
 import numpy as np
@@ -37,6 +37,8 @@ TENSOR = "tensor"
 _MAX_WORD = 64
 _MOST_IMPORTANCE = 1 + 1e-4
 """An importance is at most 1, and predictions sum to 1 up to rounding."""
+_MOST_PROBABILITY = 1 + 2e-3
+"""The same where each number is rounded to float16."""
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -77,6 +79,7 @@ class Ingest:
         contract: What it must fit.
         expects: Part name to kind name, what the ask wants; a part "metrics" may always come along. An ask that wants
             only some of the contract's feature columns names these too, as `PART/features/COLUMN` to "tensor".
+        samples: How many the device has declared to have; None where it has declared nothing.
     """
 
     def __init__(
@@ -85,8 +88,10 @@ class Ingest:
         header: knowledge_pb2.PayloadHeader,
         contract: contract_pb2.Contract,
         expects: Mapping[str, str],
+        samples: int | None = None,
     ) -> None:
         self._device = device
+        self._samples = samples
         self.header = header
         self._contract = contract
         self.slots = self._slots()
@@ -157,6 +162,9 @@ class Ingest:
                 self._check_unique(slot, self._staging)
             if self._rules[slot.path].row_sum is not None:
                 self._check_row_sums(slot, self._staging)
+        for part in self.header.parts.parts:
+            if part.WhichOneof("kind") == "class_statistics" and part.class_statistics.labels:
+                self._check_statistics(part, self._staging)
 
     @property
     def _total(self) -> int:
@@ -286,6 +294,24 @@ class Ingest:
                 text += f", at most {rule.row_sum:g} is possible"
                 raise self._refuse(Code.BAD_VALUE, text, slot, row=str(first + at))
 
+    def _check_statistics(self, part: knowledge_pb2.Part, staging: Staging) -> None:
+        """What takes several tensors to see: more samples than there are, more directions than the samples allow."""
+        by_path = {slot.path: slot for slot in self.slots}
+        slot = by_path[f"{part.name}/counts"]
+        counts = wire.array_of(slot, staging).astype(np.int64)
+        if self._samples is not None and counts.sum() > self._samples:
+            text = f"{slot.path} sum to {counts.sum()}, the device has declared {self._samples} samples"
+            raise self._refuse(Code.BAD_VALUE, text, slot)
+        if (directions := by_path.get(f"{part.name}/directions")) is not None:
+            self._check_directions(directions, counts, staging)
+
+    def _check_directions(self, slot: Slot, counts: np.ndarray, staging: Staging) -> None:
+        for row, count in enumerate(counts):
+            found = wire.array_of(_row_of(slot, row), staging)
+            if found[(count - 1) // 2 :].any():
+                text = f"{count} samples allow {(count - 1) // 2} directions, row {row} of {slot.path} has more"
+                raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
+
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:
             details["tensor"] = slot.path
@@ -397,6 +423,41 @@ def _prediction_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract)
     return {f"{part.name}/values": rule}
 
 
+def _soft_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    if not part.soft_predictions.HasField("values"):
+        raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
+    floats = (float_type(DTYPES[contract.knowledge_type]),)
+    rule = Rule(floats, (ROWS, len(contract.classes)), low=0, row_sum=_MOST_PROBABILITY, what="soft predictions")
+    return {f"{part.name}/values": rule}
+
+
+def _statistics_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """The contract declares what there is of one class; how many classes a device has is its own affair."""
+    labels, sent = list(part.class_statistics.labels), part.class_statistics
+    wrong = [label for label in labels if label >= len(contract.classes)]
+    if wrong or len(set(labels)) != len(labels):
+        what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a class twice"
+        raise RefusedError(Code.BAD_VALUE, f"part {part.name!r} has {what}")
+    if not labels:  # then no tensor may be there either
+        return {}
+    declared = {"counts": (), **_declared(part, contract)}
+    if missing := [name for name in declared if not sent.HasField(name)]:  # type: ignore[arg-type]
+        text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
+        raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/{missing[0]}"})
+    least = next((one.least_samples for one in contract.uploads if one.part == part.name), 0)
+    floats = (float_type(DTYPES[contract.knowledge_type]),)
+    rules = {f"{part.name}/{name}": Rule(floats, (len(labels), *shape), what=name) for name, shape in declared.items()}
+    counts, variances = f"{part.name}/counts", f"{part.name}/variances"
+    rules[counts] = Rule((_INT32,), (len(labels),), low=max(least, 1), what="count")
+    return rules | {variances: replace(rules[variances], low=0, what="variance")}
+
+
+def _row_of(slot: Slot, row: int) -> Slot:
+    """One row of a tensor, as a tensor of its own."""
+    size = math.prod(slot.shape[1:]) * slot.dtype.itemsize
+    return replace(slot, shape=slot.shape[1:], start=slot.start + row * size)
+
+
 def _parameter_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     """Exactly the tensors that the contract declares for this part, so that the engine need not look again."""
     declared = _declared(part, contract)
@@ -454,6 +515,8 @@ def _plan_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> di
 _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], dict[str, Rule]]] = {
     "proxy_knowledge": _proxy_rules,
     "weighted_predictions": _prediction_rules,
+    "class_statistics": _statistics_rules,
+    "soft_predictions": _soft_rules,
     "model_parameters": _parameter_rules,
     "distillation_gradient": _gradient_rules,
     "generator": _parameter_rules,

@@ -21,12 +21,17 @@ from fleetdistill_server.traffic import (
     KnowledgeType,
     Sizes,
     exchange_formula,
+    mean_round_bytes,
     readable_bytes,
-    round_bytes,
+    usual_exchanges,
 )
 from fleetdistill_server.views import View
 
 LABELS = "labels"
+EXTRACTOR = "extractor"
+"""Name of a part that is less of a model than its kind says."""
+ROUNDS = 30
+"""Of the run that bytes are shown for, unless told otherwise: the default of run.toml."""
 
 _SAYS: Mapping[str, Callable[[str], str]] = {
     "sample_knowledge": lambda columns: f"{columns} of own samples",
@@ -34,6 +39,8 @@ _SAYS: Mapping[str, Callable[[str], str]] = {
     "weighted_predictions": lambda columns: "predictions on generated samples",
     "distillation_gradient": lambda columns: "gradients on own samples",
     "model_parameters": lambda columns: "model",
+    "class_statistics": lambda columns: "class moments and counts",
+    "soft_predictions": lambda columns: "predictions on drawn rows",
     "generator": lambda columns: "generator",
     "discriminator": lambda columns: "discriminator",
 }
@@ -50,28 +57,32 @@ class MethodsView(View):
         rows = self.lists["methods"]
         what = _table("what each method is and needs", [_what(row) for row in rows], right=())
         costs = _table("what a round costs one device", [_costs(row) for row in rows], right=("up", "down"))
-        return [what, costs, _assumed(self.facts)]
+        return [what, costs, _assumed(self.facts), *_recommended(rows)]
 
 
-def methods(sizes: Sizes, knowledge_type: str) -> MethodsView:
+def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsView:
     """Every method with its default settings, and the bytes of its rounds.
 
     Args:
         sizes: Model and data of one device.
         knowledge_type: float16, float32 or uint8.
+        rounds: Of a run, at least 1: what bytes are the mean over, for a method whose rounds differ.
 
     Raises:
-        ConfigurationError: The knowledge type is another.
+        ConfigurationError: The knowledge type is another, or there is no round.
     """
-    rows = [method_row(name, sizes, _checked(knowledge_type)) for name in sorted(METHODS)]
-    return MethodsView({"methods": rows}, {"knowledge_type": knowledge_type, "sizes": asdict(sizes)})
+    if rounds < 1:
+        raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
+    rows = [method_row(name, sizes, _checked(knowledge_type), rounds) for name in sorted(METHODS)]
+    facts = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": asdict(sizes)}
+    return MethodsView({"methods": rows}, facts)
 
 
-def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType) -> Row:
+def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS) -> Row:
     """One method as plain data."""
     half, config = server_class(name), config_class(name)().for_classes(sizes.classes)
     exchanges, columns = half.exchanges(config, sizes), list(half.columns(config))
-    cost = round_bytes(exchanges, knowledge_type)
+    cost = mean_round_bytes(exchanges, knowledge_type, rounds)
     return {
         "method": name,
         "summary": half.summary,
@@ -81,18 +92,19 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType) -> Row:
         "models": "same" if half.same_architecture else "different",
         "same_extractor": half.same_extractor,
         "proxy_set": half.proxy_set,
-        "exchanges": sum(one.times for one in exchanges),
+        "exchanges": sum(one.times for one in usual_exchanges(exchanges)),
         "exchanges_formula": exchange_formula(exchanges),
         "bytes_up": cost[UP],
         "bytes_down": cost[DOWN],
+        "recommended": half.recommended,
     }
 
 
 def _leaves(half: type[ServerMethod], config: Any, asked: Sequence[str]) -> str:
     about = ", ".join(column for column in half.columns(config) if column in _ABOUT_SAMPLES)
     steps = half.steps_for(config)
-    kinds = [kind for step in asked for kind in steps[step].values()]
-    return ", ".join(dict.fromkeys(_SAYS[kind](about) for kind in kinds))
+    parts = [part for step in dict.fromkeys(asked) for part in steps[step].items()]
+    return ", ".join(dict.fromkeys(name if name == EXTRACTOR else _SAYS[kind](about) for name, kind in parts))
 
 
 def _checked(knowledge_type: str) -> KnowledgeType:
@@ -108,7 +120,7 @@ def _what(row: Row) -> dict[str, str]:
         "method": row["method"],
         "what it is": row["summary"],
         "models": models,
-        "proxy set": _yes_or_no(row["proxy_set"]),
+        "proxy": _yes_or_no(row["proxy_set"]),
     }
 
 
@@ -117,7 +129,7 @@ def _costs(row: Row) -> dict[str, str]:
     return {
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],
-        "labels leave": _yes_or_no(row["labels_leave"]),
+        "labels": _yes_or_no(row["labels_leave"]),
         "exchanges": count if formula == count else f"{count} = {formula}",
         "up": readable_bytes(row["bytes_up"]),
         "down": readable_bytes(row["bytes_down"]),
@@ -125,14 +137,20 @@ def _costs(row: Row) -> dict[str, str]:
 
 
 def _assumed(facts: Mapping[str, Any]) -> str:
-    sizes = {name: value for name, value in facts["sizes"].items() if value is not None}
+    sizes = {"rounds": facts["rounds"]}
+    sizes |= {name: value for name, value in facts["sizes"].items() if value is not None}
     said = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
     return f"For {facts['knowledge_type']} and, in numbers of one device: {', '.join(said)}.\n{_LEFT_OUT}"
 
 
+def _recommended(rows: Sequence[Row]) -> list[str]:
+    return [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
+
+
 _LEFT_OUT = (
-    "Default settings, a usual round; headers (half a kilobyte a message), the first round's initial weights or proxy\n"
-    "set and the end result come on top, and so do figures of test data. docs/methods.md says how to read this."
+    "Default settings, a usual round, or the mean over a run whose rounds differ; headers (half a kilobyte each),\n"
+    "the first round's initial weights or proxy set and the end result come on top, and so do figures of test data.\n"
+    "docs/methods.md says how to read this."
 )
 
 

@@ -107,6 +107,12 @@ def free_after_round(store: Store, run: str, checkpoint: bytes | None) -> None:
             _delete(store, [*spent, *([checkpoint] if checkpoint is not None else [])])
 
 
+def drop_unneeded(store: Store, digests: Iterable[bytes]) -> None:
+    """Deletes those that nothing needs any more; waits a while for whoever else deletes, then leaves it to a sweep."""
+    with contextlib.suppress(StoreError), alone(store):
+        _delete(store, digests)
+
+
 def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
     """Deletes what crashes left behind: payloads that nothing needs, and uploads whose asks take no answer any more.
 

@@ -215,3 +215,10 @@ def m005_security(db: Database) -> None:
         pk="subject",
         not_null={"at"},
     )
+
+
+@migrations()
+def m007_forgetting(db: Database) -> None:
+    # When somebody asked that what the run keeps of the device is forgotten, and when that was done.
+    db.execute("ALTER TABLE devices ADD COLUMN forget_asked_at FLOAT")
+    db.execute("ALTER TABLE devices ADD COLUMN forgotten_at FLOAT")

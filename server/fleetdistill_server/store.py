@@ -218,8 +218,57 @@ class Store:
 
     def present_devices(self, run: str) -> list[str]:
         """Ids of the devices that are checked in, in bytewise order."""
-        rows = self._rows("SELECT device FROM devices WHERE run = ? AND present = 1 ORDER BY device", run)
+        rows = self._rows(
+            "SELECT device FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL ORDER BY device", run
+        )
         return [row["device"] for row in rows]
+
+    def ask_to_forget(self, run: str, device: str) -> bool:
+        """Notes that a device is to be forgotten, and closes its open asks. False if the run has no such device."""
+        with self.transaction():
+            if self.device(run, device) is None:
+                return False
+            self._write(
+                "UPDATE devices SET forget_asked_at = coalesce(forget_asked_at, ?) WHERE run = ? AND device = ?",
+                time.time(),
+                run,
+                device,
+            )
+            self.device_gone(run, device, "device to be forgotten")
+        return True
+
+    def to_forget(self, run: str) -> list[str]:
+        """Devices that are to be forgotten and are not yet, in id order."""
+        rows = self._rows(
+            "SELECT device FROM devices WHERE run = ? AND forget_asked_at IS NOT NULL AND forgotten_at IS NULL "
+            "ORDER BY device",
+            run,
+        )
+        return [row["device"] for row in rows]
+
+    def payloads_of(self, run: str, device: str) -> set[bytes]:
+        """Digests of what a device was sent and has sent in a run."""
+        rows = self._rows(
+            "SELECT payload AS sha256 FROM asks WHERE run = ?1 AND device = ?2 AND payload IS NOT NULL UNION "
+            "SELECT u.sha256 FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 AND a.device = ?2",
+            run,
+            device,
+        )
+        return {row["sha256"] for row in rows}
+
+    def note_forgotten(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
+        """Sets the state without these devices, and lets go of their payloads; the rows stay. Within a transaction."""
+        self.set_checkpoint(run, checkpoint)
+        for device in devices:
+            of = "WHERE run = ? AND device = ?"
+            self._write(
+                f"UPDATE uploads SET quarantined_at = ? WHERE ask IN (SELECT id FROM asks {of})",
+                time.time(),
+                run,
+                device,
+            )
+            self._write(f"UPDATE asks SET payload = NULL {of}", run, device)
+            self._write(f"UPDATE devices SET forgotten_at = ? {of}", time.time(), run, device)
 
     def register_device(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
         """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one.

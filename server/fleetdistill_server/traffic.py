@@ -63,6 +63,7 @@ class Sizes:
             begins: the logits.
         layer_channels: Channels of these; None: each number is its own.
         head: FedD2S's layers above l; none at the last layer.
+        extractor: W_e, the layers below the cut, where they travel alone.
 
     Raises:
         ConfigurationError: A size is below 0, or is one of `samples`, `features` and `classes` and below 1.
@@ -80,6 +81,7 @@ class Sizes:
     channels: int | None = None
     layer_channels: int | None = None
     head: Weights = field(default=Weights(0))
+    extractor: Weights = field(default=Weights(1_000))
 
     @property
     def feature_channels(self) -> int:
@@ -102,9 +104,9 @@ class Content:
     Attributes:
         features: Feature columns of own samples: the run's knowledge type.
         channels: Of these columns; with uint8 each has a step and a minimum.
-        knowledge: Logits, embeddings, soft labels: the run's knowledge type, float16 with uint8.
+        knowledge: Logits, embeddings, soft labels, class statistics: the run's knowledge type, float16 with uint8.
         float32: Gradients and weighted predictions.
-        labels: int32.
+        labels: Labels, and counts of class statistics: int32.
         ids: int64.
         weights: Parameters (float32) and buffers of models.
     """
@@ -139,6 +141,9 @@ class Exchange:
         down, up: What the ask and the answer carry.
         times: How often a round asks it.
         setting: Name of the setting that `times` is; empty for a step that is always asked once.
+        first: Completed rounds of the run before it is asked for the first time.
+        end: Completed rounds from which on it is not asked any more; None where it is to the end.
+        every: Rounds from one time to the next, at least 1.
     """
 
     step: str
@@ -146,6 +151,14 @@ class Exchange:
     up: Content = NOTHING
     times: int = 1
     setting: str = ""
+    first: int = 0
+    end: int | None = None
+    every: int = 1
+
+    def is_in(self, completed: int) -> bool:
+        """Whether the round after so many completed ones has it."""
+        ended = self.end is not None and completed >= self.end
+        return completed >= self.first and not ended and (completed - self.first) % self.every == 0
 
 
 def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
@@ -156,10 +169,27 @@ def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) ->
     }
 
 
+def in_round(exchanges: Sequence[Exchange], completed: int) -> list[Exchange]:
+    """Those of the round after so many completed ones."""
+    return [one for one in exchanges if one.is_in(completed)]
+
+
+def mean_round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType, rounds: int) -> dict[str, int]:
+    """Tensor bytes of a device by direction, the mean over a run of so many rounds, rounded down."""
+    each = [round_bytes(in_round(exchanges, completed), knowledge_type) for completed in range(rounds)]
+    return {direction: sum(one[direction] for one in each) // rounds for direction in (UP, DOWN)}
+
+
 def exchange_formula(exchanges: Sequence[Exchange]) -> str:
-    """How many exchanges a round has, such as `1 + dkd_steps`."""
-    always = sum(one.times for one in exchanges if not one.setting)
-    return " + ".join([str(always), *(one.setting for one in exchanges if one.setting)])
+    """How many exchanges a usual round has, such as `1 + dkd_steps`."""
+    usual = usual_exchanges(exchanges)
+    always = sum(one.times for one in usual if not one.setting)
+    return " + ".join([str(always), *(one.setting for one in usual if one.setting)])
+
+
+def usual_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Those that are in every round from their first one on."""
+    return [one for one in exchanges if one.end is None and one.every == 1]
 
 
 def readable_bytes(count: int) -> str:

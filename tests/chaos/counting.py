@@ -61,7 +61,7 @@ class CountingDevice(DeviceMethod):
     Its state is how many of its answers have a receipt; an answer's weight is its place among them, from 1.
     """
 
-    metrics_step = ""
+    metrics_steps = ()
 
     def __init__(self, config: Any, local: Any = None) -> None:
         super().__init__(config, local)

@@ -14,7 +14,14 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _PROXY_SAMPLES = 5
 _DIGEST = bytes(range(32))
-_DECLARED = ("model_parameters", "distillation_gradient", "generator", "discriminator", "weighted_predictions")
+_DECLARED = (
+    "class_statistics",
+    "model_parameters",
+    "distillation_gradient",
+    "generator",
+    "discriminator",
+    "weighted_predictions",
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,20 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         logits=np.zeros((_PROXY_SAMPLES, CLASSES), np.float32),
         embeddings=np.ones((_PROXY_SAMPLES, 4), np.float32),
     )
+    statistics = k.ClassStatistics(
+        labels=[2, 0],
+        counts=np.int32([9, 7]),
+        means=np.ones((2, 4), np.float32),
+        directions=np.ones((2, 3, 4), np.float32),
+        variances=np.ones((2, 4), np.float32),
+    )
     return {
         "sample_knowledge": {"knowledge": make_knowledge(), "metrics": make_metrics()},
         "model_parameters": {"model": _weights()},
         "proxy_knowledge": {"proxy": proxy},
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
+        "class_statistics": {"statistics": statistics},
+        "soft_predictions": {"soft": k.SoftPredictions(noise_seed=3, values=values)},
         "distillation_gradient": {"gradient": gradient},
         "generator": {
             "model": _weights(),
@@ -90,6 +106,8 @@ def contract_for(all_of_them: dict[str, Specimen]) -> contract_pb2.Contract:
 def _declare(contract: contract_pb2.Contract, part: knowledge_pb2.Part) -> None:
     if any(known.part == part.name for known in contract.uploads):
         return
-    shapes = contract.uploads.add(part=part.name)
+    of_a_class = part.WhichOneof("kind") == "class_statistics"
+    shapes = contract.uploads.add(part=part.name, least_samples=5 if of_a_class else 0)
     for slot in slots(knowledge_pb2.Parts(parts=[part])):
-        shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=slot.shape)
+        shape = slot.shape[1:] if of_a_class else slot.shape
+        shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=shape)

@@ -70,8 +70,8 @@ def complete(method: str, **settings: Any) -> Any:
     return config_class(method).from_settings(settings).for_classes(10)
 
 
-def test_every_method_but_the_yardstick_has_the_switch() -> None:
-    assert {*PAPER, "fedavg"} == METHODS.keys()
+def test_every_method_but_the_yardstick_and_our_own_has_the_switch() -> None:
+    assert {*PAPER, "classstats", "fedavg"} == METHODS.keys()
 
 
 @every_paper

@@ -162,16 +162,17 @@ def an_app(spec: DeviceSpec, desk: Desk, **changes: Any) -> Device:
 
 @every_run
 def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) -> None:
-    """An app that allows these and no others takes part to the end, and each of them is sent."""
+    """An app that allows these and no others takes part to the end, and each of them is sent in one of the rounds."""
     config, specs, _ = prepare(RUNS[name], tmp_path / "work")
+    server = config.server.model_copy(update={"keep_rounds": config.run.rounds + 1})
+    config = config.model_copy(update={"server": server})
     allowed = list(build_method(config).requirements().columns)
     store = Store.in_memory()
     desk = Desk(store)
     with ExitStack() as stack:
         devices = [stack.enter_context(an_app(spec, desk, allow=allowed)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
-    last = [row for row in store.uploads(RUN) if row["round"] == config.run.rounds]
-    parts = [part for row in last for part in decode(store.blobs.open(row["sha256"])).values()]
+    parts = [part for row in store.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
     assert {column for part in parts for column in columns_of(part)} == set(allowed)
     store.close()
 

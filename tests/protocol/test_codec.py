@@ -60,6 +60,14 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         name="digits-proxy", licence="CC0-1.0", inputs=np.ones((2, 1, 8, 8), FLOAT32), labels=np.int32([0, 2])
     ),
     "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
+    "class_statistics": k.ClassStatistics(
+        labels=[2, 0],
+        counts=np.int32([5, 9]),
+        means=np.ones((2, 4), FLOAT32),
+        directions=np.ones((2, 1, 4), FLOAT32),
+        variances=np.zeros((2, 4), FLOAT32),
+    ),
+    "soft_predictions": k.SoftPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1
     ),

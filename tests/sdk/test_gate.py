@@ -28,6 +28,8 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.ProxyKnowledge(valid=True, logits=ROW, embeddings=ROW), {"features", "logits"}),
     (k.ProxyKnowledge(valid=False), set()),
     (k.WeightedPredictions(noise_seed=1, values=ROW), {"logits"}),
+    (k.SoftPredictions(noise_seed=1, values=ROW), {"logits"}),
+    (k.ClassStatistics(labels=[]), {"features", "counts"}),
     (MODEL, {"parameters"}),
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),

@@ -39,6 +39,7 @@ from fleetdistill_server.traffic import (
     Sizes,
     Weights,
     exchange_formula,
+    in_round,
     readable_bytes,
     round_bytes,
 )
@@ -51,10 +52,13 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app, ["methods", *words])
 
 
-def predicted(method: str, sizes: Sizes, knowledge_type: str = "float32", **settings: Any) -> tuple[int, int]:
-    """Bytes of a round up and down."""
+def predicted(
+    method: str, sizes: Sizes, knowledge_type: str = "float32", *, completed: int | None = None, **settings: Any
+) -> tuple[int, int]:
+    """Bytes of a round up and down: of that after so many completed ones, or of all exchanges that a method has."""
     config = config_class(method)(**settings).for_classes(sizes.classes)
-    found = round_bytes(server_class(method).exchanges(config, sizes), knowledge_type)  # type: ignore[arg-type]
+    exchanges = server_class(method).exchanges(config, sizes)
+    found = round_bytes(exchanges if completed is None else in_round(exchanges, completed), knowledge_type)  # type: ignore[arg-type]
     return found["up"], found["down"]
 
 
@@ -66,6 +70,8 @@ def predicted(method: str, sizes: Sizes, knowledge_type: str = "float32", **sett
     [
         *((method, {}, "float16") for method in sorted(METHODS)),
         *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
+        *(("classstats", {"extractor_rounds": 1}, knowledge_type) for knowledge_type in ("float16", "float32")),
+        ("classstats", {"extractor_rounds": 1, "rank": 0}, "float16"),
         *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
         *((method, {}, "uint8") for method in ("cdkt", "fedd2s", "feddkc")),
     ],
@@ -96,7 +102,7 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     assert len(counted) == 4
     for spec in prepared[1]:
         sizes = sizes_of(half, len(np.load(spec.data_file)["labels"]))
-        up, down = predicted(method, sizes, knowledge_type, **settings)
+        up, down = predicted(method, sizes, knowledge_type, completed=1, **settings)
         assert (counted[spec.name, "up"], counted[spec.name, "down"]) == (up, down)
         assert up > 0
 
@@ -167,6 +173,29 @@ def test_daf_12_the_exact_mode_adds_the_generator_down() -> None:
         predicted("dafkd", sizes, discriminator_location="device", sync=one) for one in ("lagged", "exact")
     )
     assert (exact[0] - lagged[0], exact[1] - lagged[1]) == (0, 4 * 120_000)
+
+
+def test_sta_9_bytes() -> None:
+    """A class is 2,564 bytes, ten are 25,640 down; agreement is M * C * C * 2 each way, in some rounds only."""
+    sizes, none = Sizes(samples=1000, features=128, extractor=Weights(88, 72)), (0, 0)
+    extractor = 4 * 88 + 72
+
+    def in_a_run(**settings: Any) -> list[tuple[int, int]]:
+        return [predicted("classstats", sizes, "float16", completed=t, **settings) for t in range(12)]
+
+    assert in_a_run() == [(extractor, extractor)] * 5 + [(25_640, extractor + 25_640)] + [none] * 6
+    pretrained = in_a_run(extractor_rounds=0)
+    assert pretrained == [(25_640, 25_640)] + [none] * 11
+    agreeing = in_a_run(agreement_every=3)
+    assert [t for t in range(6, 12) if agreeing[t] != none] == [8, 11]
+    assert agreeing[8] == (50 * 10 * 10 * 2, 50 * 10 * 10 * 2)
+
+
+def test_bytes_of_rounds_that_differ_are_the_mean_over_a_run() -> None:
+    sizes = Sizes(features=128, extractor=Weights(88, 72))
+    row = method_row("classstats", sizes, "float16", rounds=30)
+    assert (row["bytes_up"], row["bytes_down"]) == ((5 * 424 + 25_640) // 30, (6 * 424 + 25_640) // 30)
+    assert method_row("fedavg", sizes, "float16", 7) == method_row("fedavg", sizes, "float16", 30)
 
 
 # --- laws
@@ -243,7 +272,7 @@ def test_a_method_describes_itself(method: str) -> None:
     assert not half.summary.endswith(".")
     steps = half.steps_for(config)
     exchanges = half.exchanges(config, Sizes())
-    assert [one.step for one in exchanges if one.times] == list(steps)
+    assert list(dict.fromkeys(one.step for one in exchanges if one.times)) == list(steps)
     for one in exchanges:
         assert bool(steps[one.step]) == (one.up.bytes("float32") > 0), one.step
 
@@ -282,10 +311,11 @@ def test_json_has_a_row_for_every_method() -> None:
     assert said["knowledge_type"] == "float16"
     rows = {row["method"]: row for row in said["methods"]}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
-    assert {name for name, row in rows.items() if row["models"] == "different"} == {"cdkt", "feddkc"}
+    assert {name for name, row in rows.items() if row["models"] == "different"} == {"cdkt", "classstats", "feddkc"}
+    assert {name for name, row in rows.items() if row["recommended"]} == {"classstats"}
     assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}
     assert {name: row["exchanges"] for name, row in rows.items()} == {
-        **dict.fromkeys(("cdkt", "dafkd", "fedavg", "feddkc"), 1),
+        **dict.fromkeys(("cdkt", "classstats", "dafkd", "fedavg", "feddkc"), 1),
         "fedd2s": 2,
         "feddkd": 4,
     }
@@ -324,6 +354,7 @@ def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
     ("words", "sentence"),
     [
         ("--samples 0", "samples is 0, must be at least 1"),
+        ("--rounds 0", "rounds is 0, must be at least 1"),
         ("--parameters -1", "model is -1, must be at least 0"),
         ("--knowledge-type int8", "'int8', expected one of float16, float32, uint8"),
     ],

@@ -46,17 +46,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "settings": {"variant": "bn", "dkd_steps": 2},
         "models": ("digits_cnn_small",),
     },
+    "classstats agreeing": {
+        "method": "classstats",
+        "rounds": 3,
+        "settings": {"extractor_rounds": 1, "agreement_every": 1},
+    },
+    "classstats diagonal in float32": {
+        "method": "classstats",
+        "knowledge_type": "float32",
+        "settings": {"extractor_rounds": 1, "rank": 0},
+    },
     "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
     "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
     "dafkd exact": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device", "sync": "exact"}},
     "dafkd on features": {"method": "dafkd", "settings": {**_DAFKD, "generator_level": "feature"}},
 }
 """What a simulation changes for a method to send other kinds of messages than it does by default."""
+SHORTER: dict[str, dict[str, Any]] = {"classstats": {"extractor_rounds": 1}}
+"""Settings with which a method does in two rounds what it does."""
 RUNS = {
-    **{method: replace(SMALL, method=method) for method in sorted(METHODS)},
+    **{method: replace(SMALL, method=method, settings=SHORTER.get(method, {})) for method in sorted(METHODS)},
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
 }
-"""A short run of every method in the table with its defaults, and of every variant."""
+"""A short run of every method in the table with its defaults but for `SHORTER`, and of every variant."""
 every_run = pytest.mark.parametrize("name", RUNS)
 
 

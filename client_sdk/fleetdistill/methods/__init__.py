@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "cdkt": ("CDKTConfig", "CDKTDevice"),
+        "classstats": ("ClassStatsConfig", "ClassStatsDevice"),
         "dafkd": ("DaFKDConfig", "DaFKDDevice"),
         "fedavg": ("FedAvgConfig", "FedAvgDevice"),
         "fedd2s": ("FedD2SConfig", "FedD2SDevice"),

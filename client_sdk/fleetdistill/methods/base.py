@@ -9,7 +9,7 @@ A handler runs under the ask's own seed and with the run's thread count, so it g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
+
+GENERAL = "general"
+"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.further_answers`."""
 
 DELIVER = "deliver"
 """Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
@@ -115,8 +118,8 @@ class DeviceMethod:
         local: Model and data.
     """
 
-    metrics_step: ClassVar[str]
-    """Step whose answer ends a round for the device; its metrics are measured after it."""
+    metrics_steps: ClassVar[Sequence[str]]
+    """Steps whose answer ends a round for the device, one of them in each round; its metrics are measured after it."""
 
     trained: TrainingReport | None = None
     """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""
@@ -134,6 +137,13 @@ class DeviceMethod:
         raise WireError(
             f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
         )
+
+    def further_answers(self) -> Mapping[str, torch.nn.Module]:
+        """Models that the app has beside the local one, by name, inputs to logits; by default none.
+
+        They may share layers with the local model and with each other. Once there is one of a name, it stays.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""

@@ -155,7 +155,7 @@ class CDKTDevice(DeviceMethod):
     """Device half: trains towards its labels and the server's knowledge, answers with its own about the proxy set."""
 
     config: CDKTConfig
-    metrics_step = "train"
+    metrics_steps = ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -220,7 +220,7 @@ class DaFKDDevice(DeviceMethod):
     """Device half: trains classifier, discriminator and generator against each other, on its own data."""
 
     config: DaFKDConfig
-    metrics_step = "train"
+    metrics_steps = ("train",)
 
     def __init__(self, config: DaFKDConfig, local: Local) -> None:
         from fleetdistill.local_training import TensorData, extract
@@ -228,7 +228,7 @@ class DaFKDDevice(DeviceMethod):
 
         super().__init__(config, local)
         if config.exact:
-            self.metrics_step = "predict"  # type: ignore[misc]  # which of its steps ends a round is a setting
+            self.metrics_steps = ("predict",)  # type: ignore[misc]  # which of its steps ends a round is a setting
         first = extract(lambda x: shared_features(local.model, x), local.data.inputs[:1], model=local.model)
         self._feature_shape = tuple(first.shape[1:])
         shape = self._feature_shape if config.feature_level else tuple(local.data.inputs.shape[1:])

@@ -31,7 +31,7 @@ class FedAvgDevice(DeviceMethod):
     """Device half: trains the global model on its own data and sends it back."""
 
     config: FedAvgConfig
-    metrics_step = "train"
+    metrics_steps = ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

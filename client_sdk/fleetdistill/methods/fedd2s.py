@@ -166,7 +166,7 @@ class FedD2SDevice(DeviceMethod):
     """
 
     config: FedD2SConfig
-    metrics_step = "learn"
+    metrics_steps = ("learn",)
 
     def __init__(self, config: FedD2SConfig, local: Local) -> None:
         from fleetdistill.model import SplitModel

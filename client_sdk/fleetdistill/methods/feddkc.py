@@ -126,7 +126,7 @@ class FedDKCDevice(DeviceMethod):
     """Device half: trains towards labels and the server's logits, answers with its own knowledge."""
 
     config: FedDKCConfig
-    metrics_step = "train"
+    metrics_steps = ("train",)
 
     def __init__(self, config: FedDKCConfig, local: Local) -> None:
         super().__init__(config, local)

@@ -140,7 +140,7 @@ class FedDKDDevice(DeviceMethod):
     """
 
     config: FedDKDConfig
-    metrics_step = "train"
+    metrics_steps = ("train",)
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
         from fleetdistill.model import embedding_tap

@@ -27,6 +27,8 @@ KINDS: dict[str, type] = {
     "proxy_knowledge": knowledge.ProxyKnowledge,
     "proxy_set": knowledge.ProxySet,
     "weighted_predictions": knowledge.WeightedPredictions,
+    "class_statistics": knowledge.ClassStatistics,
+    "soft_predictions": knowledge.SoftPredictions,
     "distillation_gradient": knowledge.DistillationGradient,
     "generator": knowledge.Generator,
     "discriminator": knowledge.Discriminator,
@@ -40,7 +42,13 @@ _CLASSES = {
     "ClassCount": knowledge.ClassCount,
 }
 # Their floats travel in the run's knowledge type; parameters and gradients always keep float32.
-_KNOWLEDGE = (knowledge.SampleKnowledge, knowledge.RefinedKnowledge, knowledge.ProxyKnowledge)
+_KNOWLEDGE = (
+    knowledge.SampleKnowledge,
+    knowledge.RefinedKnowledge,
+    knowledge.ProxyKnowledge,
+    knowledge.ClassStatistics,
+    knowledge.SoftPredictions,
+)
 KNOWLEDGE_TYPES = (
     tensor_pb2.ELEMENT_TYPE_FLOAT32,
     tensor_pb2.ELEMENT_TYPE_FLOAT16,
@@ -172,6 +180,9 @@ class _Encoder:
         elif kind is not None:
             target.SetInParent()
             self.fill(target, item, path)
+        elif field.is_repeated:
+            with _field_errors(path, item):
+                target.extend(item)
         else:
             with _field_errors(path, item):
                 setattr(message, field.name, item)
@@ -220,6 +231,8 @@ class _Decoder:
             return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
         if kind is not None and field.is_repeated:
             return [self.read(_CLASSES[kind], one, path) for one in value]
+        if field.is_repeated:
+            return list(value)
         return self.read(_CLASSES[kind], value, path) if kind is not None else value
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SERVER_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "cdkt": "CDKTServer",
+        "classstats": "ClassStatsServer",
         "dafkd": "DaFKDServer",
         "fedavg": "FedAvgServer",
         "fedd2s": "FedD2SServer",

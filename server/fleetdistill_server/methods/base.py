@@ -11,7 +11,7 @@ last checkpoint, and asks that have answers yield those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -22,6 +22,22 @@ from fleetdistill_server.traffic import Exchange, Sizes
 
 if TYPE_CHECKING:
     from fleetdistill_server.cohort import Cohort
+
+
+class Notes(Protocol):
+    """What a method tells of its work: a round's `Cohort`, or whoever calls it between rounds."""
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        """Notes something out of the ordinary."""
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        """Notes that a guard fired."""
+
+    def report(self, name: str, value: Any) -> None:
+        """Adds a figure."""
+
+    def generator(self, name: str) -> torch.Generator:
+        """Random numbers for one named purpose."""
 
 
 class ServerMethod:
@@ -53,6 +69,9 @@ class ServerMethod:
     server_reads_inputs: ClassVar[bool] = False
     """Whether [model] server is a whole model over inputs, not a predictor over features."""
 
+    recommended: ClassVar[str] = ""
+    """When it is the one to take, and its limits, for people who choose: without a last full stop."""
+
     advice: ClassVar[Mapping[str, str]] = {}
     """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
 
@@ -73,6 +92,8 @@ class ServerMethod:
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """What a usual round sends each way, per device: one in which knowledge flows and no guard fires.
+
+        A method whose rounds differ says of each exchange in which rounds it is.
 
         What only the first round brings (initial weights, the proxy set) and only the end (the result) is left out.
         """
@@ -103,8 +124,12 @@ class ServerMethod:
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
 
-        Names are those of `fleetdistill.tensors.part_shapes`.
+        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class.
         """
+        return {}
+
+    def least_samples(self) -> Mapping[str, int]:
+        """For each part of an answer that carries class statistics: samples that a class among them must have."""
         return {}
 
     async def round(self, cohort: Cohort) -> None:
@@ -113,6 +138,9 @@ class ServerMethod:
 
     async def finish(self, cohort: Cohort) -> None:
         """Delivers the end result after the last round; by default there is nothing to deliver."""
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Drops what is kept of one device; called between rounds. By default there is nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next round depends on: dicts, lists, numbers, strings and tensors."""

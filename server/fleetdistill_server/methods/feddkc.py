@@ -24,7 +24,7 @@ from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
@@ -183,6 +183,10 @@ class FedDKCServer(ServerMethod):
             cohort.guard("teacher", f"{text}; its knowledge is held back", upload.device)
         cohort.report("teacher_accuracy", {upload.device: teacher})
         self._knowledge[upload.device] = (upload.sample_ids, logits, valid)
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Its next logits; what the predictor has learned from it stays."""
+        self._knowledge.pop(device, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -49,7 +49,16 @@ class DeviceSpec:
     @property
     def scores_file(self) -> Path:
         """Where the device notes how its model does on the test part, a line a round."""
-        return Path(f"{self.state_dir}-scores.jsonl")
+        return self.scores_file_of("")
+
+    def scores_file_of(self, answer: str) -> Path:
+        """The same for a further answer of the device, such as classstats' `personal`; empty for the general one."""
+        return Path(f"{self.state_dir}-scores{f'-{answer}' if answer else ''}.jsonl")
+
+    def further_answers(self) -> list[str]:
+        """Names of the answers that it has noted scores of beside the general one."""
+        before = f"{Path(self.state_dir).name}-scores-"
+        return sorted(one.stem.removeprefix(before) for one in Path(self.state_dir).parent.glob(f"{before}*.jsonl"))
 
     @property
     def exported_file(self) -> Path:
@@ -80,8 +89,10 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
     def note(event: Event) -> None:
         if event.kind == "exported":
             spec.exported_file.write_text(json.dumps(event.values))
-        elif event.kind == "scored" and event.values["split"] == "test":
-            append_scores(spec.scores_file, event.round, event.values["confusion"])
+        elif event.kind == "scored":
+            split, _, answer = event.values["split"].partition("/")
+            if split == "test":
+                append_scores(spec.scores_file_of(answer), event.round, event.values["confusion"])
 
     return Device(
         server=server,

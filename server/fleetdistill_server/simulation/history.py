@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,11 +25,13 @@ class FleetHistory:
         devices: Device -> those of the model that it has after each round.
         took_part: Device -> whether it trained in the round, which is to say that the server has its answer.
         server: Those of the global model; None where the method has none, or where it could not be scored.
+        further: Answer -> device -> those of the further answers that devices have after the last round.
     """
 
     devices: Mapping[str, Sequence[Ints]]
     took_part: Mapping[str, Sequence[bool]]
     server: Sequence[Ints | None]
+    further: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
         """CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
@@ -56,20 +58,32 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
     return FleetHistory(
         devices={name: after_rounds(scores, numbers) for name, scores in noted.items()},
         took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
+        further=_further(specs, trained),
         server=[np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures],
     )
 
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
-    """Device -> rounds whose answer the server has to the step that ends a round for a device."""
+    """Device -> rounds whose answer the server has to a step that ends a round for a device."""
     row = store.run(run)
     assert row is not None  # it is finished
-    step = device_class(json.loads(row["config"])["run"]["method"]).metrics_step
+    steps = device_class(json.loads(row["config"])["run"]["method"]).metrics_steps
     found = defaultdict[str, set[int]](set)
     for upload in store.uploads(run):
-        if upload["step"] == step:
+        if upload["step"] in steps:
             found[upload["device"]].add(upload["round"])
     return found
+
+
+def _further(specs: Sequence[DeviceSpec], trained: Mapping[str, AbstractSet[int]]) -> dict[str, dict[str, Ints]]:
+    """What devices noted of further answers in the last round that has a receipt."""
+    found = defaultdict[str, dict[str, Ints]](dict)
+    for spec in specs:
+        for answer in spec.further_answers():
+            noted = _with_receipt(read_scores(spec.scores_file_of(answer)), trained[spec.name])
+            if noted:
+                found[answer][spec.name] = noted[max(noted)]
+    return dict(found)
 
 
 def _with_receipt(noted: Mapping[int, Ints], rounds: AbstractSet[int]) -> dict[int, Ints]:

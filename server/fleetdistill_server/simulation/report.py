@@ -38,6 +38,7 @@ class DeviceReport:
         bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
         sent_up, sent_down: The same as it travelled.
         onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's.
+        further: For each further answer of the device, such as classstats' `personal`, `accuracy` and `own_accuracy`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class DeviceReport:
     sent_down: int
     onnx_file: str
     onnx_max_difference: float
+    further: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class FleetReport:
             round after them, the end result with the last round, so that the sum is everything.
         traffic: Bytes by round, device, direction and kind of part, as they are and as they travelled (`sent_bytes`);
             the headers' kind is "envelope".
+        further: For each further answer of the devices `accuracy` and `own_accuracy`, means over those that have it.
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
         global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
@@ -102,6 +105,7 @@ class FleetReport:
     scores: dict[str, FleetFigures]
     figures_by_round: list[Figures]
     late: Figures
+    further: dict[str, dict[str, float]]
     bytes_by_round: list[dict[str, float]]
     traffic: list[dict[str, Any]]
     acknowledged_uploads: int
@@ -165,6 +169,7 @@ def make_report(done: Outcome) -> FleetReport:
         scores=scores,
         figures_by_round=by_round,
         late=late_figures(by_round),
+        further=_mean_further(devices),
         bytes_by_round=_bytes_by_round(traffic, _completed(done.store, done.run), len(devices)),
         traffic=[_traffic_row(one) for one in done.store.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
@@ -220,7 +225,23 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
         sent_down=_sent(own_traffic, "down"),
         onnx_file=_collect_model(done.wanted.out, spec),
         onnx_max_difference=exported["max_difference"],
+        further={
+            answer: {"accuracy": accuracy(of[spec.name]), "own_accuracy": _own(of[spec.name], samples_1c)}
+            for answer, of in done.history.further.items()
+            if spec.name in of
+        },
     )
+
+
+def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
+    names = dict.fromkeys(answer for one in devices for answer in one.further)
+    return {
+        answer: {
+            figure: statistics.mean(one.further[answer][figure] for one in devices if answer in one.further)
+            for figure in ("accuracy", "own_accuracy")
+        }
+        for answer in names
+    }
 
 
 def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:

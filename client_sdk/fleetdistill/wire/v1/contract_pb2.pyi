@@ -120,27 +120,33 @@ Global___NamedShape: _TypeAlias = NamedShape  # noqa: Y015
 
 @_typing.final
 class PartShapes(_message.Message):
-    """What a part with parameters or gradients must consist of."""
+    """What a part with parameters, gradients or class statistics must consist of."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PART_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    LEAST_SAMPLES_FIELD_NUMBER: _builtins.int
     part: _builtins.str
     """Name of the part in the answer."""
+    least_samples: _builtins.int
+    """For class statistics: samples that a class must have to be among them. 0 for any other kind."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
-        """Its tensors by their path within the part, such as "parameters/0.weight", with their whole shapes."""
+        """Its tensors by their path within the part, such as "parameters/0.weight", with their whole shapes; of class statistics
+        with the shape for one class.
+        """
 
     def __init__(
         self,
         *,
         part: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedShape] | None = ...,
+        least_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "part", b"part", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -218,8 +224,8 @@ class Contract(_message.Message):
 
     @_builtins.property
     def uploads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartShapes]:
-        """For each part of an answer that carries parameters, gradients or weighted predictions: exactly the tensors it
-        must have.
+        """For each part of an answer that carries parameters, gradients, weighted predictions or class statistics: exactly the
+        tensors it must have.
         """
 
     def __init__(

@@ -293,6 +293,88 @@ class WeightedPredictions(_message.Message):
 Global___WeightedPredictions: _TypeAlias = WeightedPredictions  # noqa: Y015
 
 @_typing.final
+class ClassStatistics(_message.Message):
+    """Low-rank Gaussians of features by class: from a device its own, to it those of the fleet. K is the number of classes
+    here, r the rank; a message about no class has no tensors.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    MEANS_FIELD_NUMBER: _builtins.int
+    DIRECTIONS_FIELD_NUMBER: _builtins.int
+    VARIANCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The K classes, each in [0, C) and unique within the message."""
+
+    @_builtins.property
+    def counts(self) -> _tensor_pb2.Tensor:
+        """[K] int32, samples behind each class: from a device at least `PartShapes.least_samples` each, together no more than
+        it has.
+        """
+
+    @_builtins.property
+    def means(self) -> _tensor_pb2.Tensor:
+        """[K, F] float32 or float16, finite: means of the features, flattened."""
+
+    @_builtins.property
+    def directions(self) -> _tensor_pb2.Tensor:
+        """[K, r, F] float32 or float16, finite, the longest first: the covariance without its diagonal rest. From a device no
+        more than (count - 1) / 2 of a class are not zero. Not there for r = 0.
+        """
+
+    @_builtins.property
+    def variances(self) -> _tensor_pb2.Tensor:
+        """[K, F] float32 or float16, finite, at least 0: what the directions leave of each feature's variance."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _tensor_pb2.Tensor | None = ...,
+        means: _tensor_pb2.Tensor | None = ...,
+        directions: _tensor_pb2.Tensor | None = ...,
+        variances: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "directions", b"directions", "means", b"means", "variances", b"variances"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "directions", b"directions", "labels", b"labels", "means", b"means", "variances", b"variances"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassStatistics: _TypeAlias = ClassStatistics  # noqa: Y015
+
+@_typing.final
+class SoftPredictions(_message.Message):
+    """Soft predictions on rows of features that are drawn from class statistics; from the server their mean."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOISE_SEED_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    noise_seed: _builtins.int
+    """Seed of the portable noise that names the rows."""
+    @_builtins.property
+    def values(self) -> _tensor_pb2.Tensor:
+        """[M, C] float32 or float16, at least 0, rows sum to 1."""
+
+    def __init__(
+        self,
+        *,
+        noise_seed: _builtins.int = ...,
+        values: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["noise_seed", b"noise_seed", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SoftPredictions: _TypeAlias = SoftPredictions  # noqa: Y015
+
+@_typing.final
 class DistillationGradient(_message.Message):
     """The gradient of a distillation loss (FedDKD)."""
 
@@ -518,6 +600,8 @@ class Metric(_message.Message):
     name: _builtins.str
     """"accuracy" (sum = correct rows), "loss" (sum in nats), "replaced" and "replaced_by_result" (sum = 1 where the app's
     model is replaced by the round's, or by the run's end result, 0 where it is kept; count = 1), ...; 1 to 64 characters.
+    Of a further answer of the device "NAME/accuracy" and "NAME/loss", and of all answers "picked/NAME" (sum = 1 where
+    the app's model becomes this one; count = 1).
     """
     split: _builtins.str
     """Which data: "train", "validation" or "test"; at most 64 characters."""
@@ -588,6 +672,8 @@ class Part(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     PROXY_SET_FIELD_NUMBER: _builtins.int
+    CLASS_STATISTICS_FIELD_NUMBER: _builtins.int
+    SOFT_PREDICTIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What the method calls it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -634,6 +720,14 @@ class Part(_message.Message):
     def proxy_set(self) -> Global___ProxySet:
         """A proxy set."""
 
+    @_builtins.property
+    def class_statistics(self) -> Global___ClassStatistics:
+        """Gaussians of features by class."""
+
+    @_builtins.property
+    def soft_predictions(self) -> Global___SoftPredictions:
+        """Predictions on rows drawn from them."""
+
     def __init__(
         self,
         *,
@@ -649,12 +743,14 @@ class Part(_message.Message):
         plan: Global___Plan | None = ...,
         metrics: Global___Metrics | None = ...,
         proxy_set: Global___ProxySet | None = ...,
+        class_statistics: Global___ClassStatistics | None = ...,
+        soft_predictions: Global___SoftPredictions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

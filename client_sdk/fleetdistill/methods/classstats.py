@@ -1,0 +1,370 @@
+"""Class statistics: what both halves agree on, and what the device does. Our own method; no paper describes it.
+
+Devices with different predictors average a small extractor for a few rounds and freeze it. Each then sends, once, a
+low-rank Gaussian of its features for every class that it has enough samples of, and gets, once, those of the fleet.
+From then on it trains on its own rows and on rows drawn from the Gaussians, so that it learns classes that it has never
+seen; a second predictor trains on its own rows alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fleetdistill.class_statistics import ClassSummary, draw_classes, from_wire, summarise, to_wire
+from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+from fleetdistill.seeds import derive_seed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fleetdistill.local_training import TrainingReport
+
+MOST_RANK = 64
+PERSONAL = "personal"
+"""Name of the answer that both predictors give together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStatsConfig(LocalTraining):
+    """Settings of class statistics beside those of local training.
+
+    Attributes:
+        extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
+            for an extractor that comes with trained weights.
+        rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
+        shrinkage: s, share of the covariance that all classes have in common, in [0, 1).
+        min_samples: n_min, samples that a device must have of a class to send it, at least 2.
+        drawn_rows: M, rows of each class that are drawn for a round, at least 1.
+        drawn_weight: λ, weight of their loss beside that of own rows, at least 0.
+        agreement_every: Rounds from one exchange of soft predictions on drawn rows to the next; 0 for none.
+        agreement_weight: w, weight of the loss towards their mean, at least 0.
+        temperature: τ of that loss, above 0.
+        server_epochs: Passes of the server's own predictor over drawn rows, at least 1, each over new ones.
+        recognition_guard: Leave out a class whose drawn rows the server's own predictor does not recognise.
+    """
+
+    keeps_optimizer: ClassVar[bool] = True
+
+    extractor_rounds: int = 5
+    rank: int = 8
+    shrinkage: float = 0.1
+    min_samples: int = 5
+    drawn_rows: int = 50
+    drawn_weight: float = 1.0
+    agreement_every: int = 0
+    agreement_weight: float = 1.0
+    temperature: float = 2.0
+    server_epochs: int = 20
+    recognition_guard: bool = True
+
+    def __post_init__(self) -> None:
+        LocalTraining.__post_init__(self)
+        if not 0 <= self.rank <= MOST_RANK:
+            raise ConfigurationError(f"rank must be in [0, {MOST_RANK}], got {self.rank!r}")
+        check_range("shrinkage", self.shrinkage, 0, 1)
+        check_range("min_samples", self.min_samples, 2)
+        for name in ("extractor_rounds", "drawn_weight", "agreement_every", "agreement_weight"):
+            check_range(name, getattr(self, name), 0)
+        for name in ("drawn_rows", "server_epochs"):
+            check_range(name, getattr(self, name), 1)
+        check_range("temperature", self.temperature, 0, open_low=True)
+
+    def for_classes(self, classes: int) -> ClassStatsConfig:
+        """The same settings; none depends on the number of classes."""
+        return self
+
+    def agrees_in(self, completed: int) -> bool:
+        """Whether the round after so many completed ones exchanges soft predictions."""
+        since = completed - self.extractor_rounds
+        return bool(self.agreement_every) and since > 0 and since % self.agreement_every == 0
+
+
+class DrawnRows:
+    """Rows drawn for a round, handed out in shuffled passes.
+
+    Args:
+        features: `[R, ...]`.
+        labels: `[R]`.
+        soft: `[R, C]`, the fleet's mean soft predictions for them; None where there are none.
+        seed: Of the order.
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor, soft: Tensor | None, seed: int) -> None:
+        import torch
+
+        self.features, self.labels, self.soft = features, labels, soft
+        self._order = self._rows(torch.Generator().manual_seed(seed))
+
+    def _rows(self, generator: torch.Generator) -> Iterator[int]:
+        import torch
+
+        while True:
+            yield from torch.randperm(len(self.labels), generator=generator).tolist()
+
+    def take(self, count: int) -> list[int]:
+        """Positions of the next rows."""
+        return [next(self._order) for _ in range(count)]
+
+
+class ClassStatsDevice(DeviceMethod):
+    """Device half: the general predictor is that of the app's model, the personal one is kept beside it."""
+
+    config: ClassStatsConfig
+    metrics_steps = ("train", "learn")
+
+    def __init__(self, config: ClassStatsConfig, local: Local) -> None:
+        super().__init__(config, local)
+        self._personal: torch.nn.Module | None = None
+        self._classes: dict[int, ClassSummary] | None = None
+        self._agreed: tuple[int, Array] | None = None
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+
+    # --- steps
+
+    @answers("train")
+    def train(self, ask: Ask) -> Answer:
+        """Before R0: local training of the whole model from the fleet's extractor; only the extractor goes back."""
+        import torch
+        from torch.nn import functional
+
+        from fleetdistill.local_training import train_epochs
+        from fleetdistill.tensors import model_parameters
+
+        self._load_extractor(ask)
+        self.trained = train_epochs(
+            self.local.model,
+            self.local.data,
+            epochs=self.config.local_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=self._optimizer("whole"),
+            loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+            generator=torch.Generator().manual_seed(ask.seed),
+            device=self.local.torch_device,
+        )
+        sent = model_parameters(self.local.taps.extractor, scope="extractor")
+        return Answer(parts={"extractor": sent}, samples=len(self.local.data))
+
+    @answers("summarise")
+    def summarise(self, ask: Ask) -> Answer:
+        """At R0: freezes the extractor, sets the personal predictor apart, and sends the summaries of own classes."""
+        if self.config.extractor_rounds:
+            self._load_extractor(ask)
+        self._optimizers.clear()  # of the whole model, which is not trained any more
+        self._personal = copy.deepcopy(self.local.model)
+        features, labels = self._features().flatten(1).cpu().double().numpy(), self.local.data.labels.cpu().numpy()
+        held = np.bincount(labels, minlength=self.local.classes)
+        classes = {
+            label: summarise(features[labels == label], self.config.rank)
+            for label in np.flatnonzero(held >= self.config.min_samples).tolist()
+        }
+        return Answer(parts={"statistics": to_wire(classes)}, samples=len(self.local.data))
+
+    @answers("agree")
+    def agree(self, ask: Ask) -> Answer:
+        """Soft predictions of the general predictor on the round's drawn rows."""
+        from fleetdistill.local_training import extract
+        from fleetdistill.losses import soft_targets
+
+        self._take_classes(ask)
+        plan: Mapping[str, Any] = ask.part("plan", Plan).values
+        drawn, _ = self._draw(plan)
+        logits = extract(self.local.taps.predict, drawn, model=self.local.model)
+        values = soft_targets(logits, self.config.temperature).numpy()
+        sent = SoftPredictions(noise_seed=int(plan["draw_seed"]), values=values)
+        return Answer(parts={"predictions": sent}, samples=len(self.local.data))
+
+    @answers("learn")
+    def learn(self, ask: Ask) -> Answer:
+        """From R0 on: the general predictor on own and drawn rows together, the personal one on own rows."""
+        self._take_classes(ask)
+        if "agreed" in ask.parts:
+            agreed = ask.part("agreed", SoftPredictions)
+            self._agreed = (agreed.noise_seed, np.array(agreed.values))
+        features = self._features()
+        self.trained = self._learn_general(features, self._drawn(ask), ask.seed)
+        self._learn_personal(features, derive_seed(ask.seed, "personal"))
+        return Answer(parts={}, samples=len(self.local.data))
+
+    def _load_extractor(self, ask: Ask) -> None:
+        from fleetdistill.tensors import load_parameters
+
+        load_parameters(self.local.taps.extractor, ask.part("extractor", ModelParameters))
+
+    def _take_classes(self, ask: Ask) -> None:
+        if "classes" in ask.parts:
+            self._classes = from_wire(ask.part("classes", ClassStatistics))
+        if self._classes is None or self._personal is None:
+            raise WireError(
+                f"step {ask.step!r} came before the fleet's class statistics; is the state directory older?"
+            )
+
+    def _features(self) -> Tensor:
+        """Features of all own rows behind the frozen extractor, where training is."""
+        from fleetdistill.local_training import extract
+
+        found = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
+        return found.to(self.local.torch_device)
+
+    # --- drawn rows
+
+    def _draw(self, plan: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        import torch
+
+        assert self._classes is not None
+        seed, nonnegative = int(plan["draw_seed"]), bool(plan["nonnegative"])
+        features, labels = draw_classes(self._classes, self.config.drawn_rows, seed, nonnegative=nonnegative)
+        shape, where = self._features_shape(), self.local.torch_device
+        return torch.from_numpy(features).reshape(-1, *shape).to(where), torch.from_numpy(labels).to(where)
+
+    def _features_shape(self) -> tuple[int, ...]:
+        from fleetdistill.local_training import extract
+
+        first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
+        return tuple(first.shape[1:])
+
+    def _drawn(self, ask: Ask) -> DrawnRows | None:
+        """The round's rows, with the mean soft predictions where it has these; None where the fleet has no class."""
+        import torch
+
+        if not self._classes:
+            return None
+        plan: Mapping[str, Any] = ask.part("plan", Plan).values
+        features, labels = self._draw(plan)
+        soft = None
+        if self._agreed is not None and self._agreed[0] == int(plan["draw_seed"]):
+            soft = torch.from_numpy(self._agreed[1].astype(np.float32)).to(features.device)
+        return DrawnRows(features, labels, soft, derive_seed(ask.seed, "drawn"))
+
+    # --- training
+
+    def _learn_general(self, features: Tensor, drawn: DrawnRows | None, seed: int) -> TrainingReport:
+        """Own and drawn rows in one forward pass, so that batch-norm of the predictor sees both."""
+        import torch
+        from torch.nn import functional
+
+        labels = self.local.data.labels.to(features.device)
+
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            own, targets_b = features[rows_b], labels[rows_b]
+            if drawn is None:
+                return [functional.cross_entropy(self.local.taps.predict(own), targets_b)]
+            taken = drawn.take(len(rows_b))
+            logits_bc = self.local.taps.predict(torch.cat([own, drawn.features[taken]]))
+            loss = functional.cross_entropy(logits_bc[: len(own)], targets_b)
+            return [loss + self._loss_of_drawn(logits_bc[len(own) :], drawn, taken)]
+
+        return self._train(self.local.model, "general", losses, seed)
+
+    def _loss_of_drawn(self, logits_bc: Tensor, drawn: DrawnRows, taken: list[int]) -> Tensor:
+        from torch.nn import functional
+
+        from fleetdistill.losses import distillation_loss
+
+        loss = self.config.drawn_weight * functional.cross_entropy(logits_bc, drawn.labels[taken])
+        if drawn.soft is not None:
+            agreement = distillation_loss(logits_bc, drawn.soft[taken], self.config.temperature)
+            loss = loss + self.config.agreement_weight * agreement
+        return loss
+
+    def _learn_personal(self, features: Tensor, seed: int) -> None:
+        from torch.nn import functional
+
+        personal, labels = self._personal, self.local.data.labels.to(features.device)
+        assert personal is not None
+
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            return [functional.cross_entropy(personal.predict(features[rows_b]), labels[rows_b])]  # type: ignore[operator]
+
+        self._train(personal, "personal", losses, seed)
+
+    def _train(self, model: torch.nn.Module, name: str, losses: Any, seed: int) -> TrainingReport:
+        import torch
+
+        from fleetdistill.local_training import train_steps
+
+        return train_steps(
+            model,
+            len(self.local.data),
+            epochs=self.config.local_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=self._optimizer(name),
+            losses=losses,
+            generator=torch.Generator().manual_seed(seed),
+            device=self.local.torch_device,
+        )
+
+    def _optimizer(self, name: str) -> torch.optim.Optimizer:
+        """That of the whole model, of the general or of the personal predictor; each lives on from round to round."""
+        if name not in self._optimizers:
+            self._optimizers[name] = make_local_optimizer(self.config, self._trained_by(name))
+        return self._optimizers[name]
+
+    def _trained_by(self, name: str) -> list[torch.nn.Parameter]:
+        model = self._personal if name == "personal" else self.local.model
+        assert model is not None
+        frozen = {id(one) for one in model.extractor.parameters()} if name != "whole" else set()  # type: ignore[union-attr]
+        return [one for one in model.parameters() if id(one) not in frozen]
+
+    # --- two answers
+
+    def further_answers(self) -> Mapping[str, torch.nn.Module]:
+        """3.7: from R0 on the personal answer, the product of both predictors' probabilities."""
+        from fleetdistill.models.combined import CombinedModel
+
+        return {} if self._personal is None else {PERSONAL: CombinedModel(self.local.model, self._personal)}
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The personal predictor, the fleet's classes, the soft predictions that hold, and the optimisers."""
+        import torch
+
+        classes = self._classes
+        return {
+            "personal": None if self._personal is None else self._personal.state_dict(),
+            "classes": None if classes is None else packed(classes),
+            "agreed": None if self._agreed is None else [self._agreed[0], torch.from_numpy(self._agreed[1])],
+            "optimizers": {name: one.state_dict() for name, one in self._optimizers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self._personal = None
+        if state["personal"] is not None:
+            self._personal = copy.deepcopy(self.local.model)
+            self._personal.load_state_dict(state["personal"])
+        self._classes = None if state["classes"] is None else unpacked(state["classes"])
+        agreed = state["agreed"]
+        self._agreed = None if agreed is None else (int(agreed[0]), agreed[1].numpy())
+        self._optimizers = {}
+        for name, saved in state["optimizers"].items():
+            self._optimizer(name).load_state_dict(saved)
+
+
+def packed(classes: Mapping[int, ClassSummary]) -> dict[int, Any]:
+    """Summaries as `fleetdistill.state_file` keeps them."""
+    import torch
+
+    return {
+        label: [one.count, *(torch.from_numpy(array) for array in (one.mean, one.directions, one.variance))]
+        for label, one in classes.items()
+    }
+
+
+def unpacked(state: Mapping[int, Any]) -> dict[int, ClassSummary]:
+    """What `packed` gave."""
+    return {
+        label: ClassSummary(
+            count=int(count), mean=mean.numpy(), directions=directions.numpy(), variance=variance.numpy()
+        )
+        for label, (count, mean, directions, variance) in state.items()
+    }

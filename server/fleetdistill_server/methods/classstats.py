@@ -1,0 +1,340 @@
+"""Class statistics, server half: averages the extractor, merges the devices' summaries, and sends them the merge.
+
+Our own method; `docs/methods.md` describes it. The server trains a predictor of its own on drawn rows alone: it is the
+operator's model, and tells which classes the Gaussians do not describe.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill.class_statistics import ClassSummary, draw_classes, from_wire, merge, shrink, to_wire
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
+from fleetdistill.local_training import extract, train_steps
+from fleetdistill.methods.base import CUT
+from fleetdistill.methods.classstats import ClassStatsConfig, packed, unpacked
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.model import output_shape
+from fleetdistill.models import MODELS
+from fleetdistill.seeds import derive_seed
+from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.wire.codec import float_type
+from fleetdistill_server.averaging import TensorMean, WeightedMean
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.undo import reason_undone
+
+_PROBES = 64
+Classes = dict[int, ClassSummary]
+
+
+class ClassStatsServer(ServerMethod):
+    """Keeps the extractor, every device's summaries apart, their merge, and a predictor of its own."""
+
+    config: ClassStatsConfig
+    summary = "devices train on rows drawn from merged Gaussians of classes"
+    same_extractor = True
+    recommended = (
+        "where devices run different models and can share a small extractor: on all classes it is ahead of training "
+        "alone, of feddkc and of fedavg's device models, for a small part of their bytes. Its limits: moments of each "
+        "class leave the device, and features of a shallow extractor are a weak generator of harder images"
+    )
+    steps = {  # noqa: RUF012  (a ClassVar of the base)
+        "train": {"extractor": "model_parameters"},
+        "summarise": {"statistics": "class_statistics"},
+        "agree": {"predictions": "soft_predictions"},
+        "learn": {},
+    }
+
+    def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        self.steps = dict(self.steps_for(config))  # type: ignore[misc]  # which steps there are is a setting
+        _check_trained(config, setting)
+        self.extractor = setting.extractor().to(setting.torch_device)
+        self._feature_shape = output_shape(self.extractor, setting.input_shape)
+        self._nonnegative = _is_nonnegative(self.extractor, setting)
+        self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
+        self._parts: dict[str, Classes] = {}
+        self._classes: Classes = {}
+        self._version = 0
+        self._agreed: tuple[int, Array] | None = None
+        self._held: dict[str, list[int]] = {}
+
+    # --- what it declares
+
+    @classmethod
+    def columns(cls, config: ClassStatsConfig) -> Sequence[str]:
+        extractor = ["parameters"] if config.extractor_rounds else []
+        return ["features", "counts", *extractor, *(["logits"] if config.agreement_every else [])]
+
+    @classmethod
+    def steps_for(cls, config: ClassStatsConfig) -> Mapping[str, Mapping[str, str]]:
+        left_out = {"train": not config.extractor_rounds, "agree": not config.agreement_every}
+        return {step: parts for step, parts in ClassStatsServer.steps.items() if not left_out.get(step)}
+
+    @classmethod
+    def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """classstats.md, section 6, for a device that has enough samples of every class.
+
+        The mean soft predictions, which come with the step after `agree`, are counted with the devices' own.
+        """
+        frozen, every = config.extractor_rounds, config.agreement_every
+        extractor = Content(weights=[sizes.extractor] if frozen else [])
+        classes = Content(knowledge=sizes.classes * (2 + config.rank) * sizes.features, labels=sizes.classes)
+        soft = Content(knowledge=config.drawn_rows * sizes.classes**2)
+        found = [
+            Exchange(step="train", down=extractor, up=extractor, end=frozen),
+            Exchange(step="summarise", down=extractor, up=classes, first=frozen, end=frozen + 1),
+            Exchange(step="agree", down=soft, up=soft, first=frozen + every, every=max(every, 1)),
+            Exchange(step="learn", down=classes, first=frozen, end=frozen + 1),
+            Exchange(step="learn", first=frozen + 1),
+        ]
+        return [one for one in found if one.step in cls.steps_for(config)]
+
+    def features(self) -> dict[str, tuple[int, ...]]:
+        return {CUT: self._feature_shape}
+
+    def initial(self) -> ModelParameters:
+        """The extractor; predictors are the devices' own."""
+        return model_parameters(self.extractor, scope="extractor")
+
+    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        size, rank = prod(self._feature_shape), self.config.rank
+        of_a_class = {"means": (size,), **({"directions": (rank, size)} if rank else {}), "variances": (size,)}
+        return {"extractor": part_shapes(self.initial()), "statistics": of_a_class}
+
+    def least_samples(self) -> Mapping[str, int]:
+        return {"statistics": self.config.min_samples}
+
+    # --- rounds
+
+    async def round(self, cohort: Cohort) -> None:
+        asked = cohort.sample(self.config.participation_ratio)
+        if cohort.completed < self.config.extractor_rounds:
+            await self._average_extractor(cohort, asked)
+            return
+        await self._take_summaries(cohort, [device for device in asked if device not in self._parts])
+        taught = [device for device in asked if device in self._parts and device in cohort.remaining]
+        plan = self._plan(cohort)
+        if self.config.agrees_in(cohort.completed) and self._classes:
+            taught = await self._agree(cohort, taught, plan)
+        async for answer in cohort.ask("learn", lambda device: self._lesson(device, plan), to=taught):
+            self._held[answer.device] = [self._version, self._agreed_seed]
+
+    async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
+        mean = WeightedMean()
+        async for answer in cohort.ask("train", {"extractor": self.initial()}, to=asked):
+            mean.add(answer.part("extractor", ModelParameters), weight=answer.samples)
+        load_parameters(self.extractor, mean.result())
+
+    async def _take_summaries(self, cohort: Cohort, new: Sequence[str]) -> None:
+        """Asks devices whose summary is not here; later than in the first such round these are newcomers.
+
+        They have no quorum then: a newcomer that does not answer must not cost the others the round.
+        """
+        if not new:
+            return
+        message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
+        quorum = 0.0 if self._parts else None
+        answers = [answer async for answer in cohort.ask("summarise", message, to=new, quorum=quorum)]
+        for answer in answers:
+            self._parts[answer.device] = from_wire(answer.part("statistics", ClassStatistics))
+        if answers:
+            self._merge(cohort)
+
+    async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
+        """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
+        mean, answered, seed = TensorMean(), list[str](), _seed(plan)
+        rows = self.config.drawn_rows * len(self._classes)
+        async for answer in cohort.ask("agree", lambda device: self._classes_for(device, plan), to=taught):
+            answered.append(answer.device)
+            sent = answer.part("predictions", SoftPredictions)
+            if sent.noise_seed != seed or len(sent.values) != rows:
+                text = f"{answer.device} predicts {len(sent.values)} rows of seed {sent.noise_seed}"
+                cohort.event("member-left-out", f"{text}, the round's are {rows} of {seed}", answer.device)
+                continue
+            mean.add(torch.tensor(np.array(sent.values)))
+        agreed = mean.result()
+        if agreed is not None:
+            self._agreed = (seed, agreed.float().numpy())
+        return answered
+
+    def _plan(self, cohort: Cohort) -> Plan:
+        """Names the round's drawn rows: new ones, or those that the last soft predictions are about."""
+        seed = derive_seed(cohort.generator("draw").initial_seed(), self._version)
+        if self._agreed is not None and not self.config.agrees_in(cohort.completed):
+            seed = self._agreed[0]
+        return Plan(values={"draw_seed": seed, "nonnegative": self._nonnegative})
+
+    @property
+    def _agreed_seed(self) -> int:
+        return self._agreed[0] if self._agreed is not None else -1
+
+    def _classes_for(self, device: str, plan: Plan) -> dict[str, Kind]:
+        """The plan, with the fleet's classes where the device has not been told those of the last merge."""
+        told, _ = self._held.get(device, [-1, -1])
+        return {"plan": plan} if told == self._version else {"plan": plan, "classes": to_wire(self._classes)}
+
+    def _lesson(self, device: str, plan: Plan) -> Parts:
+        """The same with the mean soft predictions, where the device has not been told these."""
+        _, told = self._held.get(device, [-1, -1])
+        parts = self._classes_for(device, plan)
+        if self._agreed is not None and told != self._agreed[0]:
+            parts["agreed"] = SoftPredictions(noise_seed=self._agreed[0], values=self._agreed[1])
+        return parts
+
+    # --- the merge
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Makes the merge, and the server's own predictor, again without the device's part."""
+        self._held.pop(device, None)
+        if self._parts.pop(device, None) is not None:
+            self._merge(notes)
+
+    def _merge(self, cohort: Notes) -> None:
+        """All parts anew, in the order of the devices' ids; then the guards."""
+        # From the first weights again: of who is not in the merge any more nothing may stay.
+        self.predictor.load_state_dict(self.setting.server_model(self._feature_shape).state_dict())
+        by_class: dict[int, list[ClassSummary]] = defaultdict(list)
+        for device in sorted(self._parts):
+            for label, part in self._parts[device].items():
+                by_class[label].append(part)
+        alone = sorted(label for label, parts in by_class.items() if len(parts) < 2)
+        if alone:
+            cohort.event("class-of-one-device", f"classes {alone} are known from one device each; they are used")
+        merged = {label: merge(parts, self.config.rank) for label, parts in by_class.items()}
+        shrunk = shrink(self._sendable(merged, cohort), self.config.shrinkage)
+        self._classes = self._recognised(self._sendable(shrunk, cohort), cohort)
+        self._version += 1
+        self._agreed = None
+        cohort.report("merged_classes", len(self._classes))
+
+    def _sendable(self, classes: Classes, cohort: Notes) -> Classes:
+        """Without the classes that are too large for the wire, which no honest devices' features make together."""
+        limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
+        fits = {label: max(map(_largest, (c.mean, c.directions, c.variance))) <= limit for label, c in classes.items()}
+        for label in sorted(label for label, fit in fits.items() if not fit):
+            cohort.event("class-left-out", f"class {label}: its merged statistics go over {limit:g}; it is left out")
+        return {label: one for label, one in classes.items() if fits[label]}
+
+    def _recognised(self, classes: Classes, cohort: Notes) -> Classes:
+        """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from.
+
+        Twice chance is asked for; where that is hardly possible, of two or three classes, half way to all.
+        """
+        if not classes:
+            return classes
+        train = partial(self._train_predictor, classes, cohort.generator("predictor").initial_seed())
+        failure = reason_undone(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
+        if failure:
+            cohort.event("distillation-undone", f"the server's own predictor stays as it was: {failure}")
+            return classes
+        found = self._recognition(classes, cohort.generator("recognition").initial_seed())
+        cohort.report("recognition", {str(label): rate for label, rate in found.items()})
+        chance = 1 / len(classes)
+        poor = [label for label in sorted(found) if found[label] < min(2 * chance, (1 + chance) / 2)]
+        if not self.config.recognition_guard:
+            return classes
+        for label in poor:
+            text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
+            cohort.guard("recognition", f"{text}, chance is {chance:.3f}; the class is left out")
+        return {label: one for label, one in classes.items() if label not in poor}
+
+    def _train_predictor(self, classes: Classes, seed: int) -> None:
+        """3.9: cross-entropy on drawn rows alone, new ones in every epoch."""
+        optimizer = make_local_optimizer(self.config, self.predictor.parameters())
+        for epoch in range(self.config.server_epochs):
+            rows, labels = self._draw(classes, derive_seed(seed, epoch))
+            train_steps(
+                self.predictor,
+                len(labels),
+                epochs=1,
+                batch_size=self.config.batch_size,
+                optimizer=optimizer,
+                losses=partial(self._losses, rows, labels),
+                generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")),
+                device=self.setting.torch_device,
+            )
+
+    def _losses(self, rows: Tensor, labels: Tensor, epoch: int, rows_b: Tensor) -> list[Tensor]:
+        return [functional.cross_entropy(self.predictor(rows[rows_b]), labels[rows_b])]
+
+    def _recognition(self, classes: Classes, seed: int) -> dict[int, float]:
+        """Share of each class's drawn rows that the server's predictor gives this class."""
+        rows, labels = self._draw(classes, seed)
+        right = extract(self.predictor, rows).argmax(dim=1) == labels.cpu()
+        return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
+
+    def _draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
+        rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self._nonnegative)
+        where = self.setting.torch_device
+        return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        agreed = self._agreed
+        return {
+            "extractor": self.extractor.state_dict(),
+            "predictor": self.predictor.state_dict(),
+            "parts": {device: packed(classes) for device, classes in self._parts.items()},
+            "classes": packed(self._classes),
+            "version": self._version,
+            "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
+            "held": dict(self._held),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.extractor.load_state_dict(state["extractor"])
+        self.predictor.load_state_dict(state["predictor"])
+        self._parts = {device: unpacked(classes) for device, classes in state["parts"].items()}
+        self._classes = unpacked(state["classes"])
+        self._version = state["version"]
+        agreed = state["agreed"]
+        self._agreed = None if agreed is None else (agreed[0], agreed[1].numpy())
+        self._held = dict(state["held"])
+
+    def global_model(self) -> nn.Module | None:
+        """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""
+        return nn.Sequential(self.extractor, self.predictor) if self._classes else None
+
+    def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
+        model = self.global_model()
+        return None if model is None else (model, self.setting.input_shape)
+
+
+def _check_trained(config: ClassStatsConfig, setting: Setting) -> None:
+    name = setting.models.extractor
+    if not config.extractor_rounds and name in MODELS:
+        raise ConfigurationError(
+            f"extractor_rounds = 0, and the weights of [model] extractor = {name!r} are random; train it for a few "
+            "rounds, or name a factory of an extractor that has been trained, as package.module:factory"
+        )
+
+
+def _is_nonnegative(extractor: nn.Module, setting: Setting) -> bool:
+    """Whether features end in a ReLU or the like: then nothing below 0 is drawn."""
+    probe = torch.randn(_PROBES, *setting.input_shape, generator=torch.Generator().manual_seed(0))
+    return float(extract(extractor, probe).min()) >= 0
+
+
+def _seed(plan: Plan) -> int:
+    seed = plan.values["draw_seed"]
+    assert isinstance(seed, int)
+    return seed
+
+
+def _largest(array: Array) -> float:
+    return float(np.abs(array).max(initial=0))

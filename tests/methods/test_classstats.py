@@ -1,0 +1,757 @@
+"""Class statistics' two halves, what leaves a device, what it learns, guards, and the two answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from support.fleets import RUN, RUNS, SMALL, prepare, run_in_memory
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fleetdistill import Device
+from fleetdistill.class_statistics import (
+    ClassSummary,
+    combine,
+    draw_classes,
+    from_wire,
+    merge,
+    shrink,
+    summarise,
+    to_wire,
+)
+from fleetdistill.errors import ConfigurationError, KnowledgeError, WireError
+from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
+from fleetdistill.local_training import TensorData, extract
+from fleetdistill.methods.base import GENERAL, Ask, Local
+from fleetdistill.methods.classstats import PERSONAL, ClassStatsConfig, ClassStatsDevice
+from fleetdistill.model import check_local_model
+from fleetdistill.models import build_model
+from fleetdistill.seeds import derive_seed
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.methods.classstats import ClassStatsServer
+from fleetdistill_server.run_config import ModelSection
+from fleetdistill_server.setting import Setting
+from fleetdistill_server.simulation.device import load_arrays
+from fleetdistill_server.simulation.device import make_device as make_simulated
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.links import DriveDevices
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+CLASSES, SHAPE = 4, (1, 8, 8)
+CPU = torch.device("cpu")
+QUICK: dict[str, Any] = {"extractor_rounds": 1, "local_epochs": 1, "server_epochs": 4, "drawn_rows": 10}
+
+
+def config_of(**settings: Any) -> ClassStatsConfig:
+    return ClassStatsConfig.from_settings({**QUICK, **settings}).for_classes(CLASSES)
+
+
+def make_server(
+    extractor: str = "digits_extractor", shape: tuple[int, ...] = SHAPE, **settings: Any
+) -> ClassStatsServer:
+    models = ModelSection(extractor=extractor, server="digits_server")
+    setting = Setting(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
+    return ClassStatsServer(config_of(**settings), setting)
+
+
+def rows_of(counts: Sequence[int], seed: int) -> TensorData:
+    """Rows whose label can be seen: a bright row of pixels for each class."""
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    inputs = 0.2 * torch.rand(len(labels), *SHAPE, generator=torch.Generator().manual_seed(seed))
+    inputs[torch.arange(len(labels)), 0, 2 * labels] += 1
+    return TensorData(inputs, labels)
+
+
+def make_device(
+    counts: Sequence[int], seed: int = 1, model: Any = "digits_mlp_small", **settings: Any
+) -> ClassStatsDevice:
+    torch.manual_seed(seed)
+    module = build_model(model, classes=CLASSES) if isinstance(model, str) else model
+    local = Local(
+        model=module, taps=check_local_model(module), data=rows_of(counts, seed), classes=CLASSES, torch_device=CPU
+    )
+    return ClassStatsDevice(config_of(**settings), local)
+
+
+class Answered:
+    def __init__(self, device: str, samples: int, parts: Parts) -> None:
+        self.device, self.samples, self.parts = device, samples, parts
+
+    def part(self, name: str, kind: type[Kind]) -> Any:
+        assert isinstance(self.parts[name], kind)
+        return self.parts[name]
+
+
+class Rounds:
+    """Device halves that answer a server half in this process, over the wire's types; keeps all that was said."""
+
+    def __init__(self, server: ClassStatsServer, devices: dict[str, ClassStatsDevice]) -> None:
+        self.server, self.halves = server, devices
+        self.completed = self.round = 0
+        self.away: set[str] = set()
+        self.asked: list[tuple[str, str, Parts]] = []
+        self.answered: list[tuple[str, str, Parts]] = []
+        self.quorums: list[tuple[str, float | None]] = []
+        self.events: list[tuple[str, str]] = []
+        self.figures: dict[str, Any] = {}
+
+    def play(self, rounds: int = 1) -> Rounds:
+        for _ in range(rounds):
+            self.asked, self.answered, self.round = [], [], self.round + 1
+            torch.manual_seed(11)
+            asyncio.run(self.server.round(self))  # type: ignore[arg-type]
+            self.completed += 1
+        return self
+
+    async def ask(
+        self, step: str, payload: Any, *, to: Sequence[str], quorum: float | None = None
+    ) -> AsyncIterator[Any]:
+        self.quorums.append((step, quorum))
+        for device in to:
+            parts = decode(encode(payload(device) if callable(payload) else payload, np.float16))
+            self.asked.append((step, device, parts))
+            seed = derive_seed(7, self.round, step, device)
+            torch.manual_seed(seed)
+            answer = self.halves[device].handle(Ask(round=self.round, step=step, seed=seed, parts=parts))
+            sent = decode(encode(answer.parts, np.float16))
+            self.answered.append((step, device, sent))
+            yield Answered(device, answer.samples, sent)
+
+    @property
+    def remaining(self) -> list[str]:
+        return self.sample(1.0)
+
+    def sample(self, ratio: float) -> list[str]:
+        return sorted(set(self.halves) - self.away)
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(7, self.round, name))
+
+    def event(self, kind: str, text: str, device: str = "") -> None:
+        self.events.append((kind, text))
+
+    def guard(self, name: str, text: str, device: str = "") -> None:
+        self.event(f"{name}-guard", text, device)
+
+    def report(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+
+    def steps(self) -> list[tuple[str, str]]:
+        return [(step, device) for step, device, _ in self.asked]
+
+
+def two_devices(**settings: Any) -> dict[str, ClassStatsDevice]:
+    return {
+        "a": make_device([20, 12, 3, 0], seed=1, **settings),
+        "b": make_device([0, 9, 14, 8], seed=2, model="digits_cnn_small", **settings),
+    }
+
+
+def fleet(**settings: Any) -> Rounds:
+    return Rounds(make_server(**settings), two_devices(**settings))
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rank": 65}, r"rank must be in \[0, 64\], got 65"),
+        ({"rank": -1}, r"rank must be in \[0, 64\]"),
+        ({"shrinkage": 1.0}, "shrinkage must be >= 0 and < 1"),
+        ({"drawn_weight": -0.1}, "drawn_weight must be >= 0"),
+        ({"drawn_rows": 0}, "drawn_rows must be >= 1"),
+        ({"min_samples": 1}, "min_samples must be >= 2"),
+        ({"extractor_rounds": -1}, "extractor_rounds must be >= 0"),
+        ({"agreement_every": -1}, "agreement_every must be >= 0"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"server_epochs": 0}, "server_epochs must be >= 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        ClassStatsConfig(**settings)
+
+
+def test_an_extractor_of_random_weights_must_be_trained() -> None:
+    with pytest.raises(ConfigurationError, match=r"extractor_rounds = 0, and the weights of \[model\] extractor"):
+        make_server(extractor_rounds=0)
+
+
+# --- the extractor
+
+
+def test_extractor_rounds_average_the_extractor_alone_by_samples() -> None:
+    rounds = fleet(extractor_rounds=2)
+    rounds.play()
+    assert [(step, device, sorted(parts)) for step, device, parts in rounds.answered] == [
+        ("train", "a", ["extractor"]),
+        ("train", "b", ["extractor"]),
+    ]
+    a, b = (parts["extractor"] for _, _, parts in rounds.answered)
+    assert isinstance(a, ModelParameters)
+    assert isinstance(b, ModelParameters)
+    assert {*a.parameters, *a.buffers} == copied(rounds.server.extractor).keys()
+    for name, tensor in rounds.server.extractor.state_dict().items():
+        one, other = ({**part.parameters, **part.buffers}[name] for part in (a, b))
+        mean = (35 * one.astype(np.float64) + 31 * other) / 66 if one.dtype.kind == "f" else np.maximum(one, other)
+        assert_allclose(tensor.numpy(), mean, rtol=1e-6)
+    rounds.play()
+    sent = next(parts["extractor"] for _, _, parts in rounds.asked)
+    assert isinstance(sent, ModelParameters)
+    assert not np.array_equal(sent.parameters["stem.0.weight"], a.parameters["stem.0.weight"])
+
+
+def test_after_them_the_extractor_is_frozen_on_every_device_to_the_bit() -> None:
+    rounds = fleet().play(2)
+    frozen = copied(rounds.server.extractor)
+    rounds.play(2)
+    assert equal(copied(rounds.server.extractor), frozen)
+    for half in rounds.halves.values():
+        assert equal(copied(half.local.taps.extractor), frozen)
+        assert half._personal is not None
+        assert equal(copied(half._personal.extractor), frozen)  # type: ignore[arg-type]
+
+
+# --- summaries and their merge
+
+
+def test_a_device_sends_the_summaries_of_classes_with_enough_samples_and_nothing_else() -> None:
+    rounds = fleet().play(2)
+    sent = {device: parts for step, device, parts in rounds.answered if step == "summarise"}
+    assert [sorted(parts) for parts in sent.values()] == [["statistics"]] * 2
+    a = sent["a"]["statistics"]
+    assert isinstance(a, ClassStatistics)
+    assert (a.labels, list(a.counts)) == ([0, 1], [20, 12])  # type: ignore[arg-type]  # of class 2 it has three only
+    half = rounds.halves["a"]
+    features = extract(half.local.taps.features, half.local.data.inputs, model=half.local.model).flatten(1).double()
+    expected = summarise(features[:20].numpy(), half.config.rank)
+    found = from_wire(a)[0]
+    assert_allclose(found.mean, expected.mean, rtol=1e-3, atol=1e-6)
+    assert_allclose(found.directions, expected.directions, rtol=2e-3, atol=1e-4)
+    assert_allclose(found.variance, expected.variance, rtol=1e-3, atol=1e-6)
+    assert [step for step, _, parts in rounds.answered if step == "learn" and parts] == []
+
+
+def test_every_device_gets_the_shrunk_merge_once() -> None:
+    rounds = fleet(recognition_guard=False).play(2)
+    parts = {
+        device: from_wire(sent["statistics"])  # type: ignore[arg-type]
+        for step, device, sent in rounds.answered
+        if step == "summarise"
+    }
+    labels = sorted({label for part in parts.values() for label in part})
+    merged = {label: merge([part[label] for part in parts.values() if label in part], 8) for label in labels}
+    expected = shrink(merged, 0.1)
+    for step, _, asked in rounds.asked:
+        if step == "learn":
+            found = from_wire(asked["classes"])  # type: ignore[arg-type]
+            assert sorted(found) == labels == [0, 1, 2, 3]
+            for label in labels:
+                assert found[label].count == expected[label].count
+                assert_allclose(found[label].mean, expected[label].mean, rtol=1e-3, atol=1e-6)
+                assert_allclose(found[label].variance, expected[label].variance, rtol=1e-3, atol=1e-6)
+    assert rounds.events == [("class-of-one-device", "classes [0, 2, 3] are known from one device each; they are used")]
+    rounds.play()
+    assert [(step, sorted(parts)) for step, _, parts in rounds.asked] == [("learn", ["plan"])] * 2
+
+
+def test_a_device_without_enough_of_any_class_takes_part() -> None:
+    rounds = fleet()
+    rounds.halves["c"] = make_device([2, 2, 2, 2], seed=3)
+    rounds.play(3)
+    assert rounds.server._parts["c"] == {}
+    assert ("learn", "c") in rounds.steps()
+
+
+def test_numbers_that_do_not_fit_the_wire_are_a_clear_error() -> None:
+    half = make_device([20, 12, 3, 0], extractor_rounds=1)
+    half.local.data.inputs.mul_(1e7)
+    message: Parts = {"extractor": make_server().initial()}
+    answer = half.handle(Ask(round=1, step="summarise", seed=1, parts=message))
+    with pytest.raises(KnowledgeError, match=r"statistics/means, row 0: .* does not fit float16.*use float32"):
+        encode(answer.parts, np.float16)
+
+
+class Refused(Exception):
+    """Ends a run in which an upload was refused."""
+
+
+def test_a_device_cannot_count_more_samples_than_it_has_declared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def boastful(classes: dict[int, ClassSummary]) -> ClassStatistics:
+        sent = to_wire(classes)
+        return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
+
+    monkeypatch.setattr("fleetdistill.methods.classstats.to_wire", boastful)
+    prepared = prepare(replace(RUNS["classstats"], train_limit=120), tmp_path / "work")
+    store = Store.in_memory()
+
+    def stop() -> None:
+        if store.events(RUN, "refused"):
+            raise Refused
+
+    with ExitStack() as stack:
+        engine = Engine(store, prepared[0], DriveDevices(devices_of(prepared, stack, Desk(store)), stop))
+        with pytest.raises(Refused):
+            asyncio.run(engine.run())
+    (event,) = store.events(RUN, "refused")
+    declared = len(load_arrays(prepared[1][0].data_file)[1])
+    assert event["code"] == "bad-value"
+    assert event["text"].endswith(f"the device has declared {declared} samples")
+    store.close()
+
+
+# --- learning
+
+
+def test_own_and_drawn_rows_go_through_the_predictor_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = fleet().play(2)
+    half = rounds.halves["b"]
+    sizes, predict = list[int](), half.local.taps.predict
+    norm = next(one for one in half.local.model.predictor.modules() if isinstance(one, nn.BatchNorm2d))  # type: ignore[union-attr,operator]
+    before = int(norm.num_batches_tracked)  # type: ignore[arg-type]
+    monkeypatch.setattr(half.local.model, "predict", lambda features: sizes.append(len(features)) or predict(features))
+    rounds.play()
+    assert sizes == [62]  # 31 own rows in one batch, and as many drawn ones
+    assert int(norm.num_batches_tracked) == before + 1  # type: ignore[arg-type]
+
+
+def test_a_device_learns_classes_that_it_has_never_seen() -> None:
+    rounds = fleet(local_epochs=8, learning_rate=0.05).play(8)
+    test = rows_of([25] * CLASSES, seed=9)
+    for half in rounds.halves.values():
+        answers = {GENERAL: half.local.model, **half.further_answers()}
+        right = {name: extract(model, test.inputs).argmax(1) == test.labels for name, model in answers.items()}
+        missing = half.local.data.labels.bincount(minlength=CLASSES)[test.labels] == 0
+        assert float(right[GENERAL][missing].double().mean()) > 0.9
+        assert float(right[GENERAL].double().mean()) > 0.9
+        assert float(right[PERSONAL][~missing].double().mean()) > 0.9
+
+
+def test_without_merged_classes_a_device_learns_from_its_own_rows() -> None:
+    rounds = fleet(min_samples=50).play(3)
+    assert rounds.server._classes == {}
+    assert all(half.trained is not None and half.trained.samples_seen > 0 for half in rounds.halves.values())
+
+
+def test_rows_are_new_in_every_round_and_the_same_on_every_device() -> None:
+    rounds = fleet()
+    seeds = []
+    for _ in range(4):
+        rounds.play()
+        seeds.append({parts["plan"].values["draw_seed"] for step, _, parts in rounds.asked if step == "learn"})  # type: ignore[union-attr]
+    assert [len(one) for one in seeds] == [0, 1, 1, 1]
+    assert len(set().union(*seeds)) == 3
+    a, b = (half._draw({"draw_seed": 5, "nonnegative": True}) for half in rounds.halves.values())
+    assert torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1])
+
+
+def test_features_below_zero_are_drawn_only_where_the_extractor_gives_such() -> None:
+    assert make_server()._nonnegative
+    signed = make_server(extractor=f"{__name__}:signed_extractor")
+    assert not signed._nonnegative
+    one = {0: ClassSummary(count=5, mean=np.zeros(6), directions=np.zeros((0, 6)), variance=np.ones(6))}
+    rows, labels = draw_classes(one, 20, 3, nonnegative=False)
+    assert rows.min() < 0
+    assert set(labels) == {0}
+    assert draw_classes(one, 20, 3, nonnegative=True)[0].min() == 0
+
+
+def signed_extractor(input_shape: Sequence[int]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh())
+
+
+def test_a_lesson_before_the_statistics_is_refused() -> None:
+    half = make_device([20, 12, 3, 0])
+    plan = Plan(values={"draw_seed": 1, "nonnegative": True})
+    with pytest.raises(WireError, match="before the fleet's class statistics"):
+        half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": plan}))
+
+
+def test_both_halves_go_on_from_their_saved_state_as_if_nothing_had_been() -> None:
+    settings = {"agreement_every": 2, "drawn_rows": 8}
+    rounds = fleet(**settings).play(4)
+    again = fleet(**settings)
+    again.completed, again.round = rounds.completed, rounds.round
+    again.server.load_state_dict(unpack_state(pack_state(rounds.server.state_dict())))
+    for name, half in rounds.halves.items():
+        saved = unpack_state(pack_state({"model": half.local.model.state_dict(), "method": half.state_dict()}))
+        again.halves[name].local.model.load_state_dict(saved["model"])
+        again.halves[name].load_state_dict(saved["method"])
+    rounds.play(2)
+    again.play(2)
+    assert pack_state(again.server.state_dict()) == pack_state(rounds.server.state_dict())
+    for name, half in rounds.halves.items():
+        assert pack_state(half.state_dict()) == pack_state(again.halves[name].state_dict())
+        assert equal(copied(half.local.model), copied(again.halves[name].local.model))
+
+
+# --- agreement
+
+
+def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
+    rounds = fleet(agreement_every=2, recognition_guard=False)
+    exchanges = []
+    for _ in range(6):
+        rounds.play()
+        exchanges.append(sorted({step for step, _ in rounds.steps()}))
+        if "agree" in exchanges[-1]:
+            sent = [parts["predictions"] for step, _, parts in rounds.answered if step == "agree"]
+            assert all(isinstance(one, SoftPredictions) for one in sent)
+            mean = np.mean([one.values.astype(np.float64) for one in sent], axis=0)  # type: ignore[union-attr]
+            told = [parts["agreed"] for step, _, parts in rounds.asked if step == "learn"]
+            for one in told:
+                assert_allclose(one.values, mean, atol=1e-3)  # type: ignore[union-attr]
+            seed = sent[0].noise_seed  # type: ignore[union-attr]
+        if len(exchanges) > 3:
+            plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[union-attr]
+            assert {plan["draw_seed"] for plan in plans} == {seed}
+            drawn = rounds.halves["a"]._drawn(Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2]))
+            assert drawn is not None
+            assert drawn.soft is not None
+            assert drawn.soft.shape == (10 * 4, CLASSES)
+    assert exchanges == [
+        ["train"],
+        ["learn", "summarise"],
+        ["learn"],
+        ["agree", "learn"],
+        ["learn"],
+        ["agree", "learn"],
+    ]
+
+
+def test_predictions_on_other_rows_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = fleet(agreement_every=1).play(2)
+    agree = ClassStatsDevice.agree
+
+    def on_other_rows(self: ClassStatsDevice, ask: Ask) -> Any:
+        answer = agree(self, ask)
+        sent = answer.parts["predictions"]
+        assert isinstance(sent, SoftPredictions)
+        changes = {"noise_seed": 1} if self is rounds.halves["a"] else {"values": sent.values[:3]}
+        return replace(answer, parts={"predictions": replace(sent, **changes)})
+
+    on_other_rows.answers_step = "agree"  # type: ignore[attr-defined]
+    monkeypatch.setattr(ClassStatsDevice, "agree", on_other_rows)
+    rounds.play()
+    assert [kind for kind, _ in rounds.events if kind == "member-left-out"] == ["member-left-out"] * 2
+    assert rounds.server._agreed is None
+
+
+# --- guards, newcomers and leavers
+
+
+def alike(label: int) -> ClassSummary:
+    return ClassSummary(count=10, mean=np.ones(128), directions=np.zeros((8, 128)), variance=np.full(128, 0.1))
+
+
+def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
+    rounds = fleet()
+    rounds.server._parts = {"a": {label: alike(label) for label in range(4)}, "b": {}}
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    left_out = [text for kind, text in rounds.events if kind == "recognition-guard"]
+    assert len(left_out) >= 2
+    assert len(rounds.server._classes) == 4 - len(left_out)
+    off = fleet(recognition_guard=False)
+    off.server._parts = rounds.server._parts
+    off.server._merge(off)  # type: ignore[arg-type]
+    assert len(off.server._classes) == 4
+
+
+def test_a_class_whose_merge_does_not_fit_the_wire_is_left_out_alone() -> None:
+    rounds = fleet(recognition_guard=False)
+    long = np.zeros((8, 128))
+    long[0] = 65504
+    far = {sign: replace(alike(0), mean=np.full(128, sign * 65504.0), directions=long) for sign in (1, -1)}
+    rounds.server._parts = {"a": {0: far[1], 1: alike(1)}, "b": {0: far[-1], 1: alike(1)}}
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server._classes) == [1]
+    assert [kind for kind, _ in rounds.events] == ["class-left-out"]
+    encode({"classes": to_wire(rounds.server._classes)}, np.float16)
+
+
+def test_a_newcomer_sends_its_summary_then_and_everybody_gets_the_new_merge() -> None:
+    rounds = fleet(recognition_guard=False).play(3)
+    before = rounds.server._classes[3].count
+    rounds.halves["c"] = make_device([6, 6, 6, 30], seed=3, model="digits_linear")
+    rounds.quorums.clear()
+    rounds.play()
+    assert [step for step in rounds.steps() if step[0] == "summarise"] == [("summarise", "c")]
+    assert dict(rounds.quorums) == {"summarise": 0.0, "learn": None}
+    assert rounds.server._classes[3].count == before + 30
+    assert all("classes" in parts for step, _, parts in rounds.asked if step == "learn")
+    assert equal(copied(rounds.halves["c"].local.taps.extractor), copied(rounds.server.extractor))
+    rounds.play()
+    assert not any("classes" in parts for _, _, parts in rounds.asked)
+
+
+def test_who_leaves_stays_in_the_merge() -> None:
+    rounds = fleet(recognition_guard=False).play(2)
+    classes = rounds.server._classes
+    rounds.away = {"b"}
+    rounds.play(2)
+    assert rounds.server._classes is classes
+    assert rounds.steps() == [("learn", "a")]
+
+
+def files_with(directory: Path, wanted: bytes) -> list[Path]:
+    """Files of a store that hold these bytes, the database's and its log among them."""
+    return [file for file in sorted(directory.rglob("*")) if file.is_file() and wanted in file.read_bytes()]
+
+
+class Forgetting:
+    """A run on the disk whose first device is to be forgotten while it is under way."""
+
+    def __init__(self, directory: Path, rounds: int) -> None:
+        wanted = replace(RUNS["classstats"], devices=3, rounds=rounds, train_limit=300, alpha=10.0)
+        config, specs, work = prepare(wanted, directory / "work")
+        terms = config.run.model_copy(update={"min_devices": 2})  # those that are left are enough
+        self.prepared = config.model_copy(update={"run": terms}), specs, work
+        self.directory = directory / "store"
+        self.store = Store.open(self.directory)
+        self.device = self.prepared[1][0].name
+        self.sent: list[bytes] = []
+
+    def run(self, ask_in_round: int) -> None:
+        with ExitStack() as stack:
+            devices = devices_of(self.prepared, stack, Desk(self.store))
+            waker = DriveDevices(devices, lambda: self._look(ask_in_round))
+            asyncio.run(Engine(self.store, self.prepared[0], waker).run())
+
+    def _look(self, ask_in_round: int) -> None:
+        """Keeps what the device's part looks like in an upload and in a checkpoint; then asks to forget it."""
+        if not self.sent:
+            for row in self.store.uploads(RUN):
+                if row["device"] == self.device and row["step"] == "summarise":
+                    part = decode(self.store.blobs.open(row["sha256"]))["statistics"]
+                    assert isinstance(part, ClassStatistics)
+                    assert part.means is not None
+                    self.sent = [part.means[0].tobytes(), part.means[0].astype(np.float64).tobytes()]
+        now = self.store.open_round(RUN)
+        known = self.store.device(RUN, self.device)
+        if now is not None and now["round"] == ask_in_round and known is not None and not known["forget_asked_at"]:
+            assert all(files_with(self.directory, one) for one in self.sent)
+            assert not ask_to_forget(self.store, RUN, self.device, served=RUN)
+
+    def state(self) -> dict[str, Any]:
+        row = self.store.run(RUN)
+        assert row is not None
+        state: dict[str, Any] = unpack_state(self.store.blobs.get_state(row["checkpoint"]))
+        return state
+
+
+def test_a_forgotten_part_is_nowhere_in_the_store_and_the_others_get_the_merge_without_it(tmp_path: Path) -> None:
+    run = Forgetting(tmp_path, rounds=5)
+    run.run(ask_in_round=3)
+    state, others = run.state(), [spec.name for spec in run.prepared[1][1:]]
+    assert sorted(state["parts"]) == sorted(state["held"]) == others
+    for label, (count, *_) in state["classes"].items():
+        assert count == sum(part[label][0] for part in state["parts"].values() if label in part)
+    assert {tuple(held) for held in state["held"].values()} == {(state["version"], -1)}
+    assert state["version"] == 2
+    asked = {(row["round"], row["device"]) for row in run.store.uploads(RUN) if row["step"] == "learn"}
+    assert {device for number, device in asked if number > 3} == set(others)
+    assert len(run.sent) == 2
+    assert [files_with(run.directory, one) for one in run.sent] == [[], []]
+    assert [row["device"] for row in run.store.events(RUN, "forgotten")] == [run.device]
+    run.store.close()
+
+
+def test_a_device_of_a_finished_run_is_forgotten_at_once(tmp_path: Path) -> None:
+    run = Forgetting(tmp_path, rounds=2)
+    run.run(ask_in_round=99)
+    before = run.state()
+    assert all(files_with(run.directory, one) for one in run.sent)
+    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    state = run.state()
+    assert sorted(state["parts"]) == sorted({*before["parts"]} - {run.device})
+    assert state["version"] == before["version"] + 1
+    assert [files_with(run.directory, one) for one in run.sent] == [[], []]
+    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    assert len(run.store.events(RUN, "forgotten")) == 1
+    with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
+        ask_to_forget(run.store, RUN, "nobody", served=None)
+    run.store.close()
+
+
+# --- an extractor that comes with weights
+
+
+def torchvision_stem(input_shape: Sequence[int]) -> nn.Module:
+    """The first layers of a torchvision model, with weights that a training elsewhere would have given."""
+    from torchvision.models import resnet18
+
+    torch.manual_seed(5)
+    model = resnet18(weights=None)
+    return nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+
+
+def any_module(input_shape: Sequence[int]) -> nn.Module:
+    return OwnExtractor()
+
+
+class OwnExtractor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64 * 12).reshape(12, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) @ self.weight.T).relu()
+
+
+class OnExtractor(nn.Module):
+    """A model of an app's own: any extractor, and a linear layer."""
+
+    def __init__(self, extractor: nn.Module, features: int) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(features, CLASSES))
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.extractor(x)  # type: ignore[no-any-return]
+
+    def predict(self, features: Tensor) -> Tensor:
+        return self.head(features)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predict(self.features(x))
+
+
+@pytest.mark.parametrize(("factory", "channels", "features"), [(torchvision_stem, 3, 256), (any_module, 1, 12)])
+def test_a_trained_extractor_is_taken_as_it_is(factory: Any, channels: int, features: int) -> None:
+    server = make_server(f"{__name__}:{factory.__name__}", shape=(channels, 8, 8), extractor_rounds=0)
+    given = copied(server.extractor)
+    halves = {}
+    for name, counts in (("a", [20, 12, 3, 0]), ("b", [0, 9, 14, 8])):
+        model = OnExtractor(factory((channels, 8, 8)), features)
+        data = rows_of(counts, seed=1)
+        data = TensorData(data.inputs.expand(-1, channels, -1, -1).clone(), data.labels)
+        local = Local(model=model, taps=check_local_model(model), data=data, classes=CLASSES, torch_device=CPU)
+        halves[name] = ClassStatsDevice(config_of(extractor_rounds=0), local)
+        model.extractor.load_state_dict(server.extractor.state_dict())  # as the initial weights do at check-in
+    rounds = Rounds(server, halves).play(2)
+    assert set(server.steps) == {"summarise", "learn"}
+    assert server.columns(server.config) == ["features", "counts"]
+    assert [step for step, _, parts in rounds.asked if "extractor" in parts] == []
+    for module in (server.extractor, *(half.local.taps.extractor for half in halves.values())):
+        assert equal(copied(module), given)
+
+
+# --- two answers, in whole runs
+
+
+def softmax(values: Array) -> Array:
+    return np.asarray(torch.from_numpy(values).double().softmax(dim=-1).numpy())
+
+
+def test_sta_10_the_personal_answer_is_the_product_of_both_predictors() -> None:
+    rounds = fleet().play(3)
+    half = rounds.halves["a"]
+    inputs = half.local.data.inputs[:5]
+    assert half._personal is not None
+    general, personal = (softmax(extract(model, inputs).numpy()) for model in (half.local.model, half._personal))
+    found = softmax(extract(half.further_answers()[PERSONAL], inputs).numpy())
+    assert_allclose(found, combine(general, personal), atol=1e-5)
+    assert np.abs(general - personal).max() > 1e-3
+
+
+def devices_of(prepared: Any, stack: ExitStack, desk: Desk) -> list[Device]:
+    return [stack.enter_context(make_simulated(spec, MemoryLink(desk))) for spec in prepared[1]]
+
+
+def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_path: Path) -> None:
+    prepared = prepare(RUNS["classstats"], tmp_path / "work")
+    store = Store.in_memory()
+    with ExitStack() as stack:
+        devices = devices_of(prepared, stack, Desk(store))
+        asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
+        for device in devices:
+            device.step(0.0)
+        found = [_outputs(device, load_arrays(prepared[1][0].test_file)[0]) for device in devices]
+    with ExitStack() as stack:
+        again = devices_of(prepared, stack, Desk(store))
+        inputs = load_arrays(prepared[1][0].test_file)[0]
+        for device, before in zip(again, found, strict=True):
+            after = _outputs(device, inputs)
+            assert sorted(after) == ["general", "model", "personal"]
+            for name in after:
+                assert_close(after[name], before[name], rtol=0, atol=0)
+                session = onnxruntime.InferenceSession(str(device.state_dir / f"{name}.onnx"))
+                assert_allclose(session.run(["logits"], {"input": inputs})[0], after[name].numpy(), atol=1e-4)
+            assert torch.equal(after["model"], after["general"])
+            assert not torch.equal(after["general"], after["personal"])
+    store.close()
+
+
+def _outputs(device: Device, inputs: Array) -> dict[str, Tensor]:
+    with torch.no_grad():
+        models = {"model": device.model, **device.models}
+        return {name: model(torch.from_numpy(inputs)) for name, model in models.items()}
+
+
+def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: Path) -> None:
+    wanted = replace(SMALL, method="classstats", rounds=3, settings={"extractor_rounds": 1}, out=tmp_path)
+    report = simulate(wanted)
+    assert set(report.further) == {PERSONAL}
+    assert {set(one.further) == {PERSONAL} for one in report.devices} == {True}
+    written = json.loads((tmp_path / "report.json").read_text())["devices"][0]["further"][PERSONAL]
+    assert written == report.devices[0].further[PERSONAL]
+    assert report.global_accuracy_by_round[0] is None
+    assert all(rate is not None for rate in report.global_accuracy_by_round[1:])
+
+
+def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_path: Path) -> None:
+    wanted = Simulation(
+        method="classstats",
+        settings={"extractor_rounds": 1},
+        devices=3,
+        rounds=4,
+        train_limit=300,
+        test_limit=60,
+        alpha=0.3,
+        validation_share=0.3,
+        with_alone=False,
+        with_fedavg=False,
+    )
+    store = run_in_memory(prepare(wanted, tmp_path / "work"))
+    figures = {
+        name: {(row["round"], row["device"]): row for row in store.figures(RUN, name, "validation")}
+        for name in ("accuracy", "personal/accuracy", "picked/general", "picked/personal", "replaced")
+    }
+    store.close()
+    assert {number for number, _ in figures["picked/personal"]} == {2, 3, 4}
+    for key, picked in figures["picked/personal"].items():
+        rates = [figures[name][key]["sum"] for name in ("accuracy", "personal/accuracy")]
+        expected = figures["replaced"][key]["sum"] * (rates[1] > rates[0])
+        assert picked["sum"] == expected
+        assert picked["sum"] + figures["picked/general"][key]["sum"] == figures["replaced"][key]["sum"]
+    assert any(row["sum"] for row in figures["picked/personal"].values())
