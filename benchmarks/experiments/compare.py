@@ -109,9 +109,47 @@ def _dafkd(base: Simulation) -> Comparison:
     )
 
 
+def _classstats(base: Simulation, agreement: dict[str, Any], fedavg: tuple[str, ...]) -> Comparison:
+    """Five different models, and FedAvg with one of them on every device."""
+    settings = dict(base.settings)
+    trained = {name: value for name, value in settings.items() if name == "learning_rate"}
+    runs: dict[str, dict[str, Any]] = {
+        "classstats": {},
+        "with agreement": {"settings": settings | agreement},
+        "means only": {"settings": settings | {"means_only": True}},
+        "fedgkt": {"method": "feddkc", "settings": trained | {"server_beta": 0.0}},
+        **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": trained} for one in fedavg},
+    }
+    return Comparison(replace(base, method="classstats"), "devices", runs, ALPHAS)
+
+
 _FASHION = Simulation(dataset="fashion-mnist", devices=10, train_limit=2000, test_limit=1000)
 
+_SMALL_FASHION = Simulation(
+    dataset="fashion-mnist",
+    image_size=14,
+    train_limit=3000,
+    test_limit=2500,
+    rounds=10,
+    settings={"extractor_rounds": 3, "learning_rate": 0.02},
+)
+_EVERY_FIVE: dict[str, Any] = {"agreement_every": 5}
+_EVERY_ROUND: dict[str, Any] = {"agreement_every": 1, "drawn_rows": 100}
+
 COMPARISONS = {
+    "classstats-digits": _classstats(Simulation(), _EVERY_FIVE, ("digits_cnn_large", "digits_mlp_large")),
+    "classstats-fashion": _classstats(_SMALL_FASHION, _EVERY_ROUND, ("resnet12",)),
+    "classstats-mnist-20": _classstats(
+        replace(_SMALL_FASHION, dataset="mnist", train_limit=4000, devices=20), _EVERY_ROUND, ("resnet12",)
+    ),
+    "classstats-femnist": replace(
+        _classstats(
+            replace(_SMALL_FASHION, dataset="femnist-digits", train_limit=None, devices=12, partition="by_client"),
+            _EVERY_ROUND,
+            ("resnet12",),
+        ),
+        settings={"": {}},
+    ),
     "feddkc-digits": _feddkc(Simulation(rounds=30), "digits_mlp_large"),
     "feddkd-digits": _feddkd(Simulation(devices=10, models=("digits_mlp_small",)), rounds=10, steps=(1, 3, 10)),
     "feddkd-fashion": _feddkd(replace(_FASHION, models=("fedd2s_m1",)), rounds=10, steps=(3, 10)),
@@ -216,6 +254,7 @@ def figures(report: FleetReport) -> dict[str, Any]:
         "bytes_down": sum(one.bytes_down for one in report.devices) / per_device_round,
         "bytes_curve": list(itertools.accumulate(one["up"] + one["down"] for one in report.bytes_by_round)),
         "guards": report.guards_fired,
+        "further": report.further,
         "rounds": report.rounds,
         "method_settings": report.settings,
         "seconds": report.seconds,

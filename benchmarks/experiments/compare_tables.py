@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any, Literal
 
-Headline = Literal["global", "c_per", "own"]
+Headline = Literal["global", "devices", "c_per", "own"]
 Row = dict[str, Any]
 """What was kept of a run; see `compare.figures`."""
 Found = dict[tuple[str, int], Row]
 """(run, seed) -> what was kept of it."""
 Pairs = list[tuple[Row, Row]]
-CONTROLS = ("fedavg", "local + proxy labels", "no correlation", "without dropping", "server_beta=0")
-_NAMES = {"global": "global model", "c_per": "C-Per", "own": "own classes"}
+CONTROLS = (
+    "fedavg",
+    "local + proxy labels",
+    "no correlation",
+    "without dropping",
+    "server_beta=0",
+    "means only",
+    "fedgkt",
+)
+_NAMES = {"global": "global model", "devices": "devices, all classes", "c_per": "C-Per", "own": "own classes"}
 _COLUMNS = ("global", "devices", "own", "c_per")
 _CURVES = {"global": "global_curve", "devices": "fleet_curve", "own": "own_curve", "c_per": "c_per_curve"}
 _NEARLY = 1 + 1e-9
@@ -32,7 +41,9 @@ def print_tables(title: str, found: Found, names: list[str], headline: Headline)
         rows = [found[name, seed] for seed in seeds if (name, seed) in found]
         for at in _rounds_shown(rows):
             _print_row(name, rows, at)
+        _print_further(name, rows)
     _print_differences(found, names, seeds, headline)
+    _print_bytes_to_fedavg(found, names, seeds)
     _print_what_older_rows_lack(list(found.values()))
 
 
@@ -53,6 +64,14 @@ def _print_row(name: str, rows: list[Row], at: int) -> None:
     bytes_so_far = statistics.mean(bytes_curve(row)[at - 1] for row in rows) / 1e3
     guards = sum(row["guards"] for row in rows) if at == rows[0]["rounds"] else ""
     print(f"| {name}, round {at} | {' | '.join(figures)} | {bytes_so_far:,.0f} | {guards} |")
+
+
+def _print_further(name: str, rows: list[Row]) -> None:
+    """Second answers of the devices, which have figures of the end of a run only."""
+    for answer in sorted({one for row in rows for one in row.get("further", {})}):
+        means = [row["further"][answer] for row in rows if answer in row.get("further", {})]
+        figures = [_text([one[figure] for one in means]) for figure in ("accuracy", "own_accuracy")]
+        print(f"| {name}, its {answer} answer | | {' | '.join(figures)} | | | |")
 
 
 # --- what a row says
@@ -112,6 +131,26 @@ def _print_differences(found: Found, names: list[str], seeds: list[int], headlin
             if pairs:
                 print(f"| {name} - {control} | {_equal_rounds(pairs, headline)} | {_equal_bytes(pairs, headline)} |")
         _print_against_alone(name, found, seeds, headline)
+
+
+def _print_bytes_to_fedavg(found: Found, names: list[str], seeds: list[int]) -> None:
+    """What others need until their devices are where FedAvg's models end, on all classes: a share of its bytes."""
+    if all("fedavg" not in name for name in names) or not any("means only" in name for name in names):
+        return
+    print("\n| bytes to FedAvg's accuracy after its last round, as a share of its bytes | devices | global model |")
+    print("|---|---|---|")
+    for name, control in itertools.product((one for one in names if not one.startswith(CONTROLS)), names):
+        pairs = [(found[name, s], found[control, s]) for s in seeds if (name, s) in found and (control, s) in found]
+        if control.startswith("fedavg") and pairs:
+            cells = [", ".join(_share(a, b, figure) for a, b in pairs) for figure in ("devices", "global")]
+            print(f"| {name} to {control} | {' | '.join(cells)} |")
+
+
+def _share(mine: Row, control: Row, figure: str) -> str:
+    goal = _figure(control, figure, control["rounds"])
+    reached = (number for number, value in enumerate(mine["fleet_curve"]) if goal is not None and value >= goal)
+    first = next(reached, None)
+    return "never" if first is None else f"{bytes_curve(mine)[first] / bytes_curve(control)[-1]:.3f}"
 
 
 def _print_against_alone(name: str, found: Found, seeds: list[int], headline: Headline) -> None:

@@ -7,7 +7,7 @@ with mean `mean` and covariance `directions.T @ directions + diag(variance)`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,17 @@ class ClassSummary:
     def diagonal(self) -> Array:
         """`[F]`, the whole variance of each feature."""
         return np.asarray(self.variance + np.square(self.directions).sum(axis=0))
+
+
+def clip(rows_nf: Array, norm: float) -> Array:
+    """Rows scaled down to an L2 norm of at most `norm`, so that one row can move a sum of rows by no more than this.
+
+    Args:
+        rows_nf: `[n, F]` float64, finite. Rows that are no longer than `norm` stay as they are, bit for bit.
+        norm: Above 0.
+    """
+    lengths_n1 = np.linalg.norm(rows_nf, axis=1, keepdims=True)
+    return np.asarray(rows_nf * (norm / np.maximum(lengths_n1, norm)))
 
 
 def summarise(rows_nf: Array, rank: int) -> ClassSummary:
@@ -89,6 +100,11 @@ def merge(parts: Sequence[ClassSummary], rank: int) -> ClassSummary:
     within = sum(share * part.variance for share, part in zip(shares, parts, strict=True))
     directions = _principal(stacked, rank, kept=len(stacked))
     return _complete(total, mean, directions, within + np.square(stacked).sum(axis=0))
+
+
+def length(summary: ClassSummary) -> float:
+    """Root mean square L2 norm of the rows that a summary describes."""
+    return float(np.sqrt(np.square(summary.mean).sum() + summary.diagonal.sum()))
 
 
 def shrink(classes: Mapping[int, ClassSummary], share: float) -> dict[int, ClassSummary]:
@@ -148,12 +164,19 @@ def draw_classes(
         `[K * rows, F]` float32 and their labels `[K * rows]` int64, in the order of the labels.
     """
     labels = sorted(classes)
-    drawn = [draw(classes[one], rows, derive_seed(seed, "class", one), nonnegative=nonnegative) for one in labels]
-    return np.concatenate(drawn).astype(np.float32), np.repeat(np.array(labels, dtype=np.int64), rows)
+    seeds = {one: derive_seed(seed, "class", one) for one in labels}
+    drawn = [draw(classes[one], rows, seeds[one], nonnegative=nonnegative).astype(np.float32) for one in labels]
+    return np.concatenate(drawn), np.repeat(np.array(labels, dtype=np.int64), rows)
 
 
-def to_wire(classes: Mapping[int, ClassSummary]) -> ClassStatistics:
-    """Summaries as they travel, in the order of their labels."""
+def mean_alone(summary: ClassSummary) -> ClassSummary:
+    """The same class without its spread, as a prototype: every row drawn from it is its mean."""
+    size = len(summary.mean)
+    return replace(summary, directions=np.zeros((0, size)), variance=np.zeros(size))
+
+
+def to_wire(classes: Mapping[int, ClassSummary], *, variances: bool = True) -> ClassStatistics:
+    """Summaries as they travel, in the order of their labels; without `variances` means and directions alone."""
     labels = sorted(classes)
     if not labels:
         return ClassStatistics(labels=[])
@@ -164,25 +187,28 @@ def to_wire(classes: Mapping[int, ClassSummary]) -> ClassStatistics:
         counts=np.array([min(one.count, _LARGEST_COUNT) for one in all_of], dtype=np.int32),
         means=np.stack([one.mean for one in all_of]),
         directions=directions if directions.shape[1] else None,
-        variances=np.stack([one.variance for one in all_of]),
+        variances=np.stack([one.variance for one in all_of]) if variances else None,
     )
 
 
 def from_wire(sent: ClassStatistics) -> dict[int, ClassSummary]:
-    """Summaries by label; `sent` has passed the checks of whoever took it in, or comes from the server."""
+    """Summaries by label; `sent` has passed the checks of whoever took it in, or comes from the server.
+
+    What was not sent, directions or variances, is none.
+    """
     if not sent.labels:
         return {}
     assert sent.counts is not None
     assert sent.means is not None
-    assert sent.variances is not None
-    no_directions = np.zeros((len(sent.labels), 0, sent.means.shape[1]))
-    directions = no_directions if sent.directions is None else sent.directions.astype(np.float64)
+    classes, size = sent.means.shape
+    directions = np.zeros((classes, 0, size)) if sent.directions is None else sent.directions.astype(np.float64)
+    variances = np.zeros((classes, size)) if sent.variances is None else sent.variances.astype(np.float64)
     return {
         label: ClassSummary(
             count=int(sent.counts[row]),
             mean=sent.means[row].astype(np.float64),
             directions=directions[row],
-            variance=sent.variances[row].astype(np.float64),
+            variance=variances[row],
         )
         for row, label in enumerate(sent.labels)
     }

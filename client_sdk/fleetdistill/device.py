@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from google.protobuf.message import DecodeError
 
 from fleetdistill import failpoints
+from fleetdistill.app_models import AppModels
 from fleetdistill.credentials import is_enrolled
 from fleetdistill.errors import (
     CannotAnswer,
@@ -210,8 +211,10 @@ class Device:
         """All that the last delivered round gave: `general`, and what the method has beside it. Loads torch.
 
         With classstats from the round after the extractor's on also `personal`, for the device's own mix of classes.
+        Before the first delivery `general` is the initial model and there is nothing beside it: asking for another
+        answer raises ModelError, `in` and `get` tell without.
         """
-        return self._ready_worker().delivered_models()
+        return AppModels(self._ready_worker().delivered_models())
 
     def run(self) -> None:
         """Takes part until the run is over or `stop` is called. Waits out a server that is away.

@@ -103,7 +103,7 @@ def serve(
 def simulate(
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
-    dataset: Annotated[str, typer.Option(help="digits, fashion-mnist, mnist or cifar10.")] = "digits",
+    dataset: Annotated[str, typer.Option(help="digits, fashion-mnist, mnist, cifar10 or femnist-digits.")] = "digits",
     data_dir: Annotated[
         Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Where data sets lie or are downloaded to.")
     ] = None,
@@ -122,6 +122,7 @@ def simulate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the method, such as refinement=kkr; repeatable.")
     ] = None,
+    image_size: Annotated[int | None, typer.Option(help="Pixels a side that the images are averaged down to.")] = None,
     train_limit: Annotated[int | None, typer.Option(help="At most this many training images.")] = None,
     test_limit: Annotated[int | None, typer.Option(help="At most this many test images.")] = None,
     torch_device: Annotated[str, typer.Option(help="Where the server half computes: auto, cpu, cuda.")] = "auto",
@@ -151,6 +152,7 @@ def simulate(
         rounds=rounds,
         seed=seed,
         link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
+        image_size=image_size,
         train_limit=train_limit,
         test_limit=test_limit,
         torch_device=torch_device,
@@ -342,12 +344,15 @@ def devices(
 @devices_app.command("forget")
 @one_sentence
 def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
-    """Deletes what a run keeps of a device. Example: fleetdistill devices forget digits camera-7"""
+    """Deletes a device's part and payloads in a run. Example: fleetdistill devices forget digits camera-7"""
     from fleetdistill_server.forgetting import ask_to_forget
 
     done = ask_to_forget(open_store(store), run, device, served=served_run(store))
-    when = "is forgotten" if done else "is forgotten before the run's next round"
-    typer.echo(f"{device} takes no part in run {run!r} any more, and what the run kept of it {when}")
+    when = "are deleted" if done else "are deleted before the run's next round"
+    typer.echo(
+        f"{device} takes no part in run {run!r} any more; its part in the method's state and its payloads {when}. "
+        "Its id, figures and byte counts stay in the run's history, and backups keep what they have"
+    )
 
 
 @app.command()

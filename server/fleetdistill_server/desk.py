@@ -162,7 +162,7 @@ class Desk:
         return self._contracts[run]
 
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
-        """The device's oldest open ask, or the end of the run; None when there is nothing to do."""
+        """The device's oldest open ask, or the end of the run for it; None when there is nothing to do."""
         run, device = self.authenticate(identity)
         row = self.store.next_ask(run, device)
         if row is not None:
@@ -170,6 +170,10 @@ class Desk:
         status = self.store.run(run)
         if status is not None and status["status"] in ("finished", "stopped"):
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
+        known = self.store.device(run, device)
+        if known is not None and known["forget_asked_at"] is not None:
+            text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
+            return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:

@@ -1,5 +1,6 @@
-"""Forgetting a device: what a run keeps of it goes out of the method's state and of the store.
+"""Forgetting a device: its part goes out of the method's state, and its payloads out of the store.
 
+What stays is the history of the rounds: the device's id and profile, its figures, bytes and events.
 Somebody asks (`fleetdistill devices forget`), and from then on the run does not ask the device any more. It is done
 between two rounds, by the engine or, where no server works on the run and no round is open, at once.
 """
@@ -65,7 +66,8 @@ def forget_asked(store: Store, run: str, method: ServerMethod, check: Callable[[
         check()
         store.note_forgotten(run, devices, checkpoint)
         for device in devices:
-            store.add_event(run, "forgotten", "what the run kept of the device is deleted", device=device)
+            text = "its part in the method's state and its payloads are deleted"
+            store.add_event(run, "forgotten", text, device=device)
     drop_unneeded(store, spent)
 
 
@@ -84,6 +86,8 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     row = store.run(run)
     if row is None or not store.ask_to_forget(run, device):
         raise ConfigurationError(f"run {run!r} has no device {device!r}; `fleetdistill devices` lists them")
+    if device not in store.to_forget(run):
+        return True
     if served == run or store.open_round(run) is not None or row["checkpoint"] is None:
         return False
     config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})

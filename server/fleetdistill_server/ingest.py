@@ -449,7 +449,7 @@ def _statistics_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract)
     rules = {f"{part.name}/{name}": Rule(floats, (len(labels), *shape), what=name) for name, shape in declared.items()}
     counts, variances = f"{part.name}/counts", f"{part.name}/variances"
     rules[counts] = Rule((_INT32,), (len(labels),), low=max(least, 1), what="count")
-    return rules | {variances: replace(rules[variances], low=0, what="variance")}
+    return rules | {variances: replace(rules[variances], low=0, what="variance")} if variances in rules else rules
 
 
 def _row_of(slot: Slot, row: int) -> Slot:

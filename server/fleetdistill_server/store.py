@@ -726,6 +726,11 @@ class Store:
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
 
+    def figure_names(self, run: str, split: str) -> list[str]:
+        """Names of all figures of one split, in alphabetical order."""
+        sql = "SELECT DISTINCT name FROM figures WHERE run = ? AND split = ? ORDER BY name"
+        return [row["name"] for row in self._rows(sql, run, split)]
+
     def add_traffic(
         self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int
     ) -> None:

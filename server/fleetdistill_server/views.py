@@ -14,10 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods.base import GENERAL
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
 from fleetdistill_server.store import Row, Store
+
+_FURTHER = "/accuracy"
+"""How the name of a further answer's accuracy ends; before it is the answer's."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def run(store: Store, name: str, served: str | None = None) -> View:
             {**_round_row(row, guards[row["round"]], told), **_sent_cells(sent.get(row["round"], ()))}
             for row in store.rounds(name)
         ],
+        **_answers(store, name),
         "bytes": _bytes_by_device(traffic),
         "bytes_by_kind": _bytes_by_kind(traffic),
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
@@ -175,6 +180,20 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
     }
 
 
+def _answers(store: Store, run: str) -> dict[str, list[Row]]:
+    """Where devices have several answers, the newest test accuracy of each; the method names the further ones."""
+    further = [name for name in store.figure_names(run, "test") if name.endswith(_FURTHER)]
+    if not further:
+        return {}
+    names = {"accuracy": GENERAL, **{name: name.removesuffix(_FURTHER) for name in further}}
+    rows: dict[str, Row] = {}
+    for name, answer in names.items():
+        for one in store.figures(run, name, "test"):  # by round, so that the newest stays
+            row = rows.setdefault(one["device"], {"device": one["device"], **dict.fromkeys(names.values())})
+            row[answer] = _mean_figure([one])
+    return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
+
+
 def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
     """Tensors and headers as they are, the headers of both directions, and everything as it travelled."""
     rows: dict[str, Row] = {}
@@ -223,6 +242,7 @@ def _device_row(row: Row, told: _Told, revoked: set[str]) -> Row:
         "device": row["device"],
         "present": bool(row["present"]),
         "revoked": f"{Role.DEVICE}:{row['device']}" in revoked,
+        "forgotten": _forgotten(row),
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
@@ -231,6 +251,13 @@ def _device_row(row: Row, told: _Told, revoked: set[str]) -> Row:
         "sdk": profile.sdk_version,
         "last_seen": when(row["last_seen"]),
     }
+
+
+def _forgotten(row: Row) -> str | None:
+    """When a device was forgotten, or "asked" while it is still to be done; None where nobody wants it."""
+    if row["forgotten_at"] is not None:
+        return when(row["forgotten_at"])
+    return "asked" if row["forget_asked_at"] is not None else None
 
 
 def when(seconds: float) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
-from fleetdistill.class_statistics import ClassSummary, combine, draw, merge, shrink, summarise
+from fleetdistill import class_statistics
+from fleetdistill.class_statistics import ClassSummary, clip, combine, draw, merge, shrink, summarise
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array
 
@@ -113,6 +116,35 @@ def features(rows: int | None = None) -> st.SearchStrategy[Array]:
 ranks = st.integers(0, 8)
 
 
+norms = st.floats(0.01, 200)
+
+
+@given(rows=features(), norm=norms)
+def test_clipped_rows_are_no_longer_than_that_and_shorter_ones_stay_as_they_are(rows: Array, norm: float) -> None:
+    found, lengths = clip(rows, norm), np.linalg.norm(rows, axis=1)
+    short = lengths <= norm
+    assert found[short].tobytes() == rows[short].tobytes()
+    assert_allclose(np.linalg.norm(found[~short], axis=1), norm, rtol=1e-12)
+    assert_allclose(found * lengths[:, None], rows * np.linalg.norm(found, axis=1)[:, None], rtol=1e-9, atol=1e-9)
+
+
+@given(rows=features(), norm=norms, data=st.data(), rank=ranks)
+def test_one_row_moves_the_sums_of_clipped_rows_by_no_more_than_the_norm(
+    rows: Array, norm: float, data: st.DataObject, rank: int
+) -> None:
+    another = data.draw(arrays(np.float64, (1, rows.shape[1]), elements=st.floats(-1e6, 1e6)))
+
+    def sums(of: Array) -> tuple[Array, Array]:
+        one = summarise(clip(of, norm), rank)
+        return one.count * one.mean, (one.count - 1) * one.diagonal + one.count * np.square(one.mean)
+
+    without, with_it = sums(rows), sums(np.concatenate([rows, another]))
+    rounding = 1e-9 * len(rows)
+    assert np.linalg.norm(with_it[0] - without[0]) <= norm * (1 + rounding)
+    assert np.linalg.norm(with_it[1] - without[1]) <= norm**2 * (1 + rounding)
+    assert np.linalg.norm(without[0]) <= len(rows) * norm * (1 + rounding)
+
+
 @given(rows=features(), rank=ranks)
 def test_a_summary_keeps_mean_and_diagonal_and_no_more_than_half_the_rows(rows: Array, rank: int) -> None:
     one = summarise(rows, rank)
@@ -140,6 +172,25 @@ def test_directions_are_those_of_a_singular_value_decomposition(rows: Array, ran
     values = np.linalg.svd(scaled, compute_uv=False)[: min(rank, 4)]
     found = np.sqrt(np.square(summarise(rows, rank).directions).sum(axis=1))[: len(values)]
     assert_allclose(found, values, atol=1e-5 * max(1.0, float(values.max(initial=0))))
+
+
+def many(shape: tuple[int, int], spectrum: Array) -> Array:
+    """Rows whose singular values are these, and none beyond."""
+    generator, rank = np.random.default_rng(5), len(spectrum)
+    left, right = (np.linalg.qr(generator.standard_normal((size, rank))).Q for size in shape)
+    return np.asarray(left * spectrum @ right.T)
+
+
+@pytest.mark.parametrize("shape", [(60, 50), (50, 60)])
+@pytest.mark.parametrize("spectrum", [0.9 ** np.arange(20), np.array([4.0, 4, 4, 1]), np.array([3.0]), np.zeros(1)])
+def test_directions_of_known_spectra(shape: tuple[int, int], spectrum: Array) -> None:
+    """Also where more are alike than are wanted, and where there are fewer."""
+    rows = many(shape, spectrum)
+    found = class_statistics._principal(rows, 2, 2)
+    expected = np.pad(spectrum, (0, 1))[:2]
+    assert_allclose(np.linalg.norm(found, axis=1), expected, atol=WITHIN)
+    assert_allclose(np.linalg.norm(rows @ found.T, axis=0), expected**2, atol=WITHIN)
+    assert abs(found[0] @ found[1]) < WITHIN
 
 
 @given(data=st.data(), rank=ranks, parts=st.integers(1, 4))
@@ -231,3 +282,13 @@ def test_what_has_no_moments_is_refused(rows: Array) -> None:
 def test_nothing_to_merge_is_refused() -> None:
     with pytest.raises(KnowledgeError, match="no summary to merge"):
         merge([], 2)
+
+
+def test_the_benchmark_measures_every_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    small = {"features": 64, "classes": 3, "devices": 2, "rank": 2, "rows": 9, "large-rows": 40, "drawn-rows": 3}
+    arguments = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    importlib.import_module("class_statistics").main(arguments)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("64 features, 3 classes, 2 devices, rank 2; ")
+    assert [line.split()[0] for line in printed[2:]] == ["summarise", "summarise", "merge", "shrink", "draw"]

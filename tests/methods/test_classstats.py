@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from rich.console import Console
 from support.fleets import RUN, RUNS, SMALL, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -30,6 +32,7 @@ from fleetdistill.class_statistics import (
     summarise,
     to_wire,
 )
+from fleetdistill.device import Step
 from fleetdistill.errors import ConfigurationError, KnowledgeError, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import TensorData, extract
@@ -40,10 +43,11 @@ from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server import views
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
-from fleetdistill_server.methods.classstats import ClassStatsServer
+from fleetdistill_server.methods.classstats import ClassStatsServer, _least_recognised
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.device import load_arrays
@@ -51,6 +55,7 @@ from fleetdistill_server.simulation.device import make_device as make_simulated
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.report import report_table
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
@@ -111,6 +116,7 @@ class Rounds:
         self.quorums: list[tuple[str, float | None]] = []
         self.events: list[tuple[str, str]] = []
         self.figures: dict[str, Any] = {}
+        self.notes: dict[str, Mapping[str, int]] = {}
 
     def play(self, rounds: int = 1) -> Rounds:
         for _ in range(rounds):
@@ -131,6 +137,8 @@ class Rounds:
             torch.manual_seed(seed)
             answer = self.halves[device].handle(Ask(round=self.round, step=step, seed=seed, parts=parts))
             sent = decode(encode(answer.parts, np.float16))
+            if step == "summarise":
+                self.notes[device] = answer.notes
             self.answered.append((step, device, sent))
             yield Answered(device, answer.samples, sent)
 
@@ -186,6 +194,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         ({"rank": -1}, r"rank must be in \[0, 64\]"),
         ({"shrinkage": 1.0}, "shrinkage must be >= 0 and < 1"),
         ({"drawn_weight": -0.1}, "drawn_weight must be >= 0"),
+        ({"clip_norm": -0.5}, "clip_norm must be >= 0"),
         ({"drawn_rows": 0}, "drawn_rows must be >= 1"),
         ({"min_samples": 1}, "min_samples must be >= 2"),
         ({"extractor_rounds": -1}, "extractor_rounds must be >= 0"),
@@ -282,6 +291,43 @@ def test_every_device_gets_the_shrunk_merge_once() -> None:
     assert [(step, sorted(parts)) for step, _, parts in rounds.asked] == [("learn", ["plan"])] * 2
 
 
+def test_means_only_sends_and_draws_means_without_spread() -> None:
+    """The control: the one row of a class is its mean over all devices' samples."""
+    settings: dict[str, Any] = {"means_only": True, "recognition_guard": False}
+    server, counts = make_server(**settings), {"a": (6, 9, 0, 0), "b": (0, 6, 12, 7)}
+    devices = {name: make_device(counts[name], seed, **settings) for seed, name in enumerate(counts)}
+    rounds = Rounds(server, devices).play(2)
+    for step, _, parts in rounds.answered:
+        if step == "summarise":
+            sent = parts["statistics"]
+            assert isinstance(sent, ClassStatistics)
+            assert (sent.directions, sent.variances) == (None, None)
+    assert server.uploads()["statistics"] == {"means": (128,)}
+    drawn, labels = devices["a"]._draw({"draw_seed": 1, "nonnegative": True})
+    for label in range(CLASSES):
+        rows = drawn[labels == label]
+        assert (rows == rows[0]).all()
+    own = [devices[name]._features()[devices[name].local.data.labels == 1].double() for name in counts]
+    mean = (own[0].sum(dim=0) + own[1].sum(dim=0)) / 15
+    assert_close(drawn[labels == 1][0].double(), mean, rtol=2e-3, atol=2e-3)
+
+
+def test_clipped_features_make_short_moments_and_the_app_is_told_how_many() -> None:
+    norm = 0.25
+    rounds = fleet(clip_norm=norm).play(2)
+    for step, device, parts in rounds.answered:
+        if step == "summarise":
+            half = rounds.halves[device]
+            lengths = half._features().flatten(1).norm(dim=1)
+            assert lengths.max() > norm
+            assert rounds.notes[device] == {"rows_clipped": int((lengths > norm).sum())}
+            for one in from_wire(parts["statistics"]).values():  # type: ignore[arg-type]
+                square = np.square(one.mean).sum() + (one.count - 1) / one.count * one.diagonal.sum()
+                assert 0 < square <= (1.01 * norm) ** 2
+    unclipped = fleet().play(2)
+    assert list(unclipped.notes.values()) == [{"rows_clipped": 0}] * 2
+
+
 def test_a_device_without_enough_of_any_class_takes_part() -> None:
     rounds = fleet()
     rounds.halves["c"] = make_device([2, 2, 2, 2], seed=3)
@@ -306,8 +352,8 @@ class Refused(Exception):
 def test_a_device_cannot_count_more_samples_than_it_has_declared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def boastful(classes: dict[int, ClassSummary]) -> ClassStatistics:
-        sent = to_wire(classes)
+    def boastful(classes: dict[int, ClassSummary], **rest: Any) -> ClassStatistics:
+        sent = to_wire(classes, **rest)
         return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
 
     monkeypatch.setattr("fleetdistill.methods.classstats.to_wire", boastful)
@@ -487,6 +533,57 @@ def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
     assert len(off.server._classes) == 4
 
 
+def test_twice_chance_is_asked_for_and_of_two_classes_half_way_from_chance_to_all() -> None:
+    assert [_least_recognised(classes) for classes in (1, 2, 3, 4, 10)] == [0, 0.75, 2 / 3, 0.5, 0.2]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_of_few_classes_that_look_alike_not_all_stay(classes: int) -> None:
+    """Rates of classes that are all alike come to 1 together: no two reach three quarters, no three two thirds."""
+    rounds = fleet()
+    rounds.server._parts = {"a": {label: alike(label) for label in range(classes)}}
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert len(rounds.server._classes) <= 1
+
+
+def test_a_class_that_is_alone_stays_though_the_server_does_not_know_it() -> None:
+    rounds = fleet(server_epochs=1, learning_rate=1e-9)
+    rounds.server._parts = {"a": {3: alike(3)}}
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert rounds.figures["recognition"]["3"] < 1
+    assert sorted(rounds.server._classes) == [3]
+
+
+def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
+    """Its variance would be part of every class's by way of the pooled one, and it claims most of the samples."""
+    honest = {name: {label: alike(label) for label in range(1, 4)} for name in ("a", "b")}
+    hostile = replace(alike(0), count=2**31 - 1, variance=np.full(128, 60000.0))
+    rounds, without = fleet(recognition_guard=False), fleet(recognition_guard=False)
+    without.server._parts = honest
+    without.server._merge(without)  # type: ignore[arg-type]
+    rounds.server._parts = {**honest, "c": {0: hostile}}
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server._classes) == [1, 2, 3]
+    for label, one in rounds.server._classes.items():
+        assert_allclose(one.diagonal, without.server._classes[label].diagonal, rtol=1e-12)
+    assert [kind for kind, _ in rounds.events] == ["summary-left-out"]
+    assert "c" in rounds.server._parts  # kept apart: where the others come to be as long, it counts
+
+    del rounds.server._parts["b"]  # no majority any more that says who is right
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert 0 in rounds.server._classes
+
+
+def test_devices_of_up_to_ten_times_the_median_length_are_all_merged() -> None:
+    rounds = fleet(recognition_guard=False)
+    rounds.server._parts = {
+        name: {0: replace(alike(0), mean=np.full(128, far))} for name, far in (("a", 1.0), ("b", 2.0), ("c", 18.0))
+    }
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert rounds.server._classes[0].count == 30
+    assert rounds.events == []
+
+
 def test_a_class_whose_merge_does_not_fit_the_wire_is_left_out_alone() -> None:
     rounds = fleet(recognition_guard=False)
     long = np.zeros((8, 128))
@@ -583,6 +680,26 @@ def test_a_forgotten_part_is_nowhere_in_the_store_and_the_others_get_the_merge_w
     assert len(run.sent) == 2
     assert [files_with(run.directory, one) for one in run.sent] == [[], []]
     assert [row["device"] for row in run.store.events(RUN, "forgotten")] == [run.device]
+    run.store.close()
+
+
+def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Path) -> None:
+    run = Forgetting(tmp_path, rounds=4)
+    run.run(ask_in_round=3)
+    said: list[str] = []
+    with ExitStack() as stack:
+        device = devices_of(run.prepared, stack, Desk(run.store))[0]
+        device._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
+        assert run.store.asks(RUN, 4, 1)
+        assert run.store.next_ask(RUN, run.device) is None
+        run.store.end_run(RUN, "running", "")  # as if the others were still at it
+        assert device.step(0.0) is Step.FINISHED
+        assert sorted(device.models) == ["general", "personal"]
+    assert said[-1].startswith(f"finished: the operator took {run.device} out of run '{RUN}' and has it forgotten")
+    row = next(row for row in views.devices(run.store, RUN).lists["devices"] if row["device"] == run.device)
+    assert str(row["forgotten"]).startswith("20")
+    assert {one["forgotten"] for one in views.devices(run.store, RUN).lists["devices"]} == {None, row["forgotten"]}
+    assert ask_to_forget(run.store, RUN, run.device, served=RUN)
     run.store.close()
 
 
@@ -725,8 +842,29 @@ def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: P
     assert {set(one.further) == {PERSONAL} for one in report.devices} == {True}
     written = json.loads((tmp_path / "report.json").read_text())["devices"][0]["further"][PERSONAL]
     assert written == report.devices[0].further[PERSONAL]
+    for one in report.devices:
+        by_round = report.further_accuracy_by_round[PERSONAL][one.name]
+        assert by_round[0] is None
+        assert by_round[-1] == one.further[PERSONAL]["accuracy"]
+        assert all((tmp_path / file).exists() for file in one.onnx_answers.values())
+        assert list(one.onnx_answers) == [GENERAL, PERSONAL]
     assert report.global_accuracy_by_round[0] is None
     assert all(rate is not None for rate in report.global_accuracy_by_round[1:])
+
+
+def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tmp_path: Path) -> None:
+    wanted = replace(SMALL, method="classstats", rounds=2, settings={"extractor_rounds": 1}, out=tmp_path)
+    report = simulate(replace(wanted, with_alone=True))
+    console = Console(width=118, record=True, file=StringIO())
+    console.print(report_table(report))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert max(map(len, lines)) <= 100
+    for one in (*report.devices, None):
+        of = report.further if one is None else one.further
+        above = next(number for number, line in enumerate(lines) if line.startswith(one.name if one else "mean"))
+        general = (one.accuracy_fleet, one.own_accuracy_fleet) if one else (report.mean_accuracy_fleet,)
+        assert all(f"{rate:.1%}" in lines[above] for rate in general)
+        assert lines[above + 1].split() == ["personal", "answer", *(f"{rate:.1%}" for rate in of[PERSONAL].values())]
 
 
 def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_path: Path) -> None:

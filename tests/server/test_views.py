@@ -64,6 +64,18 @@ def test_a_device_has_its_own_figures_and_the_last_accuracy() -> None:
     assert (a["kept"], a["replaced"], b["kept"], b["replaced"]) == (0, 2, 2, 0)
 
 
+def test_a_run_whose_devices_have_several_answers_lists_the_newest_accuracy_of_each() -> None:
+    store = filled(2)
+    assert "test_accuracy_of_answers" not in views.run(store, "r").lists
+    for number in (1, 2):
+        metric = Metric(name="personal/accuracy", split="test", sum=5 + number, count=10)
+        store.add_figures("r", number, "b", Metrics(metrics=[metric]))
+    assert views.run(store, "r").lists["test_accuracy_of_answers"] == [
+        {"device": "a", "general": 0.2, "personal": None},
+        {"device": "b", "general": 0.4, "personal": 0.7},
+    ]
+
+
 def reads(store: Store, view: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a view asks the database what."""
     asked: Counter[str] = Counter()

@@ -187,3 +187,14 @@ def test_every_pair_has_a_budget_of_its_own(tables: Any) -> None:
 def test_a_run_that_the_budget_gives_no_round_is_said_to_have_none(tables: Any) -> None:
     dear = row(bytes_curve=[100.0, 200.0])
     assert tables._equal_bytes([(row(), dear)], "global") == "b has not had a round"
+
+
+def test_bytes_to_fedavgs_accuracy(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.4 is reached in the second round, after 40 bytes of FedAvg's 400; its global model's 0.5 is not."""
+    mine = row(further={"personal": {"accuracy": 0.25, "own_accuracy": 0.75}})
+    control = row(fleet_curve=[0.1, 0.4], bytes_curve=[200.0, 400.0])
+    found = {("ours", 0): mine, ("means only", 0): mine, ("fedavg, x", 0): control}
+    tables.print_tables("t", found, ["ours", "means only", "fedavg, x"], "devices")
+    said = capsys.readouterr().out.splitlines()
+    assert "| ours to fedavg, x | 0.100 | never |" in said
+    assert "| ours, its personal answer | | 25.0 ± 0.0 (25.0) | 75.0 ± 0.0 (75.0) | | | |" in said

@@ -120,6 +120,39 @@ class TestFiles:
             with pytest.raises(DataError, match=r"mnist\.npz"):
                 load_dataset("mnist", tmp_path)
 
+    def test_images_are_averaged_down(self, tmp_path: Path) -> None:
+        """Each pixel of the smaller image is the mean of its square."""
+        images = np.zeros((40, 4, 4), dtype=np.uint8)
+        images[0] = [[0, 4, 8, 8], [8, 4, 8, 8], [0, 0, 255, 255], [0, 0, 255, 255]]
+        _write(tmp_path, "mnist", train_images=images)
+        data = load_dataset("mnist", tmp_path, image_size=2)
+        assert data.test_images.shape == (10, 1, 2, 2)
+        np.testing.assert_allclose(255 * data.train_images[0, 0], [[4, 8], [0, 255]], rtol=1e-6)
+
+    @pytest.mark.parametrize("size", [0, 5])
+    def test_a_size_that_images_cannot_be_averaged_down_to_is_refused(self, tmp_path: Path, size: int) -> None:
+        _write(tmp_path, "mnist")
+        with pytest.raises(ConfigurationError, match=f"image_size is {size}, must be 1 to 4"):
+            load_dataset("mnist", tmp_path, image_size=size)
+
+    def test_a_set_that_tells_its_clients_keeps_them_with_their_rows(self, tmp_path: Path) -> None:
+        """Pixels are the row numbers, so each row's client can be told from its image."""
+        _write(tmp_path, "femnist_digits", train_clients=np.arange(40) % 3)
+        data = load_dataset("femnist-digits", tmp_path, train_limit=20)
+        assert data.train_clients is not None
+        numbers = (255 * data.train_images[:, 0, 0, 0]).round().long()
+        assert torch.equal(data.train_clients, numbers % 3)
+        part = data.with_training_rows(np.array([4, 7]))
+        assert part.train_clients is not None
+        assert torch.equal(part.train_clients, (numbers % 3)[[4, 7]])
+        assert torch.equal(part.train_labels, data.train_labels[[4, 7]])
+
+    def test_a_set_that_cannot_be_downloaded_says_where_to_put_it(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            DataError, match=r"femnist_digits\.npz does not exist, and torchvision does not have it; put"
+        ):
+            load_dataset("femnist-digits", tmp_path)
+
 
 class TestDownload:
     def test_a_missing_file_is_downloaded_into_the_folder(

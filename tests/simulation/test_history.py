@@ -69,6 +69,16 @@ def test_the_step_that_is_scored_decides(tmp_path: Path) -> None:
     assert read_history(store, RUN, [device_a(tmp_path)]).took_part == {"a": [False, True]}
 
 
+def test_a_further_answer_counts_from_the_first_round_that_has_it_and_a_receipt(tmp_path: Path) -> None:
+    store, spec = store_of("classstats", 4), device_a(tmp_path)
+    for receipt in (True, False, True, False):
+        answered_round(store, [("learn", receipt)])
+    for number in (2, 3, 4):
+        append_scores(spec.scores_file_of("personal"), number, np.full((2, 2), number).tolist())
+    found = read_history(store, RUN, [spec]).further["personal"]["a"]
+    assert [one if one is None else one.tolist() for one in found] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedd2s"])
 def test_in_an_undisturbed_run_every_device_took_part_in_every_round(method: str, tmp_path: Path) -> None:
     prepared = prepare(replace(SMALL, method=method), tmp_path / "work")

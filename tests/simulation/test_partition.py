@@ -36,7 +36,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "classes_window": {"classes_per_device": 2},
     "classes_random": {"classes_per_device": 2},
     "class_shards": {"classes_per_device": 2},
+    "by_client": {"clients": np.arange(1000) % 20},
 }
+DRAWN = set(PARTITIONS) - {"by_client"}  # which follows the data set alone
 WHOLE_DATA = ("iid", "dirichlet_by_class", "dirichlet_per_device")
 BY_CLASSES = ("classes_window", "classes_random", "class_shards")
 
@@ -128,7 +130,7 @@ class TestLaws:
         assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
         assert (len(split.indices), split.kind) == (devices, kind)
 
-    @given(kind=st.sampled_from(sorted(set(PARTITIONS) - {"iid"})), order=st.randoms(use_true_random=False))
+    @given(kind=st.sampled_from(sorted(DRAWN - {"iid"})), order=st.randoms(use_true_random=False))
     @settings(deadline=None, max_examples=20)
     def test_the_order_of_rows_does_not_change_class_counts(self, kind: str, order: Any) -> None:
         labels = np.repeat(np.arange(4), [40, 30, 50, 20])
@@ -185,7 +187,8 @@ class TestLaws:
         assert ((taken >= 0) & (taken <= pools)).all()
 
     def test_different_seeds_differ(self) -> None:
-        for kind, parameters in PARAMETERS.items():
+        for kind in DRAWN:
+            parameters = PARAMETERS[kind]
             first, second = (partition(kind, TEN_BY_100, 10, seed, **parameters) for seed in (0, 1))
             assert not np.array_equal(first.indices[0], second.indices[0]), kind
 
@@ -360,3 +363,19 @@ class TestArguments:
     def test_unbalanced_out_of_range(self) -> None:
         with pytest.raises(ConfigurationError, match=r"unbalanced is -0\.1"):
             dirichlet_per_device(TEN_BY_100, 5, 1.0, 0, unbalanced=-0.1)
+
+
+class TestByClient:
+    def test_a_device_has_the_rows_of_a_client_and_the_rest_is_not_used(self) -> None:
+        clients = [7, 3, 7, 9, 3, 3]
+        split = partition("by_client", [0, 1, 0, 1, 0, 1], 2, 0, clients=clients)
+        assert [rows.tolist() for rows in split.indices] == [[1, 4, 5], [0, 2]]
+
+    def test_more_devices_than_clients_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="3 devices, and the data set has 2 clients"):
+            partition("by_client", [0, 1, 0], 3, 0, clients=[1, 2, 1])
+
+    @pytest.mark.parametrize("clients", [None, [1, 2]])
+    def test_a_data_set_that_does_not_tell_is_refused(self, clients: list[int] | None) -> None:
+        with pytest.raises(DataError, match="does not tell whose each row is"):
+            partition("by_client", [0, 1, 0], 1, 0, clients=clients)

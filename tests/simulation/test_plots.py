@@ -130,6 +130,15 @@ class TestCurves:
         names = [text.get_text() for text in ax.get_legend().get_texts()]
         assert names == ["fleet: mean of 2 devices", "alone: mean of 1 devices, 30.0% at the end", "single devices"]
 
+    def test_a_further_answer_is_a_dashed_mean_from_the_first_round_that_has_it(self) -> None:
+        ax = _axes()
+        both = {"a": [0.2, 0.6], "b": [0.4, 0.8]}
+        plot_curves(ax, [1, 2], both, {}, {"personal": {"a": [None, 0.5], "b": [None, 0.7]}})
+        (dashed,) = [line for line in ax.lines if line.get_linestyle() == "--" and len(line.get_ydata())]
+        np.testing.assert_allclose(dashed.get_ydata(), [float("nan"), 0.6])
+        names = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert names[1] == "fleet, personal answers on all classes: mean of 2 devices, 60.0% at the end"
+
     def test_curves_that_do_not_fit_are_refused(self) -> None:
         with pytest.raises(DataError, match=r"device 'a' \(fleet\) has 1 values for 2 rounds"):
             plot_curves(_axes(), [1, 2], {"a": [0.5]}, {})

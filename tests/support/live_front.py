@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def write_asks(
     step_number: int = 1,
     payload: Payload | None = None,
     run: str = RUN,
+    expects: Mapping[str, str] = EXPECTS,
 ) -> None:
     """Asks `train` of devices, as the engine's cohort does."""
     if payload is not None:
@@ -66,7 +67,7 @@ def write_asks(
             "step_number": step_number,
             "device": device,
             "step": "train",
-            "expects": EXPECTS,
+            "expects": expects,
             "payload": payload.sha256 if payload else None,
             "payload_bytes": payload.data_bytes if payload else 0,
             "seed": 7,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.class_statistics import ClassSummary, draw_classes, from_wire, summarise, to_wire
+from fleetdistill.class_statistics import ClassSummary, clip, draw_classes, from_wire, mean_alone, summarise, to_wire
 from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
@@ -43,12 +43,15 @@ class ClassStatsConfig(LocalTraining):
         rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
         shrinkage: s, share of the covariance that all classes have in common, in [0, 1).
         min_samples: n_min, samples that a device must have of a class to send it, at least 2.
+        clip_norm: L2 norm to which the features of a row are scaled down before they are summarised, at least 0; 0 is
+            no clipping. It bounds what one row can do to the sums; without noise it is no differential privacy.
         drawn_rows: M, rows of each class that are drawn for a round, at least 1.
         drawn_weight: λ, weight of their loss beside that of own rows, at least 0.
         agreement_every: Rounds from one exchange of soft predictions on drawn rows to the next; 0 for none.
         agreement_weight: w, weight of the loss towards their mean, at least 0.
         temperature: τ of that loss, above 0.
         server_epochs: Passes of the server's own predictor over drawn rows, at least 1, each over new ones.
+        means_only: Send and draw means alone, without spread, as prototypes: the control of what the spread is worth.
         recognition_guard: Leave out a class whose drawn rows the server's own predictor does not recognise.
     """
 
@@ -58,12 +61,14 @@ class ClassStatsConfig(LocalTraining):
     rank: int = 8
     shrinkage: float = 0.1
     min_samples: int = 5
+    clip_norm: float = 0.0
     drawn_rows: int = 50
     drawn_weight: float = 1.0
     agreement_every: int = 0
     agreement_weight: float = 1.0
     temperature: float = 2.0
     server_epochs: int = 20
+    means_only: bool = False
     recognition_guard: bool = True
 
     def __post_init__(self) -> None:
@@ -72,11 +77,16 @@ class ClassStatsConfig(LocalTraining):
             raise ConfigurationError(f"rank must be in [0, {MOST_RANK}], got {self.rank!r}")
         check_range("shrinkage", self.shrinkage, 0, 1)
         check_range("min_samples", self.min_samples, 2)
-        for name in ("extractor_rounds", "drawn_weight", "agreement_every", "agreement_weight"):
+        for name in ("extractor_rounds", "clip_norm", "drawn_weight", "agreement_every", "agreement_weight"):
             check_range(name, getattr(self, name), 0)
         for name in ("drawn_rows", "server_epochs"):
             check_range(name, getattr(self, name), 1)
         check_range("temperature", self.temperature, 0, open_low=True)
+
+    @property
+    def moments(self) -> int:
+        """Vectors of F numbers that are sent of a class: its mean, and of its spread what there is to be."""
+        return 1 if self.means_only else 2 + self.rank
 
     def for_classes(self, classes: int) -> ClassStatsConfig:
         """The same settings; none depends on the number of classes."""
@@ -160,13 +170,21 @@ class ClassStatsDevice(DeviceMethod):
             self._load_extractor(ask)
         self._optimizers.clear()  # of the whole model, which is not trained any more
         self._personal = copy.deepcopy(self.local.model)
-        features, labels = self._features().flatten(1).cpu().double().numpy(), self.local.data.labels.cpu().numpy()
+        features = self._features().flatten(1).cpu().double().numpy()
+        rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
+        sent = to_wire(self._moments(rows), variances=not self.config.means_only)
+        clipped = {"rows_clipped": int((rows != features).any(axis=1).sum())}
+        return Answer(parts={"statistics": sent}, samples=len(self.local.data), notes=clipped)
+
+    def _moments(self, rows_nf: Array) -> dict[int, ClassSummary]:
+        """What leaves of own rows, by class; the one place where noise would be added, of which there is none."""
+        labels = self.local.data.labels.cpu().numpy()
         held = np.bincount(labels, minlength=self.local.classes)
         classes = {
-            label: summarise(features[labels == label], self.config.rank)
+            label: summarise(rows_nf[labels == label], self.config.rank)
             for label in np.flatnonzero(held >= self.config.min_samples).tolist()
         }
-        return Answer(parts={"statistics": to_wire(classes)}, samples=len(self.local.data))
+        return {label: mean_alone(one) for label, one in classes.items()} if self.config.means_only else classes
 
     @answers("agree")
     def agree(self, ask: Ask) -> Answer:

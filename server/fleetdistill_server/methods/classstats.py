@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.class_statistics import ClassSummary, draw_classes, from_wire, merge, shrink, to_wire
+from fleetdistill.class_statistics import (
+    ClassSummary,
+    draw_classes,
+    from_wire,
+    length,
+    mean_alone,
+    merge,
+    shrink,
+    to_wire,
+)
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract, train_steps
@@ -37,6 +47,7 @@ from fleetdistill_server.traffic import Content, Exchange, Sizes
 from fleetdistill_server.undo import reason_undone
 
 _PROBES = 64
+_LONGEST = 10.0  # times the fleet's median; rows of one extractor's features do not differ so much
 Classes = dict[int, ClassSummary]
 
 
@@ -92,7 +103,7 @@ class ClassStatsServer(ServerMethod):
         """
         frozen, every = config.extractor_rounds, config.agreement_every
         extractor = Content(weights=[sizes.extractor] if frozen else [])
-        classes = Content(knowledge=sizes.classes * (2 + config.rank) * sizes.features, labels=sizes.classes)
+        classes = Content(knowledge=sizes.classes * config.moments * sizes.features, labels=sizes.classes)
         soft = Content(knowledge=config.drawn_rows * sizes.classes**2)
         found = [
             Exchange(step="train", down=extractor, up=extractor, end=frozen),
@@ -112,7 +123,9 @@ class ClassStatsServer(ServerMethod):
 
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         size, rank = prod(self._feature_shape), self.config.rank
-        of_a_class = {"means": (size,), **({"directions": (rank, size)} if rank else {}), "variances": (size,)}
+        directions = {"directions": (rank, size)} if rank else {}
+        spread = {} if self.config.means_only else {**directions, "variances": (size,)}
+        of_a_class = {"means": (size,), **spread}
         return {"extractor": part_shapes(self.initial()), "statistics": of_a_class}
 
     def least_samples(self) -> Mapping[str, int]:
@@ -185,7 +198,9 @@ class ClassStatsServer(ServerMethod):
     def _classes_for(self, device: str, plan: Plan) -> dict[str, Kind]:
         """The plan, with the fleet's classes where the device has not been told those of the last merge."""
         told, _ = self._held.get(device, [-1, -1])
-        return {"plan": plan} if told == self._version else {"plan": plan, "classes": to_wire(self._classes)}
+        if told == self._version:
+            return {"plan": plan}
+        return {"plan": plan, "classes": to_wire(self._classes, variances=not self.config.means_only)}
 
     def _lesson(self, device: str, plan: Plan) -> Parts:
         """The same with the mean soft predictions, where the device has not been told these."""
@@ -208,18 +223,33 @@ class ClassStatsServer(ServerMethod):
         # From the first weights again: of who is not in the merge any more nothing may stay.
         self.predictor.load_state_dict(self.setting.server_model(self._feature_shape).state_dict())
         by_class: dict[int, list[ClassSummary]] = defaultdict(list)
-        for device in sorted(self._parts):
-            for label, part in self._parts[device].items():
+        for classes in self._of_one_scale(cohort):
+            for label, part in classes.items():
                 by_class[label].append(part)
         alone = sorted(label for label, parts in by_class.items() if len(parts) < 2)
         if alone:
             cohort.event("class-of-one-device", f"classes {alone} are known from one device each; they are used")
         merged = {label: merge(parts, self.config.rank) for label, parts in by_class.items()}
         shrunk = shrink(self._sendable(merged, cohort), self.config.shrinkage)
+        if self.config.means_only:
+            shrunk = {label: mean_alone(one) for label, one in shrunk.items()}
         self._classes = self._recognised(self._sendable(shrunk, cohort), cohort)
         self._version += 1
         self._agreed = None
         cohort.report("merged_classes", len(self._classes))
+
+    def _of_one_scale(self, cohort: Notes) -> list[Classes]:
+        """The devices' parts; guard: without those of a device whose features are many times as long as the fleet's.
+
+        Its variance would reach all classes by way of the pooled one. Of two devices neither is left out: there is no
+        telling which of them is right, and the median is their mean.
+        """
+        lengths = {device: max(map(length, part.values())) for device, part in sorted(self._parts.items()) if part}
+        limit = _LONGEST * median(lengths.values()) if lengths else 0.0
+        for device in [device for device in lengths if lengths[device] > limit]:
+            text = f"its features have length {lengths.pop(device):g}, {_LONGEST:g} times the fleet's is {limit:g}"
+            cohort.event("summary-left-out", f"{device}: {text}; its summary is left out of the merge", device)
+        return [self._parts[device] for device in lengths]
 
     def _sendable(self, classes: Classes, cohort: Notes) -> Classes:
         """Without the classes that are too large for the wire, which no honest devices' features make together."""
@@ -230,10 +260,7 @@ class ClassStatsServer(ServerMethod):
         return {label: one for label, one in classes.items() if fits[label]}
 
     def _recognised(self, classes: Classes, cohort: Notes) -> Classes:
-        """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from.
-
-        Twice chance is asked for; where that is hardly possible, of two or three classes, half way to all.
-        """
+        """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
         if not classes:
             return classes
         train = partial(self._train_predictor, classes, cohort.generator("predictor").initial_seed())
@@ -243,13 +270,13 @@ class ClassStatsServer(ServerMethod):
             return classes
         found = self._recognition(classes, cohort.generator("recognition").initial_seed())
         cohort.report("recognition", {str(label): rate for label, rate in found.items()})
-        chance = 1 / len(classes)
-        poor = [label for label in sorted(found) if found[label] < min(2 * chance, (1 + chance) / 2)]
+        least = _least_recognised(len(classes))
+        poor = [label for label in sorted(found) if found[label] < least]
         if not self.config.recognition_guard:
             return classes
         for label in poor:
             text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
-            cohort.guard("recognition", f"{text}, chance is {chance:.3f}; the class is left out")
+            cohort.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out")
         return {label: one for label, one in classes.items() if label not in poor}
 
     def _train_predictor(self, classes: Classes, seed: int) -> None:
@@ -328,6 +355,15 @@ def _is_nonnegative(extractor: nn.Module, setting: Setting) -> bool:
     """Whether features end in a ReLU or the like: then nothing below 0 is drawn."""
     probe = torch.randn(_PROBES, *setting.input_shape, generator=torch.Generator().manual_seed(0))
     return float(extract(extractor, probe).min()) >= 0
+
+
+def _least_recognised(classes: int) -> float:
+    """Share of a class's drawn rows that has to be recognised: twice chance.
+
+    Of two classes that would be every row; there it is half way from chance to that. One class has no other to be
+    taken for.
+    """
+    return {1: 0.0, 2: 0.75}.get(classes, 2 / classes)
 
 
 def _seed(plan: Plan) -> int:

@@ -7,7 +7,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,15 @@ DATASETS: Mapping[str, tuple[str, ...]] = {
     "fashion-mnist": tuple(_FASHION.split(",")),
     "mnist": _DIGITS,
     "cifar10": tuple(_CIFAR10.split(",")),
+    "femnist-digits": _DIGITS,
 }
 """Name -> class names, in label order."""
 
 _TORCHVISION = {"fashion-mnist": "FashionMNIST", "mnist": "MNIST", "cifar10": "CIFAR10"}
+_PUT_IT_THERE = "put the file there, or name its folder with --data-dir or FLEETDISTILL_DATA"
 _KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+_CLIENTS = {"train_clients"}
+"""What only some sets have."""
 _Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -47,6 +51,7 @@ class Dataset:
         test_images: As `train_images`.
         test_labels: As `train_labels`.
         classes: Class names, in label order.
+        train_clients: `[N]` int64, who each training image is from, where the set tells; else None.
     """
 
     name: str
@@ -55,40 +60,59 @@ class Dataset:
     test_images: Tensor
     test_labels: Tensor
     classes: tuple[str, ...]
+    train_clients: Tensor | None = None
+
+    def with_training_rows(self, rows: npt.NDArray[np.int64]) -> Dataset:
+        """The set with only these of its training images."""
+        clients = self.train_clients
+        return replace(
+            self,
+            train_images=self.train_images[rows],
+            train_labels=self.train_labels[rows],
+            train_clients=None if clients is None else clients[rows],
+        )
 
 
 def load_dataset(
-    name: str, data_dir: str | os.PathLike[str] | None = None, *, train_limit: int | None = None, seed: int = 0
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    train_limit: int | None = None,
+    image_size: int | None = None,
+    seed: int = 0,
 ) -> Dataset:
-    """Loads a set by name: `digits`, `fashion-mnist`, `mnist` or `cifar10`; `-` and `_` count as the same.
+    """Loads a set by name, one of `DATASETS`; `-` and `_` count as the same.
 
     `digits` comes with scikit-learn and is split 80/20 by class, always in the same way. The others are read from
     `<folder>/<name>/<name>.npz` (name with `_`; arrays `train_images`, `train_labels`, `test_images`, `test_labels`;
     images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA. Where
-    that file is not there, torchvision downloads the set into the folder, or into the user's cache without one.
+    that file is not there, torchvision downloads the set into the folder, or into the user's cache without one;
+    `femnist-digits` is the one that it does not have. Its file also holds `train_clients`, `[N]` integers.
 
     Args:
         train_limit: At most this many training images, at least 1: a random part with the class shares of the whole,
             in the original order. The test images are never limited.
+        image_size: Pixels a side that all images are averaged down to; None leaves them as they are.
         seed: Chooses that part, and nothing else.
 
     Raises:
-        ConfigurationError: `train_limit` is out of range.
+        ConfigurationError: `train_limit` or `image_size` is out of range.
         DataError: The name is unknown, or the set is missing, damaged or cannot be downloaded.
     """
     name = _known_name(name)
     if train_limit is not None and train_limit < 1:
         raise ConfigurationError(f"train_limit is {train_limit}, must be at least 1; leave it out for all images")
     arrays = _digits() if name == "digits" else _images(name, data_dir)
-    images, labels = arrays["train_images"], arrays["train_labels"]
-    if train_limit is not None and train_limit < len(labels):
-        rows = stratified_rows(labels, train_limit, seed)
-        images, labels = images[rows], labels[rows]
+    rows = np.arange(len(arrays["train_labels"]))
+    if train_limit is not None and train_limit < len(rows):
+        rows = stratified_rows(arrays["train_labels"], train_limit, seed)
+    clients = arrays.get("train_clients")
     return Dataset(
         name,
-        *(_image_tensor(images), _label_tensor(labels)),
-        *(_image_tensor(arrays["test_images"]), _label_tensor(arrays["test_labels"])),
+        *(_sized(arrays["train_images"][rows], image_size), _label_tensor(arrays["train_labels"][rows])),
+        *(_sized(arrays["test_images"], image_size), _label_tensor(arrays["test_labels"])),
         DATASETS[name],
+        None if clients is None else _label_tensor(clients[rows]),
     )
 
 
@@ -144,7 +168,7 @@ def _cache_folder() -> Path:
 def _read(file: Path) -> _Arrays:
     try:
         with np.load(file, allow_pickle=False) as stored:
-            return {key: stored[key] for key in _KEYS}
+            return {key: stored[key] for key in (*_KEYS, *(_CLIENTS & set(stored.files)))}
     except KeyError as error:
         raise DataError(f"{file} is not a data set: {error.args[0]}; it needs {', '.join(_KEYS)}") from error
     except (OSError, ValueError, EOFError, NotImplementedError) as error:
@@ -154,6 +178,8 @@ def _read(file: Path) -> _Arrays:
 
 
 def _download(name: str, folder: Path, file: Path) -> _Arrays:
+    if name not in _TORCHVISION:
+        raise DataError(f"{name}: {file} does not exist, and torchvision does not have it; {_PUT_IT_THERE}")
     try:
         from torchvision import datasets
 
@@ -161,8 +187,7 @@ def _download(name: str, folder: Path, file: Path) -> _Arrays:
         train, test = (source(folder, train=train, download=True) for train in (True, False))
     except (ImportError, OSError, RuntimeError) as error:
         raise DataError(
-            f"{name}: {file} does not exist and the download into {folder} failed ({error}); "
-            "put the file there, or name its folder with --data-dir or FLEETDISTILL_DATA"
+            f"{name}: {file} does not exist and the download into {folder} failed ({error}); " + _PUT_IT_THERE
         ) from error
     parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
     return {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
@@ -188,6 +213,15 @@ def _image_tensor(images: npt.NDArray[Any]) -> Tensor:
     if images.dtype == np.uint8:
         scaled.div_(255)
     return scaled[:, None] if scaled.ndim == 3 else scaled.permute(0, 3, 1, 2).contiguous()
+
+
+def _sized(images: npt.NDArray[Any], size: int | None) -> Tensor:
+    whole = _image_tensor(images)
+    if size is None:
+        return whole
+    if not 1 <= size <= min(whole.shape[2:]):
+        raise ConfigurationError(f"image_size is {size}, must be 1 to {min(whole.shape[2:])}, the images' own size")
+    return torch.nn.functional.adaptive_avg_pool2d(whole, size)
 
 
 def _label_tensor(labels: npt.NDArray[Any]) -> Tensor:

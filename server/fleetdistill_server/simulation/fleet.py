@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,11 +71,17 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     """
     started = time.monotonic()
     _check(wanted)
-    data = load_dataset(wanted.dataset, wanted.data_dir, train_limit=wanted.train_limit, seed=wanted.seed)
+    data = load_dataset(
+        wanted.dataset,
+        wanted.data_dir,
+        train_limit=wanted.train_limit,
+        image_size=wanted.image_size,
+        seed=wanted.seed,
+    )
     data = _limit_test_part(data, wanted)
     work = _fresh(wanted.out / "work")
     data = hold_out_proxy(wanted, data, work)
-    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted))
+    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted, data))
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
     _check_fedavg(wanted, config)
@@ -116,7 +123,7 @@ def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
     taken, left = proxy_rows(data.train_labels.numpy(), per_class)
     inputs, labels = data.train_images.numpy()[taken], data.train_labels.numpy()[taken]
     np.savez(_proxy_file(work), inputs=inputs, labels=labels)
-    return replace(data, train_images=data.train_images[left], train_labels=data.train_labels[left])
+    return data.with_training_rows(left)
 
 
 def _proxy_file(work: Path) -> Path:
@@ -293,9 +300,10 @@ def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
     return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
 
 
-def _shape(wanted: Simulation) -> dict[str, float]:
+def _shape(wanted: Simulation, data: Dataset) -> dict[str, Any]:
     """What the partition needs to be told, of the settings that the simulation has under the same names."""
-    return {name: getattr(wanted, name) for name in partition_parameters(wanted.partition)}
+    needed = partition_parameters(wanted.partition)
+    return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
 
 
 def _is_small(data: Dataset) -> bool:

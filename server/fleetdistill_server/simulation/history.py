@@ -25,13 +25,14 @@ class FleetHistory:
         devices: Device -> those of the model that it has after each round.
         took_part: Device -> whether it trained in the round, which is to say that the server has its answer.
         server: Those of the global model; None where the method has none, or where it could not be scored.
-        further: Answer -> device -> those of the further answers that devices have after the last round.
+        further: Answer -> device -> those of a further answer, such as classstats' `personal`; None before the device
+            had it.
     """
 
     devices: Mapping[str, Sequence[Ints]]
     took_part: Mapping[str, Sequence[bool]]
     server: Sequence[Ints | None]
-    further: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
+    further: Mapping[str, Mapping[str, Sequence[Ints | None]]] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
         """CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
@@ -58,7 +59,7 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
     return FleetHistory(
         devices={name: after_rounds(scores, numbers) for name, scores in noted.items()},
         took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
-        further=_further(specs, trained),
+        further=_further(specs, trained, numbers),
         server=[np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures],
     )
 
@@ -75,14 +76,17 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     return found
 
 
-def _further(specs: Sequence[DeviceSpec], trained: Mapping[str, AbstractSet[int]]) -> dict[str, dict[str, Ints]]:
-    """What devices noted of further answers in the last round that has a receipt."""
-    found = defaultdict[str, dict[str, Ints]](dict)
+def _further(
+    specs: Sequence[DeviceSpec], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
+) -> dict[str, dict[str, list[Ints | None]]]:
+    """What devices noted of further answers in rounds that have a receipt."""
+    found = defaultdict[str, dict[str, list[Ints | None]]](dict)
     for spec in specs:
         for answer in spec.further_answers():
             noted = _with_receipt(read_scores(spec.scores_file_of(answer)), trained[spec.name])
             if noted:
-                found[answer][spec.name] = noted[max(noted)]
+                before = sum(number < min(noted) for number in rounds)
+                found[answer][spec.name] = [*[None] * before, *after_rounds(noted, rounds[before:])]
     return dict(found)
 
 

@@ -305,6 +305,30 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     return Partition("class_shards", _sorted(parts), settings)
 
 
+def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None, seed: int) -> Partition:
+    """Device k holds what the k-th client of the data set made, such as the k-th writer; nothing is drawn.
+
+    The rows of clients beyond the number of devices are not used.
+
+    Args:
+        labels: `[N]` integers, at least 0.
+        devices: Between 1 and the number of clients.
+        clients: `[N]` integers, whose each row is; None where the data set does not tell.
+
+    Raises:
+        ConfigurationError: There are fewer clients than devices.
+        DataError: The labels cannot be used, or the data set does not tell.
+    """
+    y = _checked(labels, devices)
+    if clients is None or len(own := np.asarray(clients)) != len(y):
+        raise DataError("the data set does not tell whose each row is; by_client needs one that does: femnist-digits")
+    present = np.unique(own)
+    if devices > len(present):
+        raise ConfigurationError(f"{devices} devices, and the data set has {len(present)} clients; take fewer devices")
+    parts = [np.flatnonzero(own == client) for client in present[:devices]]
+    return Partition("by_client", _sorted(parts), {"devices": devices, "seed": seed})
+
+
 PARTITIONS: Mapping[str, Callable[..., Partition]] = {
     "iid": iid,
     "dirichlet_by_class": dirichlet_by_class,
@@ -312,6 +336,7 @@ PARTITIONS: Mapping[str, Callable[..., Partition]] = {
     "classes_window": classes_window,
     "classes_random": classes_random,
     "class_shards": class_shards,
+    "by_client": by_client,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,8 @@ _GREY = "#5a5a5a"
 
 Curves = Mapping[str, Sequence[float]]
 """Device name -> one value per round; NaN where the device was not scored."""
+LateCurves = Mapping[str, Sequence[float | None]]
+"""The same of an answer that devices do not have from the start; None before."""
 
 
 def plot_partition(
@@ -48,13 +51,20 @@ def plot_partition(
     ax.set_title(f"Training data by device: {_described(partition)}", loc="left", fontsize=11)
 
 
-def plot_curves(ax: Axes, rounds: Sequence[int], fleet_by_device: Curves, alone_by_device: Curves) -> None:
-    """Draws accuracy against rounds: single devices thin, the means over devices bold.
+def plot_curves(
+    ax: Axes,
+    rounds: Sequence[int],
+    fleet_by_device: Curves,
+    alone_by_device: Curves,
+    further_by_device: Mapping[str, LateCurves] = MappingProxyType({}),
+) -> None:
+    """Draws accuracy against rounds: single devices thin, the means over devices bold, of further answers dashed.
 
     Args:
         rounds: Round numbers, ascending.
         fleet_by_device: Accuracies in [0, 1] of devices that learn together.
         alone_by_device: The same of devices that train alone; may be empty.
+        further_by_device: The same by name of an answer that the fleet's devices have beside the general one.
 
     Raises:
         DataError: There are no rounds or no devices, or a curve has another length than `rounds`.
@@ -63,6 +73,9 @@ def plot_curves(ax: Axes, rounds: Sequence[int], fleet_by_device: Curves, alone_
         raise DataError(f"nothing to plot: {len(rounds)} rounds, {len(fleet_by_device)} devices")
     _draw_curves(ax, rounds, alone_by_device, "alone", _ALONE)
     _draw_curves(ax, rounds, fleet_by_device, "fleet", _FLEET)
+    for answer, by_device in further_by_device.items():
+        name = f"fleet, {answer} answers on all classes"
+        _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, _FLEET, "--")
     _dress_curves(ax, rounds)
 
 
@@ -76,6 +89,7 @@ def save_report_figure(
     rounds: Sequence[int],
     fleet_by_device: Curves,
     alone_by_device: Curves,
+    further_by_device: Mapping[str, LateCurves] = MappingProxyType({}),
     title: str = "",
 ) -> Path:
     """Writes both pictures into one PNG, 1,800 pixels wide, and returns its path.
@@ -90,7 +104,7 @@ def save_report_figure(
     figure = Figure(figsize=(9, height), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # a figure without pyplot holds nothing open: it goes when this function returns
     curves, data = figure.subplots(2, 1, height_ratios=[4.2, height - 4.2])
-    plot_curves(curves, rounds, fleet_by_device, alone_by_device)
+    plot_curves(curves, rounds, fleet_by_device, alone_by_device, further_by_device)
     plot_partition(data, labels, partition, class_names, device_names)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
@@ -146,10 +160,16 @@ def _draw_curves(ax: Axes, rounds: Sequence[int], by_device: Curves, name: str, 
             raise DataError(f"device {device!r} ({name}) has {len(values)} values for {len(rounds)} rounds")
         ax.plot(rounds, values, color=colour, alpha=0.3, linewidth=1)
     if by_device:
-        mean = _mean_of_scored(np.array(list(by_device.values()), dtype=np.float64))
-        last = f", {mean[-1]:.1%} at the end" if np.isfinite(mean[-1]) else ""
-        ax.plot(rounds, mean, color=colour, linewidth=3, marker="o" if len(rounds) == 1 else "")
-        ax.plot([], [], color=colour, linewidth=3, label=f"{name}: mean of {len(by_device)} devices{last}")
+        _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, colour, "-")
+
+
+def _draw_mean(
+    ax: Axes, rounds: Sequence[int], values: npt.NDArray[np.float64], name: str, colour: str, style: str
+) -> None:
+    mean = _mean_of_scored(values)
+    last = f", {mean[-1]:.1%} at the end" if np.isfinite(mean[-1]) else ""
+    ax.plot(rounds, mean, color=colour, linewidth=3, linestyle=style, marker="o" if len(rounds) == 1 else "")
+    ax.plot([], [], color=colour, linewidth=3, linestyle=style, label=f"{name}: mean of {len(values)} devices{last}")
 
 
 def _mean_of_scored(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.methods.base import GENERAL
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
 from fleetdistill_server.run_config import RunConfig
@@ -37,8 +38,11 @@ class DeviceReport:
     Attributes:
         bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
         sent_up, sent_down: The same as it travelled.
-        onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's.
+        onnx_file: The model that its app uses, under the simulation's `out`.
+        onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's, of all its files.
+        onnx_answers: The file of each answer, where the app has several: `general`, then the further ones.
         further: For each further answer of the device, such as classstats' `personal`, `accuracy` and `own_accuracy`.
+            The device's other figures are those of its general answer.
     """
 
     name: str
@@ -55,6 +59,7 @@ class DeviceReport:
     sent_down: int
     onnx_file: str
     onnx_max_difference: float
+    onnx_answers: dict[str, str]
     further: dict[str, dict[str, float]]
 
 
@@ -81,6 +86,7 @@ class FleetReport:
         further: For each further answer of the devices `accuracy` and `own_accuracy`, means over those that have it.
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
+        further_accuracy_by_round: Answer -> device -> those of a further answer; None in the rounds before it had it.
         global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
     """
 
@@ -117,6 +123,7 @@ class FleetReport:
     models_replaced: int
     devices: list[DeviceReport]
     accuracy_by_round: dict[str, list[float]]
+    further_accuracy_by_round: dict[str, dict[str, list[float | None]]]
     global_accuracy_by_round: list[float | None]
     alone_accuracy_by_round: dict[str, list[float]]
 
@@ -178,6 +185,10 @@ def make_report(done: Outcome) -> FleetReport:
         models_replaced=app_models.replaced,
         devices=devices,
         accuracy_by_round={name: [accuracy(one) for one in counts] for name, counts in history.devices.items()},
+        further_accuracy_by_round={
+            answer: {name: [_accuracy(one) for one in counts] for name, counts in of.items()}
+            for answer, of in history.further.items()
+        },
         global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
     )
@@ -197,6 +208,7 @@ def _write(done: Outcome, report: FleetReport) -> None:
         rounds=list(range(1, report.rounds + 1)),
         fleet_by_device=report.accuracy_by_round,
         alone_by_device=report.alone_accuracy_by_round,
+        further_by_device=report.further_accuracy_by_round,
         title=f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}",
     )
 
@@ -223,14 +235,24 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
         bytes_down=_bytes(own_traffic, "down"),
         sent_up=_sent(own_traffic, "up"),
         sent_down=_sent(own_traffic, "down"),
-        onnx_file=_collect_model(done.wanted.out, spec),
+        onnx_file=_collect(done.wanted.out, spec, "model", spec.name),
         onnx_max_difference=exported["max_difference"],
+        onnx_answers={
+            answer: _collect(done.wanted.out, spec, answer, f"{spec.name}-{answer}")
+            for answer in (GENERAL, *done.history.further)
+            if (Path(spec.state_dir) / f"{answer}.onnx").exists()
+        },
         further={
-            answer: {"accuracy": accuracy(of[spec.name]), "own_accuracy": _own(of[spec.name], samples_1c)}
+            answer: _further_figures(of[spec.name][-1], samples_1c)
             for answer, of in done.history.further.items()
             if spec.name in of
         },
     )
+
+
+def _further_figures(counts_cc: Ints | None, samples_1c: Ints) -> dict[str, float]:
+    assert counts_cc is not None  # a device that has an answer keeps it
+    return {"accuracy": accuracy(counts_cc), "own_accuracy": _own(counts_cc, samples_1c)}
 
 
 def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
@@ -308,10 +330,10 @@ def _traffic_row(row: Row) -> dict[str, Any]:
     return {name: row[name] for name in names}
 
 
-def _collect_model(out: Path, spec: DeviceSpec) -> str:
-    target = out / "onnx" / f"{spec.name}.onnx"
+def _collect(out: Path, spec: DeviceSpec, model: str, name: str) -> str:
+    target = out / "onnx" / f"{name}.onnx"
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(spec.state_dir) / "model.onnx", target)
+    shutil.copyfile(Path(spec.state_dir) / f"{model}.onnx", target)
     return str(target.relative_to(out))
 
 
@@ -329,12 +351,18 @@ def _bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: i
 
 
 def report_table(report: FleetReport) -> Table:
-    """The table that a person reads at the end; `ONNX` is the largest difference to PyTorch."""
+    """The table that a person reads at the end; `ONNX` is the largest difference to PyTorch.
+
+    A device's line has the figures of its general answer; each further one has a line below with its own.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     title = f"{report.method} on {report.dataset}: accuracy on the global test part, alone -> in the fleet"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    # The lines of further answers are read together with those above, so all columns must fit: 100 characters.
+    narrow: dict[str, Any] = {"padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
+    layout = narrow if report.further else {"padding": (0, 1)}
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **layout)
     for name in ("device", "model"):
         table.add_column(name, no_wrap=True)
     for name in ("params", "samples", "alone -> fleet", "own classes", "up", "down", "ONNX"):
@@ -351,6 +379,7 @@ def report_table(report: FleetReport) -> Table:
             readable_bytes(one.bytes_down),
             f"{one.onnx_max_difference:.0e}",
         )
+        _add_further(table, one.further)
     table.add_section()
     table.add_row(
         "mean",
@@ -361,7 +390,14 @@ def report_table(report: FleetReport) -> Table:
         readable_bytes(sum(one.bytes_down for one in report.devices) // len(report.devices)),
         "",
     )
+    _add_further(table, report.further)
     return table
+
+
+def _add_further(table: Table, further: Mapping[str, Mapping[str, float]]) -> None:
+    for answer, figures in further.items():
+        rates = (figures["accuracy"], figures["own_accuracy"])
+        table.add_row("", f" {answer} answer", "", "", *(f"{rate:.1%}" for rate in rates))
 
 
 def _arrow(before: float | None, after: float | None) -> str:

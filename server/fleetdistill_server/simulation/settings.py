@@ -15,8 +15,9 @@ class Simulation:
     Attributes:
         method: Name of the method.
         settings: The method's settings, as under [method] in run.toml.
-        dataset: `digits`, `fashion-mnist`, `mnist` or `cifar10`.
+        dataset: A name in `datasets.DATASETS`.
         data_dir: Where the data sets lie; see `load_dataset`.
+        image_size: Pixels a side that the images are averaged down to; None for their own.
         train_limit: At most this many training images in the whole fleet.
         test_limit: At most this many test images, a stratified part.
         devices: Number of devices.
@@ -46,6 +47,7 @@ class Simulation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     dataset: str = "digits"
     data_dir: Path | None = None
+    image_size: int | None = None
     train_limit: int | None = None
     test_limit: int | None = None
     devices: int = 5

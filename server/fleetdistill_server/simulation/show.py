@@ -27,13 +27,13 @@ def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetRepo
     wide.print(report_table(report))
     for line in (
         verdict(report),
-        *further_lines(report),
         *global_lines(report),
         *fedavg_lines(report),
         *joining_lines(report),
     ):
         console.print(line, soft_wrap=True)
-    console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({len(report.devices)} models)", soft_wrap=True)
+    models = sum(1 + len(one.onnx_answers) for one in report.devices)
+    console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
     return report
 
 
@@ -45,16 +45,6 @@ def verdict(report: FleetReport) -> str:
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
     return f"{report.seconds:.0f} s; the fleet is {abs(gain):.1f} points {word} than alone on average; {uploads}"
-
-
-def further_lines(report: FleetReport) -> list[str]:
-    """The devices' further answers, where the method has any."""
-    return [
-        f"the devices' {answer} answers: {figures['accuracy']:.1%} on all classes, {figures['own_accuracy']:.1%} on "
-        f"own classes, where the general ones have {report.mean_accuracy_fleet:.1%} and "
-        f"{_percent(report.mean_own_accuracy_fleet)}"
-        for answer, figures in report.further.items()
-    ]
 
 
 def global_lines(report: FleetReport) -> list[str]:

@@ -244,7 +244,7 @@ class NextAskResponse(_message.Message):
     COME_BACK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     finished: _builtins.str
-    """The run is over; the text says why."""
+    """The run is over, or over for this device; the text says why."""
     @_builtins.property
     def ask(self) -> Global___Ask:
         """Work to do."""
