@@ -1,7 +1,8 @@
 """What asks and answers carry: one frozen class for each kind of part, holding numpy arrays.
 
 The classes mirror the messages of `protos/fleetdistill/wire/v1/knowledge.proto` field by field, where shapes, types
-and limits are written down; `fleetdistill.wire.codec` maps one to the other. Shapes use N rows, P proxy samples,
+and limits are written down; `fleetdistill.wire.codec` maps one to the other. Each says what it tells about a device and
+in which number type it travels, so that neither gate nor codec knows it by name. Shapes use N rows, P proxy samples,
 M generated samples, C classes and F feature numbers. No torch here: the front handles these classes too.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,27 @@ EMBEDDING = "embedding"
 """Name of the feature column that enters a model's last layer, for models that offer it."""
 
 
+class PartKind:
+    """What a kind of part says of itself.
+
+    Attributes:
+        tells: Columns that it may hold of a device, which the app must allow; None for what never leaves a device.
+        in_knowledge_type: Its floats travel in the run's knowledge type; those of parameters and gradients are float32.
+    """
+
+    tells: ClassVar[tuple[str, ...] | None] = None
+    in_knowledge_type: ClassVar[bool] = False
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of `tells` that this part holds."""
+        return self.tells or ()
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelParameters:
+class ModelParameters(PartKind):
     """Parameters and buffers of a model, or of the part of it that `scope` names."""
+
+    tells = ("parameters",)
 
     parameters: Mapping[str, Array]
     buffers: Mapping[str, Array] = field(default_factory=dict)
@@ -31,7 +50,7 @@ class ModelParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleKnowledge:
+class SampleKnowledge(PartKind):
     """What a device's model says about its own samples.
 
     Attributes:
@@ -41,10 +60,18 @@ class SampleKnowledge:
         labels: `[N]` int32 in `[0, C)`, or None where they do not leave the device.
     """
 
+    tells = ("features", "logits", "labels")
+    in_knowledge_type = True
+
     sample_ids: Array
     features: Mapping[str, Array] = field(default_factory=dict)
     logits: Array | None = None
     labels: Array | None = None
+
+    def columns(self) -> tuple[str, ...]:
+        """As `PartKind`'s."""
+        there = {"features": self.features, "logits": self.logits is not None, "labels": self.labels is not None}
+        return tuple(column for column, held in there.items() if held)
 
 
 LOGITS = 1
@@ -52,8 +79,10 @@ PROBABILITIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefinedKnowledge:
+class RefinedKnowledge(PartKind):
     """What the server says about a device's own samples; `valid` False means that there is nothing to learn from."""
+
+    in_knowledge_type = True
 
     valid: bool
     sample_ids: Array | None = None
@@ -62,17 +91,25 @@ class RefinedKnowledge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyKnowledge:
+class ProxyKnowledge(PartKind):
     """What a model says about the proxy set, in its order."""
+
+    tells = ("features", "logits")
+    in_knowledge_type = True
 
     valid: bool
     proxy_digest: bytes = b""
     logits: Array | None = None
     embeddings: Array | None = None
 
+    def columns(self) -> tuple[str, ...]:
+        """As `PartKind`'s; an embedding is a feature."""
+        there = {"features": self.embeddings is not None, "logits": self.logits is not None}
+        return tuple(column for column, held in there.items() if held)
+
 
 @dataclass(frozen=True, kw_only=True)
-class ProxySet:
+class ProxySet(PartKind):
     """A labelled data set that the server and every device of a run hold; see `fleetdistill.proxy`.
 
     Attributes:
@@ -89,15 +126,17 @@ class ProxySet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedPredictions:
+class WeightedPredictions(PartKind):
     """Soft predictions `[M, C]` on generated samples, weighted by the device's importance."""
+
+    tells = ("logits",)
 
     noise_seed: int
     values: Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassStatistics:
+class ClassStatistics(PartKind):
     """Low-rank Gaussians of features by class; see `fleetdistill.class_statistics`. None where there is no class.
 
     Attributes:
@@ -108,6 +147,9 @@ class ClassStatistics:
         variances: `[K, F]`, at least 0.
     """
 
+    tells = ("features", "counts")
+    in_knowledge_type = True
+
     labels: list[int]
     counts: Array | None = None
     means: Array | None = None
@@ -116,16 +158,21 @@ class ClassStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftPredictions:
+class SoftPredictions(PartKind):
     """Soft predictions `[M, C]` on rows of features that are drawn from class statistics."""
+
+    tells = ("logits",)
+    in_knowledge_type = True
 
     noise_seed: int
     values: Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationGradient:
+class DistillationGradient(PartKind):
     """Gradient of a distillation loss by parameter name, with the batch size and mean loss (nats) behind it."""
+
+    tells = ("gradients",)
 
     gradients: Mapping[str, Array]
     batch_size: int
@@ -133,23 +180,27 @@ class DistillationGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generator:
+class Generator(PartKind):
     """A generator of samples or features from noise vectors of `noise_size` numbers."""
+
+    tells = ("parameters",)
 
     parameters: ModelParameters
     noise_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discriminator:
+class Discriminator(PartKind):
     """A discriminator, or only its head when it shares the classifier's extractor."""
+
+    tells = ("parameters",)
 
     parameters: ModelParameters
     shares_extractor: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(PartKind):
     """A method's typed scalars, such as its configuration, a cut layer or a count."""
 
     values: Mapping[str, PlanValue]
@@ -176,8 +227,10 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(PartKind):
     """Figures that a device reports about itself."""
+
+    tells = ("metrics",)
 
     metrics: list[Metric]
 

@@ -163,8 +163,8 @@ class Ingest:
             if self._rules[slot.path].row_sum is not None:
                 self._check_row_sums(slot, self._staging)
         for part in self.header.parts.parts:
-            if part.WhichOneof("kind") == "class_statistics" and part.class_statistics.labels:
-                self._check_statistics(part, self._staging)
+            if (check := _WHOLE.get(part.WhichOneof("kind"))) is not None:
+                check(self, part, self._staging)
 
     @property
     def _total(self) -> int:
@@ -296,6 +296,8 @@ class Ingest:
 
     def _check_statistics(self, part: knowledge_pb2.Part, staging: Staging) -> None:
         """What takes several tensors to see: more samples than there are, more directions than the samples allow."""
+        if not part.class_statistics.labels:
+            return
         by_path = {slot.path: slot for slot in self.slots}
         slot = by_path[f"{part.name}/counts"]
         counts = wire.array_of(slot, staging).astype(np.int64)
@@ -524,6 +526,12 @@ _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], d
     "plan": _plan_rules,
     "metrics": _metric_rules,
 }
+
+
+_WHOLE: dict[str | None, Callable[[Ingest, knowledge_pb2.Part, Staging], None]] = {
+    "class_statistics": Ingest._check_statistics,
+}
+"""What can be checked of a kind only once all its tensors are there."""
 
 
 def _check_size(header: knowledge_pb2.PayloadHeader, slots: tuple[Slot, ...], limit: int) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from fleetdistill import Device
 from fleetdistill.errors import RefusedError
-from fleetdistill.gate import columns_of
 from fleetdistill.model import split_sequential
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.codes import Code
@@ -173,7 +172,7 @@ def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) 
         devices = [stack.enter_context(an_app(spec, desk, allow=allowed)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
     parts = [part for row in store.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
-    assert {column for part in parts for column in columns_of(part)} == set(allowed)
+    assert {column for part in parts for column in part.columns()} == set(allowed)
     store.close()
 
 

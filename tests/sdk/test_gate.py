@@ -11,7 +11,7 @@ from wire_samples import make_knowledge, make_metrics
 from fleetdistill import COLUMNS
 from fleetdistill import knowledge as k
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.gate import check_may_leave, columns_of
+from fleetdistill.gate import check_may_leave
 from fleetdistill.wire.codec import KINDS
 
 ROW = np.zeros((1, 3), np.float32)
@@ -50,8 +50,8 @@ def test_every_kind_has_its_place_here() -> None:
 
 @pytest.mark.parametrize(("kind", "columns"), HOLDS)
 def test_what_a_part_tells_about_the_device(kind: k.Kind, columns: set[str]) -> None:
-    assert set(columns_of(kind)) == columns
-    assert columns <= set(COLUMNS)
+    assert set(kind.columns()) == columns
+    assert columns <= set(kind.tells or ()) <= set(COLUMNS)
 
 
 @given(

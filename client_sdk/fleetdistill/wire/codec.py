@@ -20,7 +20,7 @@ from fleetdistill.wire.channels import LARGEST, in_steps
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
-KINDS: dict[str, type] = {
+KINDS: dict[str, type[Kind]] = {
     "model_parameters": knowledge.ModelParameters,
     "sample_knowledge": knowledge.SampleKnowledge,
     "refined_knowledge": knowledge.RefinedKnowledge,
@@ -41,14 +41,6 @@ _CLASSES = {
     "Metric": knowledge.Metric,
     "ClassCount": knowledge.ClassCount,
 }
-# Their floats travel in the run's knowledge type; parameters and gradients always keep float32.
-_KNOWLEDGE = (
-    knowledge.SampleKnowledge,
-    knowledge.RefinedKnowledge,
-    knowledge.ProxyKnowledge,
-    knowledge.ClassStatistics,
-    knowledge.SoftPredictions,
-)
 KNOWLEDGE_TYPES = (
     tensor_pb2.ELEMENT_TYPE_FLOAT32,
     tensor_pb2.ELEMENT_TYPE_FLOAT16,
@@ -130,7 +122,7 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
         part = message.parts.add(name=name)
         target = getattr(part, KIND_NAMES[type(kind)])
         target.SetInParent()
-        wire_type = np.dtype(knowledge_type) if isinstance(kind, _KNOWLEDGE) else _FLOAT32
+        wire_type = np.dtype(knowledge_type) if kind.in_knowledge_type else _FLOAT32
         _Encoder(arrays, wire_type).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
