@@ -214,17 +214,6 @@ def from_wire(sent: ClassStatistics) -> dict[int, ClassSummary]:
     }
 
 
-def combine(general_bc: Array, personal_bc: Array) -> Array:
-    """The personal answer: the product of two predictors' probabilities, each row summing to 1 again.
-
-    Args:
-        general_bc: `[b, C]` probabilities of the general predictor.
-        personal_bc: The same of the personal one.
-    """
-    product_bc = np.asarray(general_bc, dtype=np.float64) * personal_bc
-    return np.asarray(product_bc / product_bc.sum(axis=-1, keepdims=True))
-
-
 def _complete(count: int, mean: Array, directions: Array, diagonal: Array) -> ClassSummary:
     rest = np.maximum(diagonal - np.square(directions).sum(axis=0), 0)
     return ClassSummary(count=count, mean=mean, directions=directions, variance=rest)

@@ -125,8 +125,8 @@ class Device:
             The number of samples leaves with every answer, the training loss with `metrics`; with `counts` beside it
             the figures of `test_data` and `validation_data` come by class, with the samples of each class.
         test_data: Data whose figures are reported to the server after each round.
-        validation_data: Data that decide whether the app's model is replaced: it is not when its accuracy falls. The
-            server is told which (a metric).
+        validation_data: Data that decide whether the app's model, at first the one that it gives, is replaced: it is
+            not when its accuracy falls. The server is told which (a metric).
         model_name: Name of the model in the server's lists.
         export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
         torch_device: Where to train, such as "cpu" or "cuda".
@@ -184,6 +184,7 @@ class Device:
             raise
         self._terms: service_pb2.CheckInResponse | None = None
         self._worker: DeviceWorker | None = None
+        self._declared = False  # whether the server knows the worker's profile
         self._in_memory: Pending | None = None  # the answer whose state the worker holds
         self._stopped = threading.Event()
         self._closed = False
@@ -200,9 +201,10 @@ class Device:
 
     @property
     def model(self) -> nn.Module:
-        """The model for the app to use: the one of the last delivered round, or the initial one. Loads torch.
+        """The model for the app to use: the one of the last delivered round, before the first one its own. Loads torch.
 
-        Where a method gives several, it is the one that was best on `validation_data`, without such data `general`.
+        Its own has, without validation data, the run's initial weights. Where a method gives several, it is the one
+        that was best on `validation_data`, without such data `general`.
         """
         return self._ready_worker().delivered_model()
 
@@ -211,8 +213,8 @@ class Device:
         """All that the last delivered round gave: `general`, and what the method has beside it. Loads torch.
 
         With classstats from the round after the extractor's on also `personal`, for the device's own mix of classes.
-        Before the first delivery `general` is the initial model and there is nothing beside it: asking for another
-        answer raises ModelError, `in` and `get` tell without.
+        Before the first delivery `general` is the app's own, as in `model`, and there is nothing beside it: asking for
+        another answer raises ModelError, `in` and `get` tell without.
         """
         return AppModels(self._ready_worker().delivered_models())
 
@@ -384,18 +386,26 @@ class Device:
             self._check_in()
         assert self._terms is not None
         contract = self._terms.contract
-        fresh = self._worker is None
         worker = self._make_worker(contract)
-        profile = self._profile_of(worker) if fresh else None
-        if profile is not None and profile.SerializeToString() != self._storage.load("profile.bin"):
-            # The app's model or data changed since the last check-in.
-            self._link.check_in(self._identity, profile)
-            self._save_identity(profile)
+        self._declare(worker)
         if not worker.has_state:
             self._restore(worker, contract)
         if contract.proxy_digest and not worker.has_proxy:
             worker.take_proxy(decode(self._proxy_payload(contract.proxy_digest)))
         return worker
+
+    def _declare(self, worker: DeviceWorker) -> None:
+        """Checks in again where the app's model or data changed since the last time.
+
+        Not while an answer waits that was made of the data of before: it may have more samples than there are now.
+        """
+        if self._declared or self._storage.pending() is not None:
+            return
+        profile = self._profile_of(worker)
+        if profile.SerializeToString() != self._storage.load("profile.bin"):
+            self._link.check_in(self._identity, profile)
+            self._save_identity(profile)
+        self._declared = True
 
     def _restore(self, worker: DeviceWorker, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")
@@ -519,6 +529,8 @@ class Device:
                 if status in _ABOUT_THE_CALLER or refusal.code == Code.UNKNOWN_RUN:
                     raise
                 trouble, damaged = str(refusal), damaged + (status != _GOES_ON)
+                if "check_in" in refusal.details:  # a server that was restored knows what the device had earlier
+                    self._terms = None
                 if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
                     return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.tries)

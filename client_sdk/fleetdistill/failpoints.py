@@ -72,6 +72,9 @@ FAILPOINTS = {
     "engine.gc.after-drop": "a blob that nothing needs is deleted",
     "engine.end.before-commit": "all rounds are done, the run is not marked as finished",
     "engine.end.after-commit": "the run is finished, the front is not told",
+    # The engine or a command forgets a device.
+    "forget.after-state": "the run's state is one without the device, what the device has sent is still there",
+    "forget.before-note": "nothing of the device is left, the device does not count as forgotten",
     # The operator's commands.
     "backup.after-snapshot": "the database is copied, no payload is",
     "backup.before-manifest": "everything is in the backup but its manifest, without which it is none",

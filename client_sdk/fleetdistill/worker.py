@@ -113,13 +113,18 @@ class Worker:
     # --- state
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Takes the weights that every device of the run starts from."""
+        """Takes the weights that every device of the run starts from.
+
+        With validation data the app keeps the model that it gave until an answer is no worse there: these weights may
+        be random, in place of layers that the app has trained.
+        """
         initial = parts.get("initial")
         if not isinstance(initial, ModelParameters):
             raise WireError("the run's initial weights are not model parameters")
         target = self._taps.extractor if initial.scope == "extractor" else self._module
         load_parameters(target, initial)
-        self._take_delivery(GENERAL)
+        if self._scored[SPLIT] is None:
+            self._take_delivery(GENERAL)
         self.has_state = True
 
     @property
@@ -221,7 +226,7 @@ class Worker:
             for name, model in self._answers().items()
         }
         self._best = max(found, key=lambda name: found[name])  # of equals the first, which is the general one
-        if self._delivered_accuracy is None:  # the model that the app joined with, or has since before a restart
+        if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
             self._delivered_accuracy = evaluate(self.delivered_model(), data, self._classes).accuracy
         return Verdict(found[self._best] >= self._delivered_accuracy, found[self._best], self._delivered_accuracy)
 

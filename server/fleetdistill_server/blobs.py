@@ -6,7 +6,8 @@ place after its fsync; then the directory is fsynced. `MemoryBlobs` does the sam
 
     ab/ab....safetensors    a payload or a checkpoint, by its digest
     staging/KEY.part        a payload on its way in
-    quarantine/             files that are not what their digest names; nothing here reads or deletes them
+    quarantine/             files that are not what their digest names; nothing reads them, and they stay, but for what
+                            may be of a device that is forgotten
     gc.lock                 held by whoever deletes payloads, or needs that nobody does
 """
 
@@ -22,7 +23,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -123,7 +124,7 @@ class Blobs(Protocol):
         """
 
     def has(self, sha256: bytes) -> bool:
-        """Whether a payload is there, whatever it holds."""
+        """Whether a payload or a checkpoint is there, whatever it holds."""
 
     def put(self, payload: Payload) -> None:
         """Stores a payload that is made here; one that is there counts as written now, and is mended if need be."""
@@ -133,6 +134,9 @@ class Blobs(Protocol):
 
     def quarantine(self, sha256: bytes) -> None:
         """Puts a payload away where nothing reads it; one that is not there is no error."""
+
+    def drop_quarantined(self, digests: Collection[bytes]) -> None:
+        """Deletes what was put away under these digests; what is not there is no error."""
 
     def held(self) -> list[Held]:
         """Everything at rest, in no order."""
@@ -247,12 +251,15 @@ class FileBlobs:
         key = f"put-{payload.sha256.hex()}-{os.getpid()}"
         if self.space is not None:
             self.space.check(payload.data_bytes)
+        _in_spite_of_a_sweep(lambda: self._put(key, payload))
+        self._intact.add(payload.sha256)
+
+    def _put(self, key: str, payload: Payload) -> None:
         self._staging_path(key).unlink(missing_ok=True)  # nobody checked what a crash left behind
         staging = self.stage(key, payload.parts)
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
-        self._intact.add(payload.sha256)
 
     def _renewed(self, path: Path) -> bool:
         """Makes a payload young again: what nothing speaks of yet is not deleted before it is old. False if it is gone.
@@ -292,6 +299,13 @@ class FileBlobs:
             source.replace(target)
             sync_directory(target.parent)
             sync_directory(source.parent)
+
+    def drop_quarantined(self, digests: Collection[bytes]) -> None:
+        names = {sha256.hex() for sha256 in digests}
+        with disk_errors("deleting from the quarantine"):
+            for file in (self._directory / "quarantine").glob(f"*{_SUFFIX}"):
+                if file.name.partition("-")[0] in names:
+                    file.unlink(missing_ok=True)
 
     def held(self) -> list[Held]:
         with disk_errors("listing the payloads"):
@@ -337,12 +351,15 @@ class FileBlobs:
 
     def put_state(self, data: bytes) -> bytes:
         sha256 = hashlib.sha256(data).digest()
+        _in_spite_of_a_sweep(lambda: self._put_state(sha256, data))
+        return sha256
+
+    def _put_state(self, sha256: bytes, data: bytes) -> None:
         with disk_errors("writing a checkpoint"):
             temporary = self._staging_path(f"state-{os.getpid()}")
             with temporary.open("wb") as file:
                 file.write(data)
             _rename_durably(temporary, self.path_of(sha256))
-        return sha256
 
     def get_state(self, sha256: bytes) -> bytes:
         with _damage(sha256, "checkpoint"), disk_errors(f"reading checkpoint {sha256.hex()}"):
@@ -360,6 +377,16 @@ class FileBlobs:
         if not _KEY.fullmatch(key):
             raise StoreError(f"the staging key {key!r} is no file name")
         return self._staging / f"{key}.part"
+
+
+def _in_spite_of_a_sweep(write: Callable[[], None]) -> None:
+    """Writes a file; once more where a sweep has deleted what was staged of it, taking it for a dead process's."""
+    try:
+        write()
+    except StoreError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        write()
 
 
 @contextlib.contextmanager
@@ -512,13 +539,16 @@ class MemoryBlobs:
         return Payload(parts, wire.slots(parts), _BytesSource(data), sha256)
 
     def has(self, sha256: bytes) -> bool:
-        return sha256 in self._payloads
+        return sha256 in self._payloads or sha256 in self._states
 
     def doubt(self) -> None:
         return
 
     def quarantine(self, sha256: bytes) -> None:
         self._payloads.pop(sha256, None)
+
+    def drop_quarantined(self, digests: Collection[bytes]) -> None:
+        return
 
     def held(self) -> list[Held]:
         payloads = [Held(sha256, len(data), math.inf) for sha256, (_, data) in self._payloads.items()]

@@ -348,10 +348,12 @@ def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) ->
     from fleetdistill_server.forgetting import ask_to_forget
 
     done = ask_to_forget(open_store(store), run, device, served=served_run(store))
-    when = "are deleted" if done else "are deleted before the run's next round"
+    later = "are deleted before the run's next round; if the run is over, give this command again"
+    when = "are deleted" if done else later
     typer.echo(
         f"{device} takes no part in run {run!r} any more; its part in the method's state and its payloads {when}. "
-        "Its id, figures and byte counts stay in the run's history, and backups keep what they have"
+        "Its id, figures and byte counts stay in the run's history, and its share in what was averaged or learned of "
+        "many devices; backups keep what they have"
     )
 
 

@@ -32,6 +32,7 @@ from fleetdistill_server.counting import Counted, Sending, tensor_bytes
 from fleetdistill_server.disk_space import DiskSpace
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.limits import Limiter, Limits, RefusalNotes, Who
+from fleetdistill_server.retention import drop_unneeded
 from fleetdistill_server.store import DEADLINE_PASSED, Row, Store
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ class Desk:
             text = f"device {identity.device!r} is not checked in with this secret"
             raise RefusedError(Code.BAD_IDENTITY, text, details)
         self._renew(run, identity.device)
-        if not row["present"]:
+        if not row["present"] and row["forget_asked_at"] is None:
             self._commit(lambda store: store.device_back(run, identity.device))
             self.wake_engine()
         return run, identity.device
@@ -456,6 +457,7 @@ class Desk:
 
         row = self._commit(record)
         if row is None:
+            drop_unneeded(self.store, [payload.sha256])  # at once: its device may be one that is to be forgotten
             came = payload.ByteSize() + counted.sent.total()
             raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))), came)
         failpoints.hit("front.receipt.before-send")
@@ -545,13 +547,19 @@ class UploadSession:
         if not 1 <= self._header.samples <= _LARGEST_NUMBER:
             text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
             raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
+        declared = self._declared_samples()
+        if declared is not None and self._header.samples > declared:
+            text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
+            # One that was honest has data of after the backup that this server was restored from.
+            details = {"check_in": "again"}
+            raise RefusedError(Code.BAD_VALUE, f"{text}, the device has declared {declared} samples", details)
         contract = self._desk.contract(self._run)
         self._ingest = Ingest(
             self.ask["device"],
             self._header.payload,
             contract,
             json.loads(self.ask["expects"]),
-            self._declared_samples(),
+            declared,
         )
         if self._header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
             self._desk.discard_other_attempts(self.ask, self._key)

@@ -80,6 +80,7 @@ class Engine:
         self._token = store.own_run(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
+        self._checkpoint: bytes | None = None  # whose state the method has, or goes on from
         self._terms = RoundTerms(
             run=self._name,
             seed=config.run.seed,
@@ -103,11 +104,20 @@ class Engine:
             cohort = await self._next_cohort()
             if not await self._round(cohort):
                 await self._after_short_round(self._store.short_rounds_in_a_row(self._name))
-        self._forget()
-        failpoints.hit("engine.end.before-commit")
-        self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
-        failpoints.hit("engine.end.after-commit")
+        while not self._end():
+            await self._waker.wait()
         self._waker.wake_other()
+
+    def _end(self) -> bool:
+        """Ends the run; False while a device is to be forgotten, for after the end nobody does it by himself."""
+        self._forget()
+        with self._store.transaction():
+            if self._store.to_forget(self._name):
+                return False
+            failpoints.hit("engine.end.before-commit")
+            self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
+        failpoints.hit("engine.end.after-commit")
+        return True
 
     async def _after_short_round(self, short: int) -> None:
         """Says that rounds fall short, and waits before the next; a simulation, where nobody comes, ends at its cap."""
@@ -131,7 +141,7 @@ class Engine:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def _forget(self) -> None:
-        """Between rounds: what the run keeps of devices that are to be forgotten goes."""
+        """Between rounds: what the run keeps of devices that are to be forgotten goes; if it cannot, the next time."""
         forget_asked(self._store, self._name, self.method, lambda: self._store.assert_owner(self._name, self._token))
 
     def _last_event(self) -> str:
@@ -146,12 +156,12 @@ class Engine:
         row = self._row()
         if row["contract"] is None:
             contract, initial = make_contract(self._config, self.method)
-            if initial is not None:
-                self._store.blobs.put(initial)
-            if self.method.setting.proxy_payload is not None:
-                self._store.blobs.put(self.method.setting.proxy_payload)
-            failpoints.hit("engine.contract.before-commit")
-            self._store.publish_contract(self._name, contract.SerializeToString())
+            with self._store.transaction():  # who deletes what nothing names yet holds the same lock
+                for payload in (initial, self.method.setting.proxy_payload):
+                    if payload is not None:
+                        self._store.blobs.put(payload)
+                failpoints.hit("engine.contract.before-commit")
+                self._store.publish_contract(self._name, contract.SerializeToString())
             failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
             self._store.end_run(self._name, "running", "started again")
@@ -180,9 +190,13 @@ class Engine:
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]
         if checkpoint is None:
-            checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
-            self._store.set_checkpoint(self._name, checkpoint)
+            state = pack_state(self.method.state_dict())
+            checkpoint = self._store.blobs.put_state(state)
+            with self._store.transaction():
+                self._store.secure_state(checkpoint, state)
+                self._store.set_checkpoint(self._name, checkpoint)
         self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
+        self._checkpoint = checkpoint
 
     async def _next_cohort(self) -> Cohort:
         """The open round of before a crash, or a new one as soon as enough devices are present."""
@@ -199,6 +213,8 @@ class Engine:
             self._forget()
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
+            if self._row()["checkpoint"] != self._checkpoint:  # a device was forgotten, here or by a command
+                self._restore()
             chosen = self._chosen(devices)
             number = self._store.start_round(self._name, chosen)
             failpoints.hit("engine.start.before-commit")
@@ -243,14 +259,16 @@ class Engine:
     def _close(self, cohort: Cohort) -> None:
         self._score(cohort)
         failpoints.hit("engine.checkpoint.before-write")
-        checkpoint = self._store.blobs.put_state(pack_state(self.method.state_dict()))
+        state = pack_state(self.method.state_dict())
+        self._checkpoint = self._store.blobs.put_state(state)
         failpoints.hit("engine.checkpoint.after-write")
         last, short = self._row()["checkpoint"], self._store.short_rounds_in_a_row(self._name)
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
+            self._store.secure_state(self._checkpoint, state)
             if short:
                 self._store.end_run(self._name, "running", "")  # what was told of short rounds is over
-            self._store.close_round(self._name, cohort.round, checkpoint, cohort.used, cohort.figures)
+            self._store.close_round(self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures)
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
         free_after_round(self._store, self._name, last)

@@ -1,25 +1,30 @@
 """Forgetting a device: its part goes out of the method's state, and its payloads out of the store.
 
-What stays is the history of the rounds: the device's id and profile, its figures, bytes and events.
+What stays is the history of the rounds: the device's id and profile, its figures but for those by class, bytes and
+events; and its share in what methods have averaged or learned of many devices.
+
 Somebody asks (`fleetdistill devices forget`), and from then on the run does not ask the device any more. It is done
-between two rounds, by the engine or, where no server works on the run and no round is open, at once.
+between two rounds, by the engine or, where no server works on the run and no round is open, at once: first the state
+without the device becomes the run's, then all that nothing needs any more is deleted, and only then the device counts
+as forgotten. Whatever goes wrong before that, it is all done again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill_server.joining import GUARD
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.retention import drop_unneeded
-from fleetdistill_server.store import Store
+from fleetdistill_server.retention import WAIT_SECONDS, drop_unneeded, sweep_all
+from fleetdistill_server.store import Row, Store
 
 
 class BetweenRounds:
@@ -44,38 +49,71 @@ class BetweenRounds:
         return torch.Generator().manual_seed(derive_seed(self._seed, "between rounds", name, "server"))
 
 
-def forget_asked(store: Store, run: str, method: ServerMethod, check: Callable[[], None] = lambda: None) -> None:
-    """Forgets every device of a run that somebody has asked for; between rounds only. After a crash it is done again.
+def forget_asked(
+    store: Store, run: str, method: ServerMethod, check: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
+) -> bool:
+    """Forgets every device of a run that somebody has asked for; between rounds only.
 
     Args:
         store: Of the run.
         run: The run.
-        method: Holds the state of the run's checkpoint, and afterwards that of the new one.
+        method: Where there is a device to forget, it gets the run's state and forgets the device.
         check: Called within the transaction; raises where this process may not change the run.
+        wait_seconds: For whoever else deletes payloads or makes a backup.
+
+    Returns:
+        False where it has to be done again: nothing may be deleted yet, or somebody else has changed the run meanwhile.
     """
     devices = store.to_forget(run)
     if not devices:
-        return
+        return True
+    if not _leave_out(store, run, devices, method, check):
+        return False
+    failpoints.hit("forget.after-state")
+    if not sweep_all(store, store.payloads_about(run, devices), wait_seconds):
+        return False
+    failpoints.hit("forget.before-note")
+    with store.transaction():
+        for device in devices:
+            if store.note_forgotten(run, device):
+                text = "its part in the method's state and its payloads are deleted"
+                store.add_event(run, "forgotten", text, device=device)
+    return True
+
+
+def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]) -> bool:
+    """Makes the state without these devices the run's; False if it has another one by now than this was made of."""
     row = store.run(run)
     assert row is not None
+    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     for device in devices:
         method.forget(device, BetweenRounds(store, run, method.setting.seed))
-    checkpoint = store.blobs.put_state(pack_state(method.state_dict()))
-    spent = set().union(*(store.payloads_of(run, device) for device in devices)) | {row["checkpoint"]}
+    state = pack_state(method.state_dict())
+    checkpoint = store.blobs.put_state(state)
     with store.transaction():
         check()
-        store.note_forgotten(run, devices, checkpoint)
-        for device in devices:
-            text = "its part in the method's state and its payloads are deleted"
-            store.add_event(run, "forgotten", text, device=device)
-    drop_unneeded(store, spent)
+        unchanged = _is_unchanged(store, row)
+        if unchanged:
+            store.secure_state(checkpoint, state)
+            store.leave_out(run, devices, checkpoint)
+    if not unchanged:  # another device may have been forgotten meanwhile, whose part is in this state
+        drop_unneeded(store, [checkpoint])
+    return unchanged
+
+
+def _is_unchanged(store: Store, row: Row) -> bool:
+    """Whether a run still has the state and the engine of this row, and no round is open."""
+    now = store.run(row["name"]) or {}
+    same = all(now.get(name) == row[name] for name in ("checkpoint", "engine"))
+    return same and store.open_round(row["name"]) is None
 
 
 def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) -> bool:
     """Takes a device out of a run for good, and forgets it at once where nobody works on the run.
 
     Returns:
-        Whether it is done; else the engine does it before the next round.
+        Whether it is done. Else the engine does it before the next round, or, where the run is over, this when it is
+        called again.
 
     Raises:
         ConfigurationError: There is no such run or device.
@@ -83,15 +121,15 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     from fleetdistill_server.contract import build_method
     from fleetdistill_server.run_config import run_config
 
-    row = store.run(run)
-    if row is None or not store.ask_to_forget(run, device):
+    if not store.ask_to_forget(run, device):
         raise ConfigurationError(f"run {run!r} has no device {device!r}; `fleetdistill devices` lists them")
     if device not in store.to_forget(run):
         return True
-    if served == run or store.open_round(run) is not None or row["checkpoint"] is None:
+    row = store.run(run)  # only now: an engine ends a run only while nobody is to be forgotten
+    assert row is not None
+    over = row["status"] in ("finished", "stopped")
+    if (served == run and not over) or store.open_round(run) is not None or row["checkpoint"] is None:
         return False
     config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
-    method = build_method(config)
-    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
-    forget_asked(store, run, method)
-    return True
+    done = forget_asked(store, run, build_method(config), wait_seconds=WAIT_SECONDS)
+    return done or device not in store.to_forget(run)  # another one may have done it meanwhile

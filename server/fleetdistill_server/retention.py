@@ -4,9 +4,10 @@ Needed are, of every run, its checkpoint, what its contract names, and whatever 
 closed ones (`[server] keep_rounds`), short ones after them, and the open one. All else goes: at the end of a round what
 just ceased to be needed, and now and then, by `sweep`, what crashes left behind.
 
-No acknowledged upload is ever deleted. Who deletes looks at the rows and deletes under the database's write lock, and
-the front commits a receipt under the same lock only if the payload is still there. What an engine or a front is about
-to speak of is young, and `sweep` leaves the young alone.
+No acknowledged upload is ever deleted. Who deletes looks at the rows and deletes under the database's write lock. Under
+the same lock the front commits a receipt only if the payload is still there, and the engine names a payload or a state
+only if it is there, and else writes it again. What they are about to speak of is young, and `sweep` leaves the young
+alone, so that this is seldom needed; `sweep_all` does not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,8 +30,9 @@ GRACE_SECONDS = 3600.0
 """What nothing speaks of is left alone for so long: somebody may be about to."""
 SWEEP_SECONDS = 300.0
 """Between two sweeps of a front."""
+WAIT_SECONDS = 10.0
+"""A command waits so long for whoever else deletes or makes a backup."""
 _GROUP = 200
-_WAIT_SECONDS = 10.0
 _STAGED_FOR = re.compile(r"ask-(\d+)-attempt-\d+")
 _NEVER = 1 << 62
 
@@ -119,17 +121,32 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
     Does nothing while another process deletes or makes a backup.
     """
     with store.blobs.alone() as free:
-        if not free:
-            return Freed()
-        kept = needed(store)
-        spent = {
-            one.sha256: one.bytes
-            for one in store.blobs.held()
-            if one.age_seconds >= grace_seconds and one.sha256 not in kept
-        }
-        deleted = _delete(store, spent, grace_seconds)
-        staged = _discard_staged(store, grace_seconds)
-        return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
+        return _sweep(store, grace_seconds) if free else Freed()
+
+
+def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.0) -> bool:
+    """Deletes all that nothing needs, the young too, and what is in quarantine under these digests.
+
+    Returns:
+        False, and nothing is deleted, if another process deletes or makes a backup for longer than `wait_seconds`.
+    """
+    with _alone_within(store, wait_seconds) as free:
+        if free:
+            _sweep(store, 0.0)
+            store.blobs.drop_quarantined(damaged)
+        return free
+
+
+def _sweep(store: Store, grace_seconds: float) -> Freed:
+    kept = needed(store)
+    spent = {
+        one.sha256: one.bytes
+        for one in store.blobs.held()
+        if one.age_seconds >= grace_seconds and one.sha256 not in kept
+    }
+    deleted = _delete(store, spent, grace_seconds)
+    staged = _discard_staged(store, grace_seconds)
+    return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
 
 
 def sweep_directory(directory: Path) -> Freed:
@@ -281,12 +298,18 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[None]:
     """Waits a while for whoever else deletes or makes a backup."""
-    until = time.monotonic() + _WAIT_SECONDS
-    while True:
-        with store.blobs.alone() as found:
-            if found:
-                yield
-                return
-        if time.monotonic() > until:
+    with _alone_within(store, WAIT_SECONDS) as free:
+        if not free:
             raise StoreError("another process deletes payloads or makes a backup; try again when it is done")
+        yield
+
+
+@contextlib.contextmanager
+def _alone_within(store: Store, seconds: float) -> Iterator[bool]:
+    until = time.monotonic() + seconds
+    while True:
+        with store.blobs.alone() as free:
+            if free or time.monotonic() > until:
+                yield free
+                return
         time.sleep(0.05)

@@ -229,7 +229,7 @@ def run_config(values: dict[str, Any]) -> RunConfig:
         checked = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(_sentence(error, _SETTINGS)) from error
-    checked.method_config()
+    checked.method_config().check_rounds(checked.run.rounds)
     return checked
 
 

@@ -222,3 +222,16 @@ def m007_forgetting(db: Database) -> None:
     # When somebody asked that what the run keeps of the device is forgotten, and when that was done.
     db.execute("ALTER TABLE devices ADD COLUMN forget_asked_at FLOAT")
     db.execute("ALTER TABLE devices ADD COLUMN forgotten_at FLOAT")
+
+
+@migrations()
+def m008_payloads_given_up(db: Database) -> None:
+    # 1: nothing needs the ask's payload any more though its round is kept, because what it tells may be of a device
+    # that was forgotten. The digest stays: an answer says which question it is to.
+    db.execute("ALTER TABLE asks ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0")
+    db.execute("DROP VIEW spoken")
+    db.create_view(
+        "spoken",
+        "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL AND NOT given_up UNION ALL "
+        "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id WHERE u.quarantined_at IS NULL",
+    )

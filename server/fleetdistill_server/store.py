@@ -198,6 +198,14 @@ class Store:
         """Keeps the state that a run starts from, before its first round."""
         self._write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
 
+    def secure_state(self, checkpoint: bytes, state: bytes) -> None:
+        """Writes a state again that was deleted before any row named it; within the transaction that names it.
+
+        Who deletes holds the same lock.
+        """
+        if not self.blobs.has(checkpoint):
+            self.blobs.put_state(state)
+
     def end_run(self, name: str, status: str, reason: str) -> None:
         """Marks the run `finished` or `stopped`; `running` opens it again."""
         self._write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, reason, name)
@@ -246,34 +254,39 @@ class Store:
         )
         return [row["device"] for row in rows]
 
-    def payloads_of(self, run: str, device: str) -> set[bytes]:
-        """Digests of what a device was sent and has sent in a run."""
+    def payloads_about(self, run: str, devices: Sequence[str]) -> set[bytes]:
+        """Digests of what these devices have sent in a run, and of what it has told any device: that may be of them."""
         rows = self._rows(
-            "SELECT payload AS sha256 FROM asks WHERE run = ?1 AND device = ?2 AND payload IS NOT NULL UNION "
-            "SELECT u.sha256 FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 AND a.device = ?2",
-            run,
-            device,
+            "SELECT payload AS sha256 FROM asks WHERE run = ?1 AND payload IS NOT NULL UNION SELECT u.sha256 FROM "
+            "uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 AND a.device IN (SELECT value FROM json_each(?2))",
+            *(run, json.dumps(list(devices))),
         )
         return {row["sha256"] for row in rows}
 
-    def note_forgotten(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
-        """Sets the state without these devices, and lets go of their payloads; the rows stay. Within a transaction."""
+    def leave_out(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
+        """Sets the state without these devices, and lets go of what they have sent and of what any device was told.
+
+        Within a transaction, between two rounds. Rows stay; figures by class, which tell what classes it has, do not.
+        """
         self.set_checkpoint(run, checkpoint)
+        self._write("UPDATE asks SET given_up = 1 WHERE run = ?", run)
         for device in devices:
-            of = "WHERE run = ? AND device = ?"
             self._write(
-                f"UPDATE uploads SET quarantined_at = ? WHERE ask IN (SELECT id FROM asks {of})",
-                time.time(),
-                run,
-                device,
+                "UPDATE uploads SET quarantined_at = coalesce(quarantined_at, ?) "
+                "WHERE ask IN (SELECT id FROM asks WHERE run = ? AND device = ?)",
+                *(time.time(), run, device),
             )
-            self._write(f"UPDATE asks SET payload = NULL {of}", run, device)
-            self._write(f"UPDATE devices SET forgotten_at = ? {of}", time.time(), run, device)
+            self._write("UPDATE figures SET by_class = '{}' WHERE run = ? AND device = ?", run, device)
+
+    def note_forgotten(self, run: str, device: str) -> bool:
+        """Notes that nothing of a device is left; False if that was noted before."""
+        sql = "UPDATE devices SET forgotten_at = ? WHERE run = ? AND device = ? AND forgotten_at IS NULL"
+        return bool(self._write(sql, time.time(), run, device))
 
     def register_device(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
         """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one.
 
-        As with `device_back`, a revoked device is not present.
+        As with `device_back`, a device that is revoked or to be forgotten is not present.
         """
         now = time.time()
         row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 0}
@@ -290,9 +303,9 @@ class Store:
         return True
 
     def device_back(self, run: str, device: str) -> None:
-        """A device that was taken for gone has called again; if it was revoked meanwhile, it stays gone."""
-        sql = f"UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND NOT {_REVOKED}"
-        self._write(sql, time.time(), run, device)
+        """A device that was taken for gone has called again; one that is revoked or to be forgotten stays gone."""
+        sql = "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND forget_asked_at IS NULL"
+        self._write(f"{sql} AND NOT {_REVOKED}", time.time(), run, device)
 
     def note_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
         """Writes when devices last called, by (run, device), in seconds since 1970."""

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
 from fleetdistill import class_statistics
-from fleetdistill.class_statistics import ClassSummary, clip, combine, draw, merge, shrink, summarise
+from fleetdistill.class_statistics import ClassSummary, clip, draw, merge, shrink, summarise
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array
 
@@ -98,10 +98,6 @@ def test_sta_8_many_rows_have_the_moments_of_the_summary() -> None:
     assert_allclose(rows.mean(axis=0), [0.9992312, 1.9941076, 3.0003597], atol=WITHIN)
     assert_allclose(rows.var(axis=0), [0.2473477, 0.291006, 0.0892256], atol=WITHIN)
     assert np.cov(rows.T)[0, 1] == pytest.approx(0.243395, abs=WITHIN)
-
-
-def test_sta_10_two_answers_multiply() -> None:
-    assert_allclose(combine(np.array([[0.6, 0.4]]), np.array([[0.3, 0.7]])), [[0.3913043, 0.6086957]], atol=WITHIN)
 
 
 # --- laws

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.fleets import RUN, RUNS, prepare, run_in_memory
+from support.fleets import RUN, RUNS, SHORTER, prepare, run_in_memory
 
 from fleetdistill.device import COLUMNS
 from fleetdistill.errors import ConfigurationError
@@ -97,6 +97,7 @@ def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str
         simulate(
             Simulation(
                 method=method,
+                settings=SHORTER.get(method, {}),
                 rounds=2,
                 devices=2,
                 seed=seed,

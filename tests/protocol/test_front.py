@@ -297,10 +297,10 @@ def test_an_upload_in_many_chunks_gets_a_receipt_and_is_stored(client: Client, s
     name, payload = ask(store, client), make_payload(rows=50)
     chunks = in_pieces(payload, PIECE)
     assert len(chunks) > 20
-    receipt = client.send([client.header(name, payload, samples=9), *as_messages(chunks)])
+    receipt = client.send([client.header(name, payload, samples=3), *as_messages(chunks)])
     assert (receipt.name, receipt.sha256, receipt.data_bytes) == (name, payload.sha256, payload.data_bytes)
     (row,) = uploads_of(store, client)
-    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 9, "acknowledged")
+    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 3, "acknowledged")
     assert data_of(store.blobs.open(payload.sha256)) == data_of(payload)
 
 

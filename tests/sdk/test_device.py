@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from fleetdistill.model import split_sequential
 from fleetdistill.storage import Storage
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill.worker import Worker
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
@@ -214,20 +216,19 @@ def test_validation_data_without_samples_are_refused(fleet: Fleet, tmp_path: Pat
         device.step(0)
 
 
-def unbeatable_data(fleet: Fleet, tmp_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Validation data that the model which joins answers without a mistake, if only just: no trained one does."""
+def unbeatable_data() -> tuple[np.ndarray, np.ndarray]:
+    """Validation data that the app's own model answers without a mistake, if only just: no trained one does."""
     inputs, _ = tiny_data(3000)
-    with make_device(fleet, tmp_path, device_id="other") as device:
-        scores = device.model(torch.from_numpy(inputs)).detach().sort(dim=1)
+    scores = tiny_model()(torch.from_numpy(inputs)).detach().sort(dim=1)
     close = (scores.values[:, -1] - scores.values[:, -2]).argsort()[:40].numpy()
     return inputs[close], scores.indices[:, -1].numpy()[close]
 
 
 def test_the_model_that_joined_is_judged_too_and_survives_a_restart(fleet: Fleet, tmp_path: Path) -> None:
-    unbeatable = unbeatable_data(fleet, tmp_path / "other")
+    unbeatable, joined = unbeatable_data(), tiny_model().state_dict()
     events = Events()
     with make_device(fleet, tmp_path / "d", events, validation_data=unbeatable) as device:
-        joined = weights(device)
+        assert equal(weights(device), joined), "and not with the run's initial extractor in it"
         for _ in range(3):
             fleet.ask("d")
             device.step(0)
@@ -236,6 +237,50 @@ def test_the_model_that_joined_is_judged_too_and_survives_a_restart(fleet: Fleet
     assert reported(fleet) == [(1, False), (2, False), (3, False)]
     with make_device(fleet, tmp_path / "d", validation_data=unbeatable) as device:
         assert equal(weights(device), joined)
+
+
+def far_apart(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    inputs, labels = tiny_data(rows, seed)
+    return inputs + 5 * np.eye(3, 4, dtype=np.float32)[labels], labels
+
+
+def trained_model() -> nn.Module:
+    """What an app has used for long before it joins a fleet: right on all of `far_apart`."""
+    model, (inputs, labels) = tiny_model(), far_apart(60, seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.from_numpy(inputs)), torch.from_numpy(labels)).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_better_one(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    events, own = Events(), trained_model()
+    given = {"model": trained_model, "data": far_apart(6, seed=0), "validation_data": far_apart(60, seed=0)}
+    with make_device(fleet, tmp_path, events, export_onnx="finish", **given) as device:
+        for _ in range(2):
+            fleet.ask("d")
+            device.step(0)
+        sent = fleet.initial.parameters["0.weight"]  # type: ignore[union-attr]
+        assert not np.array_equal(own.extractor.state_dict()["0.weight"].numpy(), sent)  # type: ignore[operator, union-attr]
+        assert equal(weights(device), own.state_dict())
+        assert equal(device.models["general"].state_dict(), own.state_dict())  # type: ignore[arg-type]
+    verdicts = [event for event in events if event.kind in ("kept", "delivered")]
+    assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
+    assert reported(fleet) == [(1, False), (2, False)]
+    fleet.store.end_run(RUN, "finished", "2 rounds completed")
+    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:
+        assert equal(weights(device), own.state_dict())
+        assert device.step(0) is Step.FINISHED
+    inputs = far_apart(60, seed=0)[0]
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    with torch.no_grad():
+        np.testing.assert_allclose(
+            session.run(None, {"input": inputs})[0], own(torch.from_numpy(inputs)).numpy(), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])
@@ -804,6 +849,52 @@ def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, 
         assert fleet.store.uploads(RUN) == []
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.uploads(RUN)) == 1
+
+
+def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_samples(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """It was made of the data of before; what the device has now is told once it is settled."""
+    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.desk, "before sending"))
+    fleet.ask("d")
+    with pytest.raises(Crash):
+        crashing.step(0)
+    crashing._storage.close()
+    with make_device(fleet, tmp_path, data=tiny_data(9)) as device:
+        device.models  # noqa: B018  (the app looks before the device has settled anything)
+        device.step(0)
+        assert declared_samples(fleet) == 24
+        fleet.ask("d")
+        device.step(0)
+        assert declared_samples(fleet) == 9
+    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [24, 9]
+    assert fleet.store.events(RUN, "refused") == []
+
+
+def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears_of_them(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    events = Events()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        profile = profile_in(fleet)
+        profile.samples = 23  # as the backup has it
+        fleet.store._write("UPDATE devices SET profile = ? WHERE run = ?", profile.SerializeToString(), RUN)
+        for _ in range(2):
+            fleet.ask("d")
+            device.step(0)
+    assert [event.kind for event in events if event.kind in ("refused", "answered")] == ["refused", "answered"]
+    assert declared_samples(fleet) == 24
+
+
+def profile_in(fleet: Fleet) -> contract_pb2.DeviceProfile:
+    row = fleet.store.device(RUN, "d")
+    assert row is not None
+    return contract_pb2.DeviceProfile.FromString(row["profile"])
+
+
+def declared_samples(fleet: Fleet) -> int:
+    return profile_in(fleet).samples
 
 
 def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:

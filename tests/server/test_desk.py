@@ -641,11 +641,11 @@ def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
     any_fleet.ask()
     payload = encode({"knowledge": make_knowledge(), "metrics": make_metrics(3, 4)})
     wakes = any_fleet.wakes
-    receipt = any_fleet.send(identity, payload, samples=9)
+    receipt = any_fleet.send(identity, payload, samples=3)
     assert (receipt.sha256, receipt.data_bytes, receipt.name.attempt) == (payload.sha256, payload.data_bytes, 1)
     assert abs(receipt.received_at_ms / 1000 - time.time()) < 60
     (row,) = any_fleet.store.uploads(RUN)
-    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 9, "acknowledged")
+    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 3, "acknowledged")
     assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
     assert any_fleet.ask_state() == ("answered", None)
     (figure,) = any_fleet.store.figures(RUN, "accuracy", "test")
@@ -1117,6 +1117,21 @@ def test_an_answer_of_no_or_absurdly_many_samples_is_refused(fleet: Fleet, sampl
         Code.BAD_VALUE,
         f"device d1: the answer is weighted with {samples} samples, must be 1 to 2**63 - 1",
     )
+
+
+def test_an_answer_weighs_no_more_than_the_samples_that_its_device_has_declared_last(fleet: Fleet) -> None:
+    identity = make_identity("d1", fleet.check_in(profile=make_profile(samples=20)).secret)
+    fleet.ask()
+    with pytest.raises(RefusedError) as error:
+        fleet.send(identity, make_payload(), samples=21)
+    sentence = "device d1: the answer is weighted with 21 samples, the device has declared 20 samples"
+    assert (error.value.code, str(error.value)) == (Code.BAD_VALUE, sentence)
+    assert error.value.details["check_in"] == "again"  # this server may be older than the device's data
+    assert fleet.ask_state() == ("out", f"refused: {sentence}")
+    fleet.check_in(secret=identity.secret, profile=make_profile(samples=21))  # its data have grown
+    fleet.ask(step_number=2)
+    fleet.send(identity, make_payload(), samples=21, step_number=2)
+    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [21]
 
 
 @pytest.mark.parametrize("how", ["chunk", "digest", "short"])

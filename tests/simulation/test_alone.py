@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fleets import SMALL, prepare, run_in_memory
+from support.fleets import RUNS, SMALL, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
@@ -38,7 +38,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
 
 def train_alone(work: Path, took_part: list[bool], method: str, **settings: Any) -> list[float]:
     """Accuracies of one device after each round."""
-    config, specs, _ = prepare(replace(SMALL, method=method, settings=settings), work)
+    config, specs, _ = prepare(replace(SMALL, method=method, settings={**RUNS[method].settings, **settings}), work)
     counts = alone.train_alone(specs[0], config, build_method(config).initial(), took_part)
     return [one.accuracy for one in counts]
 
@@ -56,19 +56,20 @@ def test_the_optimiser_is_kept_where_the_method_keeps_it(
 ) -> None:
     train_alone(tmp_path / "work", [True, True], method)
     (first, *_), (second, *_) = trainings
-    assert (first is second) == (method in ("feddkc", "fedd2s"))
+    assert (first is second) == (method in ("classstats", "feddkc", "fedd2s"))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_says_the_truth_about_its_optimiser(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two devices of two rounds make two optimisers that they keep, or four."""
+    """Two devices of two rounds make two optimisers that they keep, or four; classstats' one for each model trained."""
     module, made = importlib.import_module(f"fleetdistill.methods.{method}"), []
     make = module.make_local_optimizer
     monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))
-    run_in_memory(prepare(replace(SMALL, method=method), tmp_path / "work"))
-    assert len(made) == (2 if config_class(method).keeps_optimizer else 4)
+    run_in_memory(prepare(RUNS[method], tmp_path / "work"))
+    models = 3 if method == "classstats" else 1
+    assert len(made) == (2 * models if config_class(method).keeps_optimizer else 4)
 
 
 def test_a_round_without_a_pass_over_the_labels_leaves_the_control_as_it_was(

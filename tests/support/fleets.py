@@ -51,6 +51,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rounds": 3,
         "settings": {"extractor_rounds": 1, "agreement_every": 1},
     },
+    "classstats taught by the server": {
+        "method": "classstats",
+        "rounds": 3,
+        "settings": {"extractor_rounds": 1, "agreement_every": 1, "agreement_from": "server"},
+    },
     "classstats diagonal in float32": {
         "method": "classstats",
         "knowledge_type": "float32",

@@ -158,3 +158,16 @@ def _run_grpc_device(points: str, spec: Path, port: int) -> None:
     failpoints.switch_on(points)
     sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]
     sys.exit(main())
+
+
+def forked_forget_command(store: Path, run: str, device: str) -> Forked:
+    """`fleetdistill devices forget` on a store that nobody serves; it ends well once that is done."""
+    return Forked(_forget, store, run, device)
+
+
+def _forget(points: str, directory: Path, run: str, device: str) -> None:
+    from fleetdistill_server.forgetting import ask_to_forget
+
+    store = Store.open(directory)
+    failpoints.switch_on(points)
+    sys.exit(0 if ask_to_forget(store, run, device, served=None) else 1)

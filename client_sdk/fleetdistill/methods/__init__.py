@@ -39,7 +39,7 @@ def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None
 
     Args:
         method: Its name in run.toml and in the contract.
-        config: A frozen dataclass of settings with `from_settings` and `for_classes`, as `LocalTraining` has them.
+        config: A frozen dataclass of settings; `LocalTraining` has what else is asked of it, so inherit that.
         device: Its device half.
 
     Raises:

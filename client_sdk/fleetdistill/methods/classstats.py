@@ -9,6 +9,7 @@ seen; a second predictor trains on its own rows alone.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fleetdistill.class_statistics import ClassSummary, clip, draw_classes, from_wire, mean_alone, summarise, to_wire
-from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
+from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
+from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, PlanValue, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from fleetdistill.local_training import TrainingReport
 
 MOST_RANK = 64
+AGREEMENT_FROM = ("devices", "server")
+PERSONAL_EXTRACTOR = ("frozen", "own")
+_DROPPED_TO = 0.1
 PERSONAL = "personal"
 """Name of the answer that both predictors give together."""
 
@@ -38,6 +42,7 @@ class ClassStatsConfig(LocalTraining):
     """Settings of class statistics beside those of local training.
 
     Attributes:
+        rate_drop_after: Completed rounds after which the learning rate is a tenth; 0 for never.
         extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
             for an extractor that comes with trained weights.
         rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
@@ -48,8 +53,12 @@ class ClassStatsConfig(LocalTraining):
         drawn_rows: M, rows of each class that are drawn for a round, at least 1.
         drawn_weight: λ, weight of their loss beside that of own rows, at least 0.
         agreement_every: Rounds from one exchange of soft predictions on drawn rows to the next; 0 for none.
-        agreement_weight: w, weight of the loss towards their mean, at least 0.
+        agreement_from: Whose soft predictions devices learn from: `devices`, the mean of their own; or `server`, those
+            of the server's own predictor, in the round of the merge already and without anything going up.
+        agreement_weight: w, weight of the loss towards them, at least 0.
         temperature: τ of that loss, above 0.
+        personal_extractor: The personal predictor's: `frozen`, the fleet's; or `own`, a copy of it that trains on with
+            this predictor. It never leaves the device.
         server_epochs: Passes of the server's own predictor over drawn rows, at least 1, each over new ones.
         means_only: Send and draw means alone, without spread, as prototypes: the control of what the spread is worth.
         recognition_guard: Leave out a class whose drawn rows the server's own predictor does not recognise.
@@ -57,6 +66,7 @@ class ClassStatsConfig(LocalTraining):
 
     keeps_optimizer: ClassVar[bool] = True
 
+    rate_drop_after: int = 0
     extractor_rounds: int = 5
     rank: int = 8
     shrinkage: float = 0.1
@@ -65,8 +75,10 @@ class ClassStatsConfig(LocalTraining):
     drawn_rows: int = 50
     drawn_weight: float = 1.0
     agreement_every: int = 0
+    agreement_from: str = "devices"
     agreement_weight: float = 1.0
     temperature: float = 2.0
+    personal_extractor: str = "frozen"
     server_epochs: int = 20
     means_only: bool = False
     recognition_guard: bool = True
@@ -77,11 +89,17 @@ class ClassStatsConfig(LocalTraining):
             raise ConfigurationError(f"rank must be in [0, {MOST_RANK}], got {self.rank!r}")
         check_range("shrinkage", self.shrinkage, 0, 1)
         check_range("min_samples", self.min_samples, 2)
-        for name in ("extractor_rounds", "clip_norm", "drawn_weight", "agreement_every", "agreement_weight"):
+        for name in ("rate_drop_after", "extractor_rounds", "clip_norm", "drawn_weight"):
+            check_range(name, getattr(self, name), 0)
+        for name in ("agreement_every", "agreement_weight"):
             check_range(name, getattr(self, name), 0)
         for name in ("drawn_rows", "server_epochs"):
             check_range(name, getattr(self, name), 1)
         check_range("temperature", self.temperature, 0, open_low=True)
+        for name, known in (("agreement_from", AGREEMENT_FROM), ("personal_extractor", PERSONAL_EXTRACTOR)):
+            if getattr(self, name) not in known:
+                expected = ", ".join(known)
+                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {expected}")
 
     @property
     def moments(self) -> int:
@@ -92,10 +110,34 @@ class ClassStatsConfig(LocalTraining):
         """The same settings; none depends on the number of classes."""
         return self
 
+    def local_rate(self, number: int) -> float:
+        """Learning rate of devices in a round, numbered from 1."""
+        dropped = bool(self.rate_drop_after) and number > self.rate_drop_after
+        return self.learning_rate * (_DROPPED_TO if dropped else 1.0)
+
+    def check_rounds(self, rounds: int) -> None:
+        """There must be one after the extractor's."""
+        if rounds <= self.extractor_rounds:
+            raise ConfigurationError(
+                f"[run] rounds is {rounds}, and all of them would go into the extractor: [method] extractor_rounds is "
+                f"{self.extractor_rounds}; run at least {self.extractor_rounds + 1} rounds, or lower extractor_rounds"
+            )
+
+    @property
+    def devices_agree(self) -> bool:
+        """Whether devices send soft predictions."""
+        return bool(self.agreement_every) and self.agreement_from == "devices"
+
+    @property
+    def server_teaches(self) -> bool:
+        """Whether the server's own predictor gives them."""
+        return bool(self.agreement_every) and self.agreement_from == "server"
+
     def agrees_in(self, completed: int) -> bool:
-        """Whether the round after so many completed ones exchanges soft predictions."""
+        """Whether the round after so many completed ones has new soft predictions."""
         since = completed - self.extractor_rounds
-        return bool(self.agreement_every) and since > 0 and since % self.agreement_every == 0
+        first = 0 if self.server_teaches else 1  # devices have something to say when they have learned once
+        return bool(self.agreement_every) and since >= first and since % self.agreement_every == 0
 
 
 class DrawnRows:
@@ -104,7 +146,7 @@ class DrawnRows:
     Args:
         features: `[R, ...]`.
         labels: `[R]`.
-        soft: `[R, C]`, the fleet's mean soft predictions for them; None where there are none.
+        soft: `[R, C]`, soft predictions for them, the fleet's mean or the server's; None where there are none.
         seed: Of the order.
     """
 
@@ -134,7 +176,9 @@ class ClassStatsDevice(DeviceMethod):
     def __init__(self, config: ClassStatsConfig, local: Local) -> None:
         super().__init__(config, local)
         self._personal: torch.nn.Module | None = None
+        self._frozen: str | None = None  # digest of the extractor that it began with
         self._classes: dict[int, ClassSummary] | None = None
+        self._merge: PlanValue | None = None  # the server's name of these classes
         self._agreed: tuple[int, Array] | None = None
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -166,10 +210,7 @@ class ClassStatsDevice(DeviceMethod):
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
         """At R0: freezes the extractor, sets the personal predictor apart, and sends the summaries of own classes."""
-        if self.config.extractor_rounds:
-            self._load_extractor(ask)
-        self._optimizers.clear()  # of the whole model, which is not trained any more
-        self._personal = copy.deepcopy(self.local.model)
+        self._freeze(ask)
         features = self._features().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
         sent = to_wire(self._moments(rows), variances=not self.config.means_only)
@@ -208,6 +249,8 @@ class ClassStatsDevice(DeviceMethod):
             agreed = ask.part("agreed", SoftPredictions)
             self._agreed = (agreed.noise_seed, np.array(agreed.values))
         features = self._features()
+        plan: Mapping[str, Any] = ask.part("plan", Plan).values
+        self._set_rate(plan.get("learning_rate", self.config.learning_rate))
         self.trained = self._learn_general(features, self._drawn(ask), ask.seed)
         self._learn_personal(features, derive_seed(ask.seed, "personal"))
         return Answer(parts={}, samples=len(self.local.data))
@@ -217,12 +260,28 @@ class ClassStatsDevice(DeviceMethod):
 
         load_parameters(self.local.taps.extractor, ask.part("extractor", ModelParameters))
 
+    def _freeze(self, ask: Ask) -> None:
+        """Takes the extractor for good. Where a round is played again, the personal predictor is there already."""
+        if self.config.extractor_rounds:
+            self._load_extractor(ask)
+        digest = _digest(self.local.taps.extractor)
+        if digest != self._frozen:
+            self._optimizers.clear()  # of the whole model, which is not trained any more
+            self._personal, self._frozen = copy.deepcopy(self.local.model), digest
+
     def _take_classes(self, ask: Ask) -> None:
+        """The fleet's classes, where they come along; else those that the plan names must be here already."""
+        named = ask.part("plan", Plan).values.get("merge")
         if "classes" in ask.parts:
-            self._classes = from_wire(ask.part("classes", ClassStatistics))
+            self._classes, self._merge = from_wire(ask.part("classes", ClassStatistics)), named
         if self._classes is None or self._personal is None:
             raise WireError(
                 f"step {ask.step!r} came before the fleet's class statistics; is the state directory older?"
+            )
+        if named != self._merge:
+            raise CannotAnswer(
+                f"step {ask.step!r} is about class statistics {named}, this device has {self._merge}: an answer of its "
+                "came to nothing, or server or device is older; the server sends them with the next ask"
             )
 
     def _features(self) -> Tensor:
@@ -300,9 +359,22 @@ class ClassStatsDevice(DeviceMethod):
         assert personal is not None
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
-            return [functional.cross_entropy(personal.predict(features[rows_b]), labels[rows_b])]  # type: ignore[operator]
+            if self._personal_has_own_extractor:
+                own = personal.features(self.local.data.inputs[rows_b.cpu()].to(features.device))  # type: ignore[operator]
+            else:
+                own = features[rows_b]
+            return [functional.cross_entropy(personal.predict(own), labels[rows_b])]  # type: ignore[operator]
 
         self._train(personal, "personal", losses, seed)
+
+    @property
+    def _personal_has_own_extractor(self) -> bool:
+        return self.config.personal_extractor == "own"
+
+    def _set_rate(self, rate: float) -> None:
+        for name in ("general", "personal"):
+            for group in self._optimizer(name).param_groups:
+                group["lr"] = rate
 
     def _train(self, model: torch.nn.Module, name: str, losses: Any, seed: int) -> TrainingReport:
         import torch
@@ -329,7 +401,8 @@ class ClassStatsDevice(DeviceMethod):
     def _trained_by(self, name: str) -> list[torch.nn.Parameter]:
         model = self._personal if name == "personal" else self.local.model
         assert model is not None
-        frozen = {id(one) for one in model.extractor.parameters()} if name != "whole" else set()  # type: ignore[union-attr]
+        whole = name == "whole" or (name == "personal" and self._personal_has_own_extractor)
+        frozen = set() if whole else {id(one) for one in model.extractor.parameters()}  # type: ignore[union-attr]
         return [one for one in model.parameters() if id(one) not in frozen]
 
     # --- two answers
@@ -338,7 +411,10 @@ class ClassStatsDevice(DeviceMethod):
         """3.7: from R0 on the personal answer, the product of both predictors' probabilities."""
         from fleetdistill.models.combined import CombinedModel
 
-        return {} if self._personal is None else {PERSONAL: CombinedModel(self.local.model, self._personal)}
+        if self._personal is None:
+            return {}
+        shared = not self._personal_has_own_extractor
+        return {PERSONAL: CombinedModel(self.local.model, self._personal, one_extractor=shared)}
 
     # --- state
 
@@ -346,21 +422,29 @@ class ClassStatsDevice(DeviceMethod):
         """The personal predictor, the fleet's classes, the soft predictions that hold, and the optimisers."""
         import torch
 
-        classes = self._classes
         return {
-            "personal": None if self._personal is None else self._personal.state_dict(),
-            "classes": None if classes is None else packed(classes),
+            "personal": self._personal_state(),
+            "frozen": self._frozen,
+            "classes": None if self._classes is None else packed(to_wire(self._classes)),
+            "merge": self._merge,
             "agreed": None if self._agreed is None else [self._agreed[0], torch.from_numpy(self._agreed[1])],
             "optimizers": {name: one.state_dict() for name, one in self._optimizers.items()},
         }
 
+    def _personal_state(self) -> dict[str, Tensor] | None:
+        if self._personal is None:
+            return None
+        own = self._personal_has_own_extractor
+        return self._personal.state_dict() if own else _above_extractor(self._personal)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self._personal = None
+        self._personal, self._frozen = None, state["frozen"]
         if state["personal"] is not None:
             self._personal = copy.deepcopy(self.local.model)
-            self._personal.load_state_dict(state["personal"])
-        self._classes = None if state["classes"] is None else unpacked(state["classes"])
+            self._personal.load_state_dict(state["personal"], strict=False)  # a frozen extractor is the model's
+        self._classes = None if state["classes"] is None else from_wire(unpacked(state["classes"]))
+        self._merge = state["merge"]
         agreed = state["agreed"]
         self._agreed = None if agreed is None else (int(agreed[0]), agreed[1].numpy())
         self._optimizers = {}
@@ -368,21 +452,35 @@ class ClassStatsDevice(DeviceMethod):
             self._optimizer(name).load_state_dict(saved)
 
 
-def packed(classes: Mapping[int, ClassSummary]) -> dict[int, Any]:
-    """Summaries as `fleetdistill.state_file` keeps them."""
+def packed(sent: ClassStatistics) -> list[Any]:
+    """Class statistics as `fleetdistill.state_file` keeps them: a tensor for each array, no larger than it travels."""
     import torch
 
-    return {
-        label: [one.count, *(torch.from_numpy(array) for array in (one.mean, one.directions, one.variance))]
-        for label, one in classes.items()
-    }
+    def tensor(array: Array | None) -> Tensor | None:
+        if array is None:
+            return None
+        # What has travelled is no finer than float32. Copied: what came may lie in a file that is deleted.
+        return torch.from_numpy(np.array(array, dtype=np.float32 if array.dtype == np.float64 else None))
+
+    return [list(sent.labels), *map(tensor, (sent.counts, sent.means, sent.directions, sent.variances))]
 
 
-def unpacked(state: Mapping[int, Any]) -> dict[int, ClassSummary]:
+def unpacked(state: list[Any]) -> ClassStatistics:
     """What `packed` gave."""
-    return {
-        label: ClassSummary(
-            count=int(count), mean=mean.numpy(), directions=directions.numpy(), variance=variance.numpy()
-        )
-        for label, (count, mean, directions, variance) in state.items()
-    }
+    labels, *tensors = state
+    counts, means, directions, variances = (None if one is None else one.numpy() for one in tensors)
+    return ClassStatistics(labels=labels, counts=counts, means=means, directions=directions, variances=variances)
+
+
+def _digest(module: torch.nn.Module) -> str:
+    tensors = {name: one.detach().cpu().numpy() for name, one in module.state_dict().items()}
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].tobytes())
+    return found.hexdigest()
+
+
+def _above_extractor(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A model's state but for its extractor, which is frozen and kept once, with the general model."""
+    below = {id(one) for one in model.extractor.state_dict(keep_vars=True).values()}  # type: ignore[union-attr]
+    return {name: one.detach() for name, one in model.state_dict(keep_vars=True).items() if id(one) not in below}

@@ -6,11 +6,9 @@ operator's model, and tells which classes the Gaussians do not describe.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -18,19 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.class_statistics import (
-    ClassSummary,
-    draw_classes,
-    from_wire,
-    length,
-    mean_alone,
-    merge,
-    shrink,
-    to_wire,
-)
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.class_statistics import draw_classes, from_wire, length, mean_alone, shrink, to_wire
+from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract, train_steps
+from fleetdistill.losses import soft_targets
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.classstats import ClassStatsConfig, packed, unpacked
 from fleetdistill.methods.local import make_local_optimizer
@@ -38,17 +28,16 @@ from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill.wire.codec import float_type
+from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.classstats_merge import Classes, merged, too_large
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 from fleetdistill_server.undo import reason_undone
 
 _PROBES = 64
-_LONGEST = 10.0  # times the fleet's median; rows of one extractor's features do not differ so much
-Classes = dict[int, ClassSummary]
 
 
 class ClassStatsServer(ServerMethod):
@@ -77,29 +66,31 @@ class ClassStatsServer(ServerMethod):
         self._feature_shape = output_shape(self.extractor, setting.input_shape)
         self._nonnegative = _is_nonnegative(self.extractor, setting)
         self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
-        self._parts: dict[str, Classes] = {}
+        self._parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self._classes: Classes = {}
-        self._version = 0
+        self._version = 0  # names the merge by what is in it
         self._agreed: tuple[int, Array] | None = None
-        self._held: dict[str, list[int]] = {}
+        self._held: dict[str, list[int]] = {}  # the merge and the soft predictions that a device has acknowledged
+        self._silent: dict[str, list[int]] = {}  # who gave no summary: round to ask again in, and the next pause
+        self._round = 0
 
     # --- what it declares
 
     @classmethod
     def columns(cls, config: ClassStatsConfig) -> Sequence[str]:
         extractor = ["parameters"] if config.extractor_rounds else []
-        return ["features", "counts", *extractor, *(["logits"] if config.agreement_every else [])]
+        return ["features", "counts", *extractor, *(["logits"] if config.devices_agree else [])]
 
     @classmethod
     def steps_for(cls, config: ClassStatsConfig) -> Mapping[str, Mapping[str, str]]:
-        left_out = {"train": not config.extractor_rounds, "agree": not config.agreement_every}
+        left_out = {"train": not config.extractor_rounds, "agree": not config.devices_agree}
         return {step: parts for step, parts in ClassStatsServer.steps.items() if not left_out.get(step)}
 
     @classmethod
     def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
         """classstats.md, section 6, for a device that has enough samples of every class.
 
-        The mean soft predictions, which come with the step after `agree`, are counted with the devices' own.
+        The soft predictions that come with `learn` are counted with the devices' own, or are an exchange by themselves.
         """
         frozen, every = config.extractor_rounds, config.agreement_every
         extractor = Content(weights=[sizes.extractor] if frozen else [])
@@ -112,6 +103,8 @@ class ClassStatsServer(ServerMethod):
             Exchange(step="learn", down=classes, first=frozen, end=frozen + 1),
             Exchange(step="learn", first=frozen + 1),
         ]
+        if config.server_teaches:
+            found.append(Exchange(step="learn", down=soft, first=frozen, every=every))
         return [one for one in found if one.step in cls.steps_for(config)]
 
     def features(self) -> dict[str, tuple[int, ...]]:
@@ -134,17 +127,22 @@ class ClassStatsServer(ServerMethod):
     # --- rounds
 
     async def round(self, cohort: Cohort) -> None:
+        self._note_round(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
         if cohort.completed < self.config.extractor_rounds:
             await self._average_extractor(cohort, asked)
             return
-        await self._take_summaries(cohort, [device for device in asked if device not in self._parts])
+        await self._take_summaries(cohort, asked)
         taught = [device for device in asked if device in self._parts and device in cohort.remaining]
-        plan = self._plan(cohort)
-        if self.config.agrees_in(cohort.completed) and self._classes:
-            taught = await self._agree(cohort, taught, plan)
-        async for answer in cohort.ask("learn", lambda device: self._lesson(device, plan), to=taught):
-            self._held[answer.device] = [self._version, self._agreed_seed]
+        if not taught:
+            raise QuorumNotReached("learn", 0, 1)
+        await self._teach(cohort, taught)
+
+    def _note_round(self, number: int) -> None:
+        """After a round that fell short devices may hold what this state knows nothing of: they are told all again."""
+        if number != self._round + 1:
+            self._held.clear()
+        self._round = number
 
     async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
         mean = WeightedMean()
@@ -152,27 +150,57 @@ class ClassStatsServer(ServerMethod):
             mean.add(answer.part("extractor", ModelParameters), weight=answer.samples)
         load_parameters(self.extractor, mean.result())
 
-    async def _take_summaries(self, cohort: Cohort, new: Sequence[str]) -> None:
+    async def _take_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Asks devices whose summary is not here; later than in the first such round these are newcomers.
 
         They have no quorum then: a newcomer that does not answer must not cost the others the round.
         """
+        new = [device for device in asked if device not in self._parts and self._is_asked(device, cohort.round)]
         if not new:
             return
         message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
         quorum = 0.0 if self._parts else None
         answers = [answer async for answer in cohort.ask("summarise", message, to=new, quorum=quorum)]
         for answer in answers:
-            self._parts[answer.device] = from_wire(answer.part("statistics", ClassStatistics))
+            self._parts[answer.device] = unpacked(packed(answer.part("statistics", ClassStatistics)))
+        self._note_silent(new, cohort.round)
         if answers:
             self._merge(cohort)
 
+    def _is_asked(self, device: str, number: int) -> bool:
+        """Not in every round where it did not answer: all others wait for it until the deadline."""
+        again, _ = self._silent.get(device, [0, 1])
+        return number >= again or not self._parts
+
+    def _note_silent(self, asked: Sequence[str], number: int) -> None:
+        for device in asked:
+            _, pause = self._silent.pop(device, [0, 1])
+            if device not in self._parts:
+                self._silent[device] = [number + 1 + pause, 2 * pause]
+
+    async def _teach(self, cohort: Cohort, taught: Sequence[str]) -> None:
+        """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
+        new = self._are_due(cohort.completed)
+        plan = self._plan(cohort, new=new)
+        if new and self.config.devices_agree:
+            taught = await self._agree(cohort, taught, plan)
+        elif new:
+            self._agreed = (_seed(plan), self._own_predictions(_seed(plan)))
+        held = self._take_held(taught)
+        async for answer in cohort.ask("learn", lambda device: self._lesson(held[device], plan), to=taught):
+            self._held[answer.device] = [self._version, self._agreed_seed]
+
+    def _are_due(self, completed: int) -> bool:
+        missing = self.config.server_teaches and self._agreed is None
+        return bool(self._classes) and (missing or self.config.agrees_in(completed))
+
     async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
         """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
-        mean, answered, seed = TensorMean(), list[str](), _seed(plan)
+        mean, answered, seed, held = TensorMean(), list[str](), _seed(plan), self._take_held(taught)
         rows = self.config.drawn_rows * len(self._classes)
-        async for answer in cohort.ask("agree", lambda device: self._classes_for(device, plan), to=taught):
+        async for answer in cohort.ask("agree", lambda device: self._classes_for(held[device], plan), to=taught):
             answered.append(answer.device)
+            self._held[answer.device] = [self._version, held[answer.device][1]]
             sent = answer.part("predictions", SoftPredictions)
             if sent.noise_seed != seed or len(sent.values) != rows:
                 text = f"{answer.device} predicts {len(sent.values)} rows of seed {sent.noise_seed}"
@@ -184,100 +212,109 @@ class ClassStatsServer(ServerMethod):
             self._agreed = (seed, agreed.float().numpy())
         return answered
 
-    def _plan(self, cohort: Cohort) -> Plan:
-        """Names the round's drawn rows: new ones, or those that the last soft predictions are about."""
+    def _own_predictions(self, seed: int) -> Array:
+        """The server's own predictor on the rows that devices draw: of classes in the merge alone."""
+        rows, _ = self._draw(self._classes, seed)
+        return soft_targets(extract(self.predictor, rows), self.config.temperature).numpy()
+
+    def _plan(self, cohort: Cohort, *, new: bool) -> Plan:
+        """Names the merge, and the round's drawn rows: new ones, or those that the last soft predictions are about."""
         seed = derive_seed(cohort.generator("draw").initial_seed(), self._version)
-        if self._agreed is not None and not self.config.agrees_in(cohort.completed):
+        if self._agreed is not None and not new:
             seed = self._agreed[0]
-        return Plan(values={"draw_seed": seed, "nonnegative": self._nonnegative})
+        rate = self.config.local_rate(cohort.completed + 1)
+        values = {"draw_seed": seed, "nonnegative": self._nonnegative, "merge": self._version, "learning_rate": rate}
+        return Plan(values=values)
 
     @property
     def _agreed_seed(self) -> int:
         return self._agreed[0] if self._agreed is not None else -1
 
-    def _classes_for(self, device: str, plan: Plan) -> dict[str, Kind]:
-        """The plan, with the fleet's classes where the device has not been told those of the last merge."""
-        told, _ = self._held.get(device, [-1, -1])
-        if told == self._version:
-            return {"plan": plan}
-        return {"plan": plan, "classes": to_wire(self._classes, variances=not self.config.means_only)}
+    def _take_held(self, devices: Sequence[str]) -> dict[str, list[int]]:
+        """What each has acknowledged. It holds again when the device answers; who does not is told all anew."""
+        return {device: self._held.pop(device, [-1, -1]) for device in devices}
 
-    def _lesson(self, device: str, plan: Plan) -> Parts:
-        """The same with the mean soft predictions, where the device has not been told these."""
-        _, told = self._held.get(device, [-1, -1])
-        parts = self._classes_for(device, plan)
+    def _classes_for(self, held: Sequence[int], plan: Plan) -> dict[str, Kind]:
+        """The plan, with the fleet's classes where the device has not been told those of the last merge."""
+        told, _ = held
+        return {"plan": plan} if told == self._version else {"plan": plan, "classes": self._wire(self._classes)}
+
+    def _lesson(self, held: Sequence[int], plan: Plan) -> Parts:
+        """The same with the soft predictions, where the device has not been told these."""
+        _, told = held
+        parts = self._classes_for(held, plan)
         if self._agreed is not None and told != self._agreed[0]:
             parts["agreed"] = SoftPredictions(noise_seed=self._agreed[0], values=self._agreed[1])
         return parts
+
+    def _wire(self, classes: Classes) -> ClassStatistics:
+        return to_wire(classes, variances=not self.config.means_only)
 
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
         """Makes the merge, and the server's own predictor, again without the device's part."""
         self._held.pop(device, None)
+        self._silent.pop(device, None)
         if self._parts.pop(device, None) is not None:
             self._merge(notes)
 
-    def _merge(self, cohort: Notes) -> None:
-        """All parts anew, in the order of the devices' ids; then the guards."""
+    def _merge(self, notes: Notes) -> None:
+        """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
+        classes = self._worth_learning(merged(self._parts, self.config.rank, notes), notes)
+        payload = encode({"classes": self._wire(classes)}, np.dtype(self.setting.knowledge_type))
+        sent = decode(payload)["classes"]
+        assert isinstance(sent, ClassStatistics)
+        self._classes = from_wire(sent)
+        self._version = int.from_bytes(payload.sha256[:8], "big") >> 1
+        self._agreed = None
+        notes.report("merged_classes", len(self._classes))
+
+    def _worth_learning(self, whole: Classes, notes: Notes) -> Classes:
+        """The shrunk merge. As long as a guard finds classes at fault, it is made, and tried, again without them.
+
+        So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
+        """
+        limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
+        while True:
+            classes = shrink(whole, self.config.shrinkage)
+            if self.config.means_only:
+                classes = {label: mean_alone(one) for label, one in classes.items()}
+            at_fault = too_large(whole, limit, notes) or too_large(classes, limit, notes)
+            at_fault = at_fault or self._untrainable(classes, notes) or self._unrecognised(classes, notes)
+            if not at_fault:
+                return classes
+            whole = {label: one for label, one in whole.items() if label not in at_fault}
+
+    def _untrainable(self, classes: Classes, notes: Notes) -> list[int]:
+        """Trains the server's own predictor; where that fails, the class whose rows are longest is at fault."""
         # From the first weights again: of who is not in the merge any more nothing may stay.
         self.predictor.load_state_dict(self.setting.server_model(self._feature_shape).state_dict())
-        by_class: dict[int, list[ClassSummary]] = defaultdict(list)
-        for classes in self._of_one_scale(cohort):
-            for label, part in classes.items():
-                by_class[label].append(part)
-        alone = sorted(label for label, parts in by_class.items() if len(parts) < 2)
-        if alone:
-            cohort.event("class-of-one-device", f"classes {alone} are known from one device each; they are used")
-        merged = {label: merge(parts, self.config.rank) for label, parts in by_class.items()}
-        shrunk = shrink(self._sendable(merged, cohort), self.config.shrinkage)
-        if self.config.means_only:
-            shrunk = {label: mean_alone(one) for label, one in shrunk.items()}
-        self._classes = self._recognised(self._sendable(shrunk, cohort), cohort)
-        self._version += 1
-        self._agreed = None
-        cohort.report("merged_classes", len(self._classes))
+        if not classes:
+            return []
+        train = partial(self._train_predictor, classes, notes.generator("predictor").initial_seed())
+        failure = reason_undone(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
+        if not failure:
+            return []
+        longest = max(classes, key=lambda label: length(classes[label]))
+        text = (
+            f"class {longest}: the server's own predictor cannot learn from rows drawn of the classes, and this one's "
+        )
+        notes.event("class-left-out", f"{text}are the longest; it is left out. {failure}")
+        return [longest]
 
-    def _of_one_scale(self, cohort: Notes) -> list[Classes]:
-        """The devices' parts; guard: without those of a device whose features are many times as long as the fleet's.
-
-        Its variance would reach all classes by way of the pooled one. Of two devices neither is left out: there is no
-        telling which of them is right, and the median is their mean.
-        """
-        lengths = {device: max(map(length, part.values())) for device, part in sorted(self._parts.items()) if part}
-        limit = _LONGEST * median(lengths.values()) if lengths else 0.0
-        for device in [device for device in lengths if lengths[device] > limit]:
-            text = f"its features have length {lengths.pop(device):g}, {_LONGEST:g} times the fleet's is {limit:g}"
-            cohort.event("summary-left-out", f"{device}: {text}; its summary is left out of the merge", device)
-        return [self._parts[device] for device in lengths]
-
-    def _sendable(self, classes: Classes, cohort: Notes) -> Classes:
-        """Without the classes that are too large for the wire, which no honest devices' features make together."""
-        limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
-        fits = {label: max(map(_largest, (c.mean, c.directions, c.variance))) <= limit for label, c in classes.items()}
-        for label in sorted(label for label, fit in fits.items() if not fit):
-            cohort.event("class-left-out", f"class {label}: its merged statistics go over {limit:g}; it is left out")
-        return {label: one for label, one in classes.items() if fits[label]}
-
-    def _recognised(self, classes: Classes, cohort: Notes) -> Classes:
+    def _unrecognised(self, classes: Classes, notes: Notes) -> list[int]:
         """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
         if not classes:
-            return classes
-        train = partial(self._train_predictor, classes, cohort.generator("predictor").initial_seed())
-        failure = reason_undone(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
-        if failure:
-            cohort.event("distillation-undone", f"the server's own predictor stays as it was: {failure}")
-            return classes
-        found = self._recognition(classes, cohort.generator("recognition").initial_seed())
-        cohort.report("recognition", {str(label): rate for label, rate in found.items()})
+            return []
+        found = self._recognition(classes, notes.generator("recognition").initial_seed())
+        notes.report("recognition", {str(label): rate for label, rate in found.items()})
         least = _least_recognised(len(classes))
-        poor = [label for label in sorted(found) if found[label] < least]
-        if not self.config.recognition_guard:
-            return classes
+        poor = [label for label, rate in found.items() if rate < least and self.config.recognition_guard]
         for label in poor:
             text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
-            cohort.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out")
-        return {label: one for label, one in classes.items() if label not in poor}
+            notes.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out")
+        return poor
 
     def _train_predictor(self, classes: Classes, seed: int) -> None:
         """3.9: cross-entropy on drawn rows alone, new ones in every epoch."""
@@ -316,22 +353,26 @@ class ClassStatsServer(ServerMethod):
         return {
             "extractor": self.extractor.state_dict(),
             "predictor": self.predictor.state_dict(),
-            "parts": {device: packed(classes) for device, classes in self._parts.items()},
-            "classes": packed(self._classes),
+            "parts": {device: packed(part) for device, part in self._parts.items()},
+            "classes": packed(self._wire(self._classes)),
             "version": self._version,
             "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
             "held": dict(self._held),
+            "silent": dict(self._silent),
+            "round": self._round,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.extractor.load_state_dict(state["extractor"])
         self.predictor.load_state_dict(state["predictor"])
-        self._parts = {device: unpacked(classes) for device, classes in state["parts"].items()}
-        self._classes = unpacked(state["classes"])
+        self._parts = {device: unpacked(part) for device, part in state["parts"].items()}
+        self._classes = from_wire(unpacked(state["classes"]))
         self._version = state["version"]
         agreed = state["agreed"]
         self._agreed = None if agreed is None else (agreed[0], agreed[1].numpy())
         self._held = dict(state["held"])
+        self._silent = dict(state["silent"])
+        self._round = state["round"]
 
     def global_model(self) -> nn.Module | None:
         """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""
@@ -370,7 +411,3 @@ def _seed(plan: Plan) -> int:
     seed = plan.values["draw_seed"]
     assert isinstance(seed, int)
     return seed
-
-
-def _largest(array: Array) -> float:
-    return float(np.abs(array).max(initial=0))

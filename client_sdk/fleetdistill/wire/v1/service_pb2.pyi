@@ -571,7 +571,9 @@ class UploadHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     FIRST_BYTE_FIELD_NUMBER: _builtins.int
     samples: _builtins.int
-    """Local samples behind the answer, at least 1; the weight in any average."""
+    """Local samples behind the answer, at least 1 and at most what the device declared at its last check-in; the weight in
+    any average.
+    """
     first_byte: _builtins.int
     """First data byte that follows, as `UploadStatus` told; 0 for a fresh upload."""
     @_builtins.property

@@ -1,0 +1,65 @@
+"""With validation data an app keeps the model that it had before the fleet, whatever its method starts devices from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from support.fleets import RUN, RUNS, prepare, run_in_memory
+from torch import Tensor, nn
+
+from fleetdistill.methods import METHODS
+from fleetdistill.state_file import unpack_state
+from fleetdistill_server import views
+from fleetdistill_server.joining import verdict_rows, verdicts
+from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
+
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def first_model(spec: DeviceSpec) -> nn.Module:
+    model: nn.Module = build_device_model(spec, load_arrays(spec.test_file)[0].shape[1:])
+    return model.eval()
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(inputs)  # type: ignore[no-any-return]
+
+
+def with_unbeatable_data(spec: DeviceSpec, work: Path) -> DeviceSpec:
+    """Validation data that the device's first model answers without a mistake, if only just."""
+    shape = load_arrays(spec.test_file)[0].shape[1:]
+    inputs = torch.rand(1000, *shape, generator=torch.Generator().manual_seed(1))
+    sure = logits_of(first_model(spec), inputs).sort(dim=1)
+    close = (sure.values[:, -1] - sure.values[:, -2]).argsort()[:40]
+    file = work / f"{spec.name}-validation.npz"
+    np.savez(file, inputs=inputs[close].numpy(), labels=sure.indices[close, -1].numpy())
+    return replace(spec, validation_file=str(file))
+
+
+@every_method
+def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(method: str, tmp_path: Path) -> None:
+    config, specs, work = prepare(RUNS[method], tmp_path / "work")
+    specs = [with_unbeatable_data(spec, work) for spec in specs]
+    store = run_in_memory((config, specs, work))
+    counted = verdicts(verdict_rows(store, RUN))
+    assert counted.replaced == 0
+    assert counted.kept >= len(specs) * RUNS[method].rounds
+    assert views.run(store, RUN).facts["models_kept"] == counted.kept
+    assert {row["sum"] for row in store.figures(RUN, "picked/personal", "validation")} <= {0.0}
+    store.close()
+    for spec in specs:
+        own, (inputs, _) = first_model(spec), load_arrays(spec.test_file)
+        delivered = unpack_state((Path(spec.state_dir) / "delivered.safetensors").read_bytes())
+        assert (delivered["in_use"], delivered["further"]) == ("general", {})
+        assert all(torch.equal(tensor, delivered["model"][name]) for name, tensor in own.state_dict().items())
+        session = onnxruntime.InferenceSession(str(Path(spec.state_dir) / "model.onnx"))
+        expected = logits_of(own, torch.from_numpy(inputs)).numpy()
+        assert_allclose(session.run(["logits"], {"input": inputs})[0], expected, atol=1e-4)
+        assert not (Path(spec.state_dir) / "personal.onnx").exists()
