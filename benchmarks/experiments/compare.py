@@ -109,16 +109,35 @@ def _dafkd(base: Simulation) -> Comparison:
     )
 
 
+_FEDAVG_RATE = 0.02
+_TAUGHT: dict[str, Any] = {
+    "agreement_from": "server",
+    "agreement_every": 1000,
+    "agreement_weight": 3.0,
+    "drawn_rows": 200,
+    "personal_extractor": "own",
+}
+"""The server's predictor teaches once, with the merge; the personal predictor has an extractor of its own."""
+
+
 def _classstats(base: Simulation, agreement: dict[str, Any], fedavg: tuple[str, ...]) -> Comparison:
-    """Five different models, and FedAvg with one of them on every device."""
+    """Five different models, and FedAvg with one of them on every device, which is FedDKD without its steps too."""
     settings = dict(base.settings)
     trained = {name: value for name, value in settings.items() if name == "learning_rate"}
+    decaying = {"dkd_steps": 0, "local_epochs": 2, "learning_rate_round_decay": 0.1 ** (1 / (base.rounds - 1))}
+    rate = {"learning_rate": settings.get("learning_rate", _FEDAVG_RATE), "weight_decay": 0.0}
     runs: dict[str, dict[str, Any]] = {
         "classstats": {},
         "with agreement": {"settings": settings | agreement},
+        "taught": {"settings": settings | _TAUGHT | {"rate_drop_after": base.rounds - 2}},
         "means only": {"settings": settings | {"means_only": True}},
         "fedgkt": {"method": "feddkc", "settings": trained | {"server_beta": 0.0}},
         **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": trained} for one in fedavg},
+        f"fedavg, {fedavg[0]}, decaying": {
+            "method": "feddkd",
+            "models": fedavg[:1],
+            "settings": decaying | rate,
+        },
     }
     return Comparison(replace(base, method="classstats"), "devices", runs, ALPHAS)
 
