@@ -113,7 +113,6 @@ _FEDAVG_RATE = 0.02
 _TAUGHT: dict[str, Any] = {
     "agreement_from": "server",
     "agreement_every": 1000,
-    "agreement_weight": 3.0,
     "drawn_rows": 200,
     "personal_extractor": "own",
 }

@@ -124,7 +124,7 @@ def test_an_unknown_setting_of_the_method_is_refused_with_the_known_ones() -> No
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     assert refusal(with_setting("run", "method", "fedx")) == (
-        "[run] method: unknown method 'fedx', expected one of cdkt, dafkd, fedavg, fedd2s, feddkc, feddkd"
+        "[run] method: unknown method 'fedx', expected one of cdkt, classstats, dafkd, fedavg, fedd2s, feddkc, feddkd"
     )
 
 
