@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shutil
 import threading
 import uuid
 import warnings
@@ -96,6 +97,17 @@ def export_onnx(
         with _doing(f"writing {path}"):
             rename_durably(temporary, path)
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
+
+
+def copy_onnx(source: Path, path: Path) -> None:
+    """Puts an exported file under a second name too, in the same directory and in one step.
+
+    Raises:
+        ExportError: It could not be written.
+    """
+    with _doing(f"writing {path}"), _temporary_beside(path) as temporary:
+        shutil.copyfile(source, temporary)
+        rename_durably(temporary, path)
 
 
 @contextmanager

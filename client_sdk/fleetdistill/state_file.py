@@ -10,16 +10,21 @@ from safetensors.torch import load, save
 
 from fleetdistill.errors import StateError
 
+_Place = tuple[object, ...]
+"""Where a tensor's numbers are, and how they are read: two tensors with the same are one."""
+
 
 def pack_state(state: Any) -> bytes:
     """Packs dicts, lists, numbers, strings, None and tensors; dict keys may be strings or ints.
 
+    A tensor that is in several places, such as a layer that two models share, is packed once.
+
     Raises:
         StateError: A value of another type is inside.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[_Place, tuple[str, torch.Tensor]] = {}
     outline = _outline(state, tensors)
-    return bytes(save(tensors, metadata={"outline": json.dumps(outline)}))
+    return bytes(save(dict(tensors.values()), metadata={"outline": json.dumps(outline)}))
 
 
 def unpack_state(data: bytes) -> Any:
@@ -36,11 +41,12 @@ def unpack_state(data: bytes) -> Any:
         raise StateError(f"the saved state is damaged ({error}); remove it to start afresh") from error
 
 
-def _outline(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _outline(value: Any, tensors: dict[_Place, tuple[str, torch.Tensor]]) -> Any:
     if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"tensor": name}
+        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        if place not in tensors:
+            tensors[place] = (str(len(tensors)), value.detach().cpu().contiguous().clone())
+        return {"tensor": tensors[place][0]}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str | int):

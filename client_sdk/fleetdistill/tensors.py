@@ -32,6 +32,11 @@ def model_parameters(module: nn.Module, scope: str = "model", without: Collectio
     )
 
 
+def state_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """A module's parameters and buffers, in the order of its state: the very tensors, not views of them."""
+    return list(module.state_dict(keep_vars=True).values())
+
+
 def load_parameters(module: nn.Module, sent: ModelParameters, without: Collection[str] = ()) -> None:
     """Copies what was sent into a module; the names in `without` keep their values.
 

@@ -26,11 +26,13 @@ class Verdict:
         replaced: It is; false: the app keeps what it has, and training goes on.
         accuracy: Of the round's model on the app's validation data, in [0, 1]; None without such data.
         accuracy_in_use: Of the app's model until then.
+        answer: Name of the answer that the app's model becomes, where the round gives several; else empty.
     """
 
     replaced: bool
     accuracy: float | None = None
     accuracy_in_use: float | None = None
+    answer: str = ""
 
     @property
     def text(self) -> str:
@@ -41,9 +43,9 @@ class Verdict:
         return f"the app's model is replaced: {before}" if self.replaced else f"the app keeps its model: {before}"
 
     @property
-    def values(self) -> dict[str, float | None]:
-        """Its figures, where there are any."""
-        return {name: value for name, value in asdict(self).items() if name != "replaced" and value is not None}
+    def values(self) -> dict[str, float | str]:
+        """Its figures and the answer's name, where there are any."""
+        return {name: value for name, value in asdict(self).items() if name != "replaced" and value not in (None, "")}
 
     def metric(self, name: str) -> Metric:
         """What the server is told, under a name of `VERDICTS`."""

@@ -18,10 +18,10 @@ from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_t
 from fleetdistill.methods import config_from_plan, device_class
 from fleetdistill.methods.base import CUT, DELIVER, GENERAL, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
-from fleetdistill.onnx_export import OnnxReport, export_onnx
+from fleetdistill.onnx_export import OnnxReport, copy_onnx, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import load_parameters
+from fleetdistill.tensors import load_parameters, state_tensors
 from fleetdistill.verdict import PICKED, REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
@@ -158,11 +158,19 @@ class Worker:
         """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
         kept = {GENERAL: saved.get("model", first), **saved.get("further", {})}
         models = self._answers()
-        held = {name: model for name, model in self._delivered.items() if name in kept}  # the app may hold them
-        self._delivered = {name: held[name] if name in held else copy.deepcopy(models[name]) for name in kept}
+        self._delivered = self._copies({name: models[name] for name in kept})
         for name, state in kept.items():
             self._delivered[name].load_state_dict(state)
         self._in_use = saved.get("in_use", GENERAL)
+
+    def _copies(self, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """The app's models: those that it may hold already, and copies of others, which share what `models` share."""
+        instead: dict[int, Any] = {}
+        for name in models.keys() & self._delivered.keys():
+            model, held = models[name], self._delivered[name]
+            instead[id(model)] = held
+            instead |= {id(one): its for one, its in zip(state_tensors(model), state_tensors(held), strict=True)}
+        return copy.deepcopy(dict(models), instead)
 
     def forget_state(self) -> None:
         """What was learned since the last receipt does not count; the committed state is loaded again before use."""
@@ -176,22 +184,22 @@ class Worker:
             self._method.trained = None
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
             measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
-            scores = self._score() if measured else {}
-            verdict = self._judge(scores) if measured or ask.step == DELIVER else None
+            models = self._answers()
+            scores = self._score(models) if measured else {}
+            verdict = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures = [metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)]
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
             figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
-            figures += self._picked(verdict)
+            figures += _picked(models, verdict)
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = _delivery(self._answers(), self._best) if verdict is not None and verdict.replaced else None
+        delivered = _delivery(models, self._best) if verdict is not None and verdict.replaced else None
         return Work(answer, self.state(), verdict, delivered, scores)
 
-    def _score(self) -> dict[str, Counts]:
+    def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}
-        models = self._answers()
         return {
             _place(split, name): evaluate(model, data, self._classes)
             for name, model in models.items()
@@ -216,28 +224,21 @@ class Worker:
 
     # --- delivery
 
-    def _judge(self, scores: Mapping[str, Counts]) -> Verdict:
+    def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Verdict:
         """The app's model is replaced by the best answer unless the accuracy on its validation data would fall."""
         data, self._best = self._scored[SPLIT], GENERAL
         if data is None:
-            return Verdict(replaced=True)
+            return Verdict(replaced=True, answer=GENERAL if len(models) > 1 else "")
         found = {
             name: (scores.get(_place(SPLIT, name)) or evaluate(model, data, self._classes)).accuracy
-            for name, model in self._answers().items()
+            for name, model in models.items()
         }
         self._best = max(found, key=lambda name: found[name])  # of equals the first, which is the general one
         if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
             self._delivered_accuracy = evaluate(self.delivered_model(), data, self._classes).accuracy
-        return Verdict(found[self._best] >= self._delivered_accuracy, found[self._best], self._delivered_accuracy)
-
-    def _picked(self, verdict: Verdict) -> list[Metric]:
-        """Which answer the app's model becomes, where there is a choice."""
-        further = self._method.further_answers()
-        return [
-            Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(verdict.replaced and name == self._best), count=1)
-            for name in (GENERAL, *further)
-            if further
-        ]
+        replaced = found[self._best] >= self._delivered_accuracy
+        answer = self._best if replaced and len(models) > 1 else ""
+        return Verdict(replaced, found[self._best], self._delivered_accuracy, answer)
 
     def deliver(self, verdict: Verdict) -> None:
         """Carries out the verdict on the last answer, which has its receipt."""
@@ -247,11 +248,10 @@ class Worker:
 
     def _take_delivery(self, in_use: str) -> None:
         """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
-        for name, model in self._answers().items():
-            if name in self._delivered:
-                self._delivered[name].load_state_dict(model.state_dict())
-            else:
-                self._delivered[name] = copy.deepcopy(model)
+        models = self._answers()
+        self._delivered |= self._copies(models)
+        for name, model in models.items():
+            self._delivered[name].load_state_dict(model.state_dict())
         self._in_use = in_use
 
     def delivered_model(self) -> nn.Module:
@@ -269,6 +269,8 @@ class Worker:
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered models as ONNX and compares each with PyTorch on the device's own samples.
 
+        Where there are several, `path` becomes a copy of the one in use.
+
         Returns:
             About the file at `path`, with the largest difference of all.
         """
@@ -279,18 +281,29 @@ class Worker:
             "class_names": ",".join(self.contract.classes),
         }
         samples = self._data.inputs[:_PARITY_SAMPLES]
-        further = [
-            export_onnx(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
+        if len(self._delivered) == 1:
+            return export_onnx(self.delivered_model(), path, samples, metadata)
+        reports = {
+            name: export_onnx(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
             for name, model in self._delivered.items()
-            if len(self._delivered) > 1
-        ]
-        report = export_onnx(self.delivered_model(), path, samples, metadata)
-        return replace(report, max_difference=max(one.max_difference for one in (report, *further)))
+        }
+        in_use = reports[self._in_use]
+        copy_onnx(in_use.path, path)
+        return replace(in_use, path=path, max_difference=max(one.max_difference for one in reports.values()))
 
 
 def _delivery(models: Mapping[str, nn.Module], in_use: str) -> bytes:
     further = {name: model.state_dict() for name, model in models.items() if name != GENERAL}
     return pack_state({"model": models[GENERAL].state_dict(), "further": further, "in_use": in_use})
+
+
+def _picked(models: Mapping[str, nn.Module], verdict: Verdict) -> list[Metric]:
+    """Which answer the app's model becomes, where there is a choice."""
+    return [
+        Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == verdict.answer), count=1)
+        for name in models
+        if len(models) > 1
+    ]
 
 
 def _place(split: str, name: str) -> str:

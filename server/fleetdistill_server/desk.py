@@ -164,15 +164,15 @@ class Desk:
 
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
         """The device's oldest open ask, or the end of the run for it; None when there is nothing to do."""
-        run, device = self.authenticate(identity)
+        caller = self._caller(identity)
+        run, device = caller["run"], caller["device"]
         row = self.store.next_ask(run, device)
         if row is not None:
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
         status = self.store.run(run)
         if status is not None and status["status"] in ("finished", "stopped"):
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
-        known = self.store.device(run, device)
-        if known is not None and known["forget_asked_at"] is not None:
+        if caller["forget_asked_at"] is not None:
             text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
             return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
         return None
@@ -243,6 +243,11 @@ class Desk:
         Raises:
             RefusedError: The device never checked in to this run, or the secret is wrong.
         """
+        caller = self._caller(identity)
+        return caller["run"], caller["device"]
+
+    def _caller(self, identity: service_pb2.Identity) -> Row:
+        """Does what `authenticate` does; returns the device's row as it was."""
         run = self.run_name(identity.run)
         row = self.store.device(run, identity.device)
         if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
@@ -254,7 +259,7 @@ class Desk:
         if not row["present"] and row["forget_asked_at"] is None:
             self._commit(lambda store: store.device_back(run, identity.device))
             self.wake_engine()
-        return run, identity.device
+        return row
 
     def _admit(self, run: str, device: str, secret: bytes) -> bytes:
         if not is_name(device):
@@ -437,28 +442,9 @@ class Desk:
 
     def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
         """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
-        payload = header.payload
-        device = ask["device"]
-
-        def record(store: Store) -> Row | None:
-            first = store.upload_of(ask["id"]) is None
-            if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
-                raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
-            row = store.accept_upload(
-                ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples
-            )
-            if row is not None and first:
-                store.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
-                for part in payload.parts.parts:
-                    if part.WhichOneof("kind") == "metrics":
-                        store.add_figures(run, ask["round"], device, _metrics(part))
-            failpoints.hit("front.receipt.before-commit")
-            return row
-
-        row = self._commit(record)
+        row = self._commit(partial(_record, run, ask, header, counted))
         if row is None:
-            drop_unneeded(self.store, [payload.sha256])  # at once: its device may be one that is to be forgotten
-            came = payload.ByteSize() + counted.sent.total()
+            came = header.payload.ByteSize() + counted.sent.total()
             raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))), came)
         failpoints.hit("front.receipt.before-send")
         self.wake_engine()
@@ -544,23 +530,10 @@ class UploadSession:
     def _open(self) -> None:
         if self.ask["status"] != "open":
             raise _closed(self.ask)
-        if not 1 <= self._header.samples <= _LARGEST_NUMBER:
-            text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
-            raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
         declared = self._declared_samples()
-        if declared is not None and self._header.samples > declared:
-            text = f"device {self.ask['device']}: the answer is weighted with {self._header.samples} samples"
-            # One that was honest has data of after the backup that this server was restored from.
-            details = {"check_in": "again"}
-            raise RefusedError(Code.BAD_VALUE, f"{text}, the device has declared {declared} samples", details)
-        contract = self._desk.contract(self._run)
-        self._ingest = Ingest(
-            self.ask["device"],
-            self._header.payload,
-            contract,
-            json.loads(self.ask["expects"]),
-            declared,
-        )
+        self._check_weight(declared)
+        contract, expects = self._desk.contract(self._run), json.loads(self.ask["expects"])
+        self._ingest = Ingest(self.ask["device"], self._header.payload, contract, expects, declared)
         if self._header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
             self._desk.discard_other_attempts(self.ask, self._key)
         size = self._header.payload.data_bytes
@@ -574,6 +547,16 @@ class UploadSession:
         if held != self._header.first_byte:
             text = f"device {self.ask['device']}: the upload goes on at byte {self._header.first_byte}"
             raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
+
+    def _check_weight(self, declared: int | None) -> None:
+        samples = self._header.samples
+        text = f"device {self.ask['device']}: the answer is weighted with {samples} samples"
+        if not 1 <= samples <= _LARGEST_NUMBER:
+            raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
+        if declared is not None and samples > declared:
+            # One that was honest has data of after the backup that this server was restored from.
+            details = {"check_in": "again"}
+            raise RefusedError(Code.BAD_VALUE, f"{text}, the device has declared {declared} samples", details)
 
     def _declared_samples(self) -> int | None:
         """What the device said at its last check-in; it may have fewer by now, not more."""
@@ -672,6 +655,34 @@ def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
     with store.transaction():
         store.close_ask(ask["id"], "declined")
         store.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
+
+
+def _record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
+    """Takes an answer with what is counted of it; returns its receipt's row, None if the ask takes none any more."""
+    payload, device = header.payload, ask["device"]
+    first = store.upload_of(ask["id"]) is None
+    if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
+        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
+    row = store.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
+    if row is None:
+        _drop_if_to_forget(run, device, payload.sha256, store)
+    elif first:
+        store.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
+        for part in payload.parts.parts:
+            if part.WhichOneof("kind") == "metrics":
+                store.add_figures(run, ask["round"], device, _metrics(part))
+    failpoints.hit("front.receipt.before-commit")
+    return row
+
+
+def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> None:
+    """A late answer of a device that is to be forgotten goes at once; every other one is left to a sweep.
+
+    Also this one is, while a backup is made: who waited here would hold up all commits.
+    """
+    known = store.device(run, device)
+    if known is not None and known["forget_asked_at"] is not None:
+        drop_unneeded(store, [sha256], wait_seconds=0.0)
 
 
 def _note_refusals_left_out(who: Who, count: int, row: int | None, store: Store) -> int | None:

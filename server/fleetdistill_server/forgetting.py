@@ -4,9 +4,9 @@ What stays is the history of the rounds: the device's id and profile, its figure
 events; and its share in what methods have averaged or learned of many devices.
 
 Somebody asks (`fleetdistill devices forget`), and from then on the run does not ask the device any more. It is done
-between two rounds, by the engine or, where no server works on the run and no round is open, at once: first the state
-without the device becomes the run's, then all that nothing needs any more is deleted, and only then the device counts
-as forgotten. Whatever goes wrong before that, it is all done again.
+between two rounds, by the engine or, where no server works on the run, at once, after the round that was left open is
+closed as a short one: first the state without the device becomes the run's, then all that nothing needs any more is
+deleted, and only then the device counts as forgotten. Whatever goes wrong before that, it is all done again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,23 @@ from fleetdistill_server.store import Row, Store
 
 
 class BetweenRounds:
-    """Takes the notes of a method that works outside a round, as `Cohort` does within one."""
+    """Takes the notes of a method that works outside a round, as `Cohort` does within one.
 
-    def __init__(self, store: Store, run: str, seed: int) -> None:
-        self._store, self._run, self._seed = store, run, seed
+    They are kept until `write`, for the transaction that makes true what they tell of.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._events: list[tuple[str, str, str]] = []
+
+    def write(self, store: Store, run: str) -> None:
+        """Writes the events into a run's history."""
+        for kind, text, device in self._events:
+            store.add_event(run, kind, text, device=device)
 
     def event(self, kind: str, text: str, device: str = "") -> None:
         """Notes something out of the ordinary."""
-        self._store.add_event(self._run, kind, text, device=device)
+        self._events.append((kind, text, device))
 
     def guard(self, name: str, text: str, device: str = "") -> None:
         """Notes that a guard fired."""
@@ -86,8 +95,9 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
     row = store.run(run)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    notes = BetweenRounds(method.setting.seed)
     for device in devices:
-        method.forget(device, BetweenRounds(store, run, method.setting.seed))
+        method.forget(device, notes)
     state = pack_state(method.state_dict())
     checkpoint = store.blobs.put_state(state)
     with store.transaction():
@@ -96,6 +106,7 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
         if unchanged:
             store.secure_state(checkpoint, state)
             store.leave_out(run, devices, checkpoint)
+            notes.write(store, run)
     if not unchanged:  # another device may have been forgotten meanwhile, whose part is in this state
         drop_unneeded(store, [checkpoint])
     return unchanged
@@ -111,6 +122,12 @@ def _is_unchanged(store: Store, row: Row) -> bool:
 def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) -> bool:
     """Takes a device out of a run for good, and forgets it at once where nobody works on the run.
 
+    Args:
+        store: Of the run.
+        run: The run.
+        device: Its id.
+        served: The run that a server works on at this moment, if one does.
+
     Returns:
         Whether it is done. Else the engine does it before the next round, or, where the run is over, this when it is
         called again.
@@ -118,9 +135,6 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     Raises:
         ConfigurationError: There is no such run or device.
     """
-    from fleetdistill_server.contract import build_method
-    from fleetdistill_server.run_config import run_config
-
     if not store.ask_to_forget(run, device):
         raise ConfigurationError(f"run {run!r} has no device {device!r}; `fleetdistill devices` lists them")
     if device not in store.to_forget(run):
@@ -128,8 +142,27 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     row = store.run(run)  # only now: an engine ends a run only while nobody is to be forgotten
     assert row is not None
     over = row["status"] in ("finished", "stopped")
-    if (served == run and not over) or store.open_round(run) is not None or row["checkpoint"] is None:
+    if (served == run and not over) or row["checkpoint"] is None:
         return False
-    config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
-    done = forget_asked(store, run, build_method(config), wait_seconds=WAIT_SECONDS)
+    _end_open_round(store, row)
+    done = forget_asked(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
     return done or device not in store.to_forget(run)  # another one may have done it meanwhile
+
+
+def _end_open_round(store: Store, row: Row) -> None:
+    """Closes a round that nobody works on as a short one, unless an engine has started since this row was read.
+
+    One that still lives, though it is not known, loses the run: it cannot go on with a round that is closed.
+    """
+    with store.transaction():
+        left = store.open_round(row["name"])
+        if left is not None and (store.run(row["name"]) or {}).get("engine") == row["engine"]:
+            store.own_run(row["name"])
+            store.close_short_round(row["name"], left["round"], "a device was forgotten while no server worked on it")
+
+
+def _method_of(row: Row) -> ServerMethod:
+    from fleetdistill_server.contract import build_method
+    from fleetdistill_server.run_config import run_config
+
+    return build_method(run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}}))

@@ -35,10 +35,10 @@ TENSOR = "tensor"
 """Marks, in what an ask expects, the path of a column; everything else there is a part and its kind."""
 
 _MAX_WORD = 64
-_MOST_IMPORTANCE = 1 + 1e-4
+_IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
 """An importance is at most 1, and predictions sum to 1 up to rounding."""
-_MOST_PROBABILITY = 1 + 2e-3
-"""The same where each number is rounded to float16."""
+_PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
+"""Rounding to float16 changes a number by 2**-11 of it, or by 2**-25 where it is tiny: with 1,000 classes 5.2e-4."""
 _FLOAT32 = np.dtype("<f4")
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
@@ -55,7 +55,7 @@ class Rule:
         low: Smallest value, None for no bound. Floats must be finite in any case.
         high: First value that is too large, None for no bound.
         unique: Values may not repeat.
-        row_sum: Most that the numbers of a row may sum to, None for no bound.
+        row_sums: Least and most that the numbers of a row may sum to, None for no bound.
         in_steps: Whether the elements are steps on the scale of their channel.
         what: The column in words, for messages.
     """
@@ -65,7 +65,7 @@ class Rule:
     low: float | None = None
     high: float | None = None
     unique: bool = False
-    row_sum: float | None = None
+    row_sums: tuple[float, float] | None = None
     in_steps: bool = False
     what: str = "value"
 
@@ -160,7 +160,7 @@ class Ingest:
         for slot in self.slots:
             if self._rules[slot.path].unique:
                 self._check_unique(slot, self._staging)
-            if self._rules[slot.path].row_sum is not None:
+            if self._rules[slot.path].row_sums is not None:
                 self._check_row_sums(slot, self._staging)
         for part in self.header.parts.parts:
             if (check := _WHOLE.get(part.WhichOneof("kind"))) is not None:
@@ -281,17 +281,19 @@ class Ingest:
 
     def _check_row_sums(self, slot: Slot, staging: Staging) -> None:
         rule = self._rules[slot.path]
-        assert rule.row_sum is not None
+        assert rule.row_sums is not None
+        least, most = rule.row_sums
         row_bytes = slot.nbytes // slot.shape[0]
         rows = max(wire.CHUNK_BYTES // row_bytes, 1)  # read at once
         for first in range(0, slot.shape[0], rows):
             start = slot.start + first * row_bytes
             data = staging.read(start, min(rows * row_bytes, slot.stop - start))
             sums = np.frombuffer(data, slot.dtype).reshape(-1, row_bytes // slot.dtype.itemsize).sum(1, np.float64)
-            if (sums > rule.row_sum).any():
-                at = int((sums > rule.row_sum).argmax())
+            bad = (sums < least) | (sums > most)
+            if bad.any():
+                at = int(bad.argmax())
                 text = f"{rule.what} sum to {sums[at]:g} at row {first + at} of {slot.path}"
-                text += f", at most {rule.row_sum:g} is possible"
+                text += f", at most {most:g} is possible" if sums[at] > most else f", at least {least:g} is possible"
                 raise self._refuse(Code.BAD_VALUE, text, slot, row=str(first + at))
 
     def _check_statistics(self, part: knowledge_pb2.Part, staging: Staging) -> None:
@@ -421,7 +423,7 @@ def _prediction_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract)
     if not part.weighted_predictions.HasField("values"):
         raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
     shape = _declared(part, contract).get("values", (ROWS, len(contract.classes)))
-    rule = Rule((_FLOAT32,), shape, low=0, row_sum=_MOST_IMPORTANCE, what="importance-weighted predictions")
+    rule = Rule((_FLOAT32,), shape, low=0, row_sums=_IMPORTANCE_SUMS, what="importance-weighted predictions")
     return {f"{part.name}/values": rule}
 
 
@@ -429,7 +431,7 @@ def _soft_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> di
     if not part.soft_predictions.HasField("values"):
         raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
     floats = (float_type(DTYPES[contract.knowledge_type]),)
-    rule = Rule(floats, (ROWS, len(contract.classes)), low=0, row_sum=_MOST_PROBABILITY, what="soft predictions")
+    rule = Rule(floats, (ROWS, len(contract.classes)), low=0, row_sums=_PROBABILITY_SUMS, what="soft predictions")
     return {f"{part.name}/values": rule}
 
 

@@ -109,10 +109,11 @@ def free_after_round(store: Store, run: str, checkpoint: bytes | None) -> None:
             _delete(store, [*spent, *([checkpoint] if checkpoint is not None else [])])
 
 
-def drop_unneeded(store: Store, digests: Iterable[bytes]) -> None:
-    """Deletes those that nothing needs any more; waits a while for whoever else deletes, then leaves it to a sweep."""
-    with contextlib.suppress(StoreError), alone(store):
-        _delete(store, digests)
+def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
+    """Deletes those that nothing needs any more; waits so long for whoever else deletes, then leaves it to a sweep."""
+    with contextlib.suppress(StoreError), _alone_within(store, wait_seconds) as free:
+        if free:
+            _delete(store, digests)
 
 
 def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
@@ -309,7 +310,7 @@ def _alone_within(store: Store, seconds: float) -> Iterator[bool]:
     until = time.monotonic() + seconds
     while True:
         with store.blobs.alone() as free:
-            if free or time.monotonic() > until:
+            if free or time.monotonic() >= until:
                 yield free
                 return
         time.sleep(0.05)

@@ -739,10 +739,13 @@ class Store:
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
 
-    def figure_names(self, run: str, split: str) -> list[str]:
-        """Names of all figures of one split, in alphabetical order."""
-        sql = "SELECT DISTINCT name FROM figures WHERE run = ? AND split = ? ORDER BY name"
-        return [row["name"] for row in self._rows(sql, run, split)]
+    def newest_figures(self, run: str, name: str, split: str) -> list[Row]:
+        """Of each device the newest of a figure, and of those named like `ANSWER/NAME`, by name and device."""
+        return self._rows(  # beside max(), SQLite takes the other columns from the row that has it
+            "SELECT device, name, sum, count, max(round) AS round FROM figures WHERE run = ? AND split = ? "
+            "AND (name = ? OR name GLOB ?) GROUP BY name, device ORDER BY name, device",
+            *(run, split, name, f"?*/{name}"),
+        )
 
     def add_traffic(
         self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int

@@ -22,6 +22,8 @@ from fleetdistill_server.store import Row, Store
 
 _FURTHER = "/accuracy"
 """How the name of a further answer's accuracy ends; before it is the answer's."""
+_MOST_ANSWERS = 4
+"""Further answers that are shown: a device may call its figures what it likes."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +184,17 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
 
 def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     """Where devices have several answers, the newest test accuracy of each; the method names the further ones."""
-    further = [name for name in store.figure_names(run, "test") if name.endswith(_FURTHER)]
+    told = _grouped(store.newest_figures(run, "accuracy", "test"), "name")
+    further = [name for name in told if name not in ("accuracy", GENERAL + _FURTHER)]
     if not further:
         return {}
-    names = {"accuracy": GENERAL, **{name: name.removesuffix(_FURTHER) for name in further}}
+    usual = sorted(further, key=lambda name: -len(told[name]))[:_MOST_ANSWERS]  # those that the most devices have
+    named = {name.removesuffix(_FURTHER): told[name] for name in sorted(usual)}
+    answers = {GENERAL: told.get("accuracy", []), **named}
     rows: dict[str, Row] = {}
-    for name, answer in names.items():
-        for one in store.figures(run, name, "test"):  # by round, so that the newest stays
-            row = rows.setdefault(one["device"], {"device": one["device"], **dict.fromkeys(names.values())})
+    for answer, newest in answers.items():
+        for one in newest:
+            row = rows.setdefault(one["device"], {"device": one["device"], **dict.fromkeys(answers)})
             row[answer] = _mean_figure([one])
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 

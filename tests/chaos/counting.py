@@ -20,6 +20,7 @@ from fleetdistill import methods as device_methods
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
+from fleetdistill.methods.local import LocalTraining
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.codec import encode, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
@@ -34,7 +35,7 @@ _LARGE_ROWS = (300, 700)  # 1.2 to 2.8 MiB: two or three chunks
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountingConfig:
+class CountingConfig(LocalTraining):
     """Settings of the counting method.
 
     Attributes:
@@ -47,15 +48,8 @@ class CountingConfig:
     large_share: float = 0.1
     ballast_bytes: int = 4096
 
-    @classmethod
-    def from_settings(cls, given: Mapping[str, Any]) -> Self:
-        return cls(**given)
-
     def for_classes(self, classes: int) -> Self:
         return self
-
-    def check_rounds(self, rounds: int) -> None:
-        """Any number will do."""
 
 
 class CountingDevice(DeviceMethod):

@@ -38,6 +38,7 @@ from fleetdistill.wire.codec import encode
 from fleetdistill_server.averaging import TensorMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.export import export_server_model
+from fleetdistill_server.forgetting import BetweenRounds
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
@@ -705,6 +706,13 @@ def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_be
     server.model = good
     run_round(server, {"a": made_up(columns="logits")}, completed=2)
     assert server._held_back == {"b"}  # b has not answered since
+
+
+def test_of_a_forgotten_device_it_is_not_kept_that_knowledge_was_held_back() -> None:
+    server = make_server()
+    server._held_back = {"a", "b"}
+    server.forget("b", BetweenRounds(0))
+    assert server.state_dict()["held_back"] == ["a"]
 
 
 @every_variant

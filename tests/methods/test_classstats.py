@@ -33,7 +33,7 @@ from support.fleets import RUN, RUNS, SMALL, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fleetdistill import Device
+from fleetdistill import Device, Event
 from fleetdistill.class_statistics import (
     ClassSummary,
     draw_classes,
@@ -48,7 +48,7 @@ from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotRea
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods.base import GENERAL, Ask, Local
-from fleetdistill.methods.classstats import PERSONAL, ClassStatsConfig, ClassStatsDevice, unpacked
+from fleetdistill.methods.classstats import PERSONAL, ClassStatsConfig, ClassStatsDevice, Lesson, unpacked
 from fleetdistill.model import check_local_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
@@ -68,6 +68,11 @@ from fleetdistill_server.simulation.report import report_table
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
+
+def lesson_of(seed: int) -> Lesson:
+    return Lesson(draw_seed=seed, nonnegative=True, merge=1, learning_rate=0.01)
+
+
 # --- settings
 
 
@@ -86,6 +91,7 @@ from fleetdistill_server.store import Store
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"server_epochs": 0}, "server_epochs must be >= 1"),
         ({"agreement_from": "fleet"}, "unknown agreement_from 'fleet', expected one of devices, server"),
+        ({"agreement_from": "server"}, "agreement_from is 'server' and agreement_every 0.* set agreement_every"),
         ({"personal_extractor": "thawed"}, "unknown personal_extractor 'thawed', expected one of frozen, own"),
         ({"rate_drop_after": -1}, "rate_drop_after"),
     ],
@@ -204,7 +210,7 @@ def test_means_only_sends_and_draws_means_without_spread() -> None:
             assert isinstance(sent, ClassStatistics)
             assert (sent.directions, sent.variances) == (None, None)
     assert server.uploads()["statistics"] == {"means": (128,)}
-    drawn, labels = devices["a"]._draw({"draw_seed": 1, "nonnegative": True})
+    drawn, labels = devices["a"]._draw(lesson_of(1))
     for label in range(CLASSES):
         rows = drawn[labels == label]
         assert (rows == rows[0]).all()
@@ -221,12 +227,12 @@ def test_clipped_features_make_short_moments_and_the_app_is_told_how_many() -> N
             half = rounds.halves[device]
             lengths = half._features().flatten(1).norm(dim=1)
             assert lengths.max() > norm
-            assert rounds.notes[device] == {"rows_clipped": int((lengths > norm).sum())}
+            assert rounds.notes_of["summarise", device] == {"rows_clipped": int((lengths > norm).sum())}
             for one in from_wire(parts["statistics"]).values():  # type: ignore[arg-type]
                 square = np.square(one.mean).sum() + (one.count - 1) / one.count * one.diagonal.sum()
                 assert 0 < square <= (1.01 * norm) ** 2
     unclipped = fleet().play(2)
-    assert list(unclipped.notes.values()) == [{"rows_clipped": 0}] * 2
+    assert [unclipped.notes_of["summarise", device] for device in "ab"] == [{"rows_clipped": 0}] * 2
 
 
 def test_a_device_without_enough_of_any_class_takes_part() -> None:
@@ -353,7 +359,7 @@ def test_rows_are_new_in_every_round_and_the_same_on_every_device() -> None:
         seeds.append({parts["plan"].values["draw_seed"] for step, _, parts in rounds.asked if step == "learn"})  # type: ignore[union-attr]
     assert [len(one) for one in seeds] == [0, 1, 1, 1]
     assert len(set().union(*seeds)) == 3
-    a, b = (half._draw({"draw_seed": 5, "nonnegative": True}) for half in rounds.halves.values())
+    a, b = (half._draw(lesson_of(5)) for half in rounds.halves.values())
     assert torch.equal(a[0], b[0])
     assert torch.equal(a[1], b[1])
 
@@ -378,6 +384,75 @@ def test_a_lesson_before_the_statistics_is_refused() -> None:
     plan = Plan(values={"draw_seed": 1, "nonnegative": True})
     with pytest.raises(WireError, match="before the fleet's class statistics"):
         half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": plan}))
+
+
+def spoilt_parts(parts: Parts, spoil: str) -> Parts:
+    """A lesson of a server that is broken."""
+    plan, classes, agreed = parts["plan"], parts["classes"], parts["agreed"]
+    assert isinstance(plan, Plan)
+    assert isinstance(classes, ClassStatistics)
+    assert isinstance(agreed, SoftPredictions)
+    assert classes.means is not None
+    changes: dict[str, Parts] = {
+        "features": {
+            "classes": replace(classes, means=classes.means[:, :-1], directions=None, variances=None),
+        },
+        "label": {"classes": replace(classes, labels=[label + 3 for label in classes.labels])},
+        "rows": {"agreed": replace(agreed, values=agreed.values[:3])},
+        "columns": {"agreed": replace(agreed, values=agreed.values[:, :2])},
+    }
+    values = {name: value for name, value in plan.values.items() if name != spoil}
+    return {**parts, **changes.get(spoil, {"plan": Plan(values=values)})}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        ("features", "class 0 has 127 features, expected 128"),
+        ("label", r"class 4 has 128 features, expected 128 and labels in \[0, 4\)"),
+        ("rows", r"soft predictions on drawn rows are \[3, 4\], expected \[40, 4\]"),
+        ("columns", r"soft predictions on drawn rows are \[40, 2\], expected \[40, 4\]"),
+        *((name, f"the plan's {name} is None, expected") for name in Lesson.__annotations__),
+    ],
+)
+def test_a_lesson_that_does_not_fit_is_refused_with_a_sentence(spoil: str, says: str) -> None:
+    rounds = fleet(agreement_every=9, agreement_from="server", recognition_guard=False).play(2)
+    parts = next(parts for step, device, parts in rounds.asked if (step, device) == ("learn", "a"))
+    with pytest.raises(WireError, match=says):
+        rounds.halves["a"].handle(Ask(round=3, step="learn", seed=1, parts=spoilt_parts(parts, spoil)))
+
+
+def test_a_personal_predictor_that_diverges_is_as_before_and_the_device_learns_on() -> None:
+    rounds = fleet(personal_extractor="own").play(2)
+    half = rounds.halves["a"]
+    assert half._personal is not None
+    with torch.no_grad():
+        for parameter in half._personal.predictor.parameters():  # type: ignore[union-attr,operator]
+            parameter.fill_(1e30)  # finite, and what comes of it is not
+    before, optimizer = copied(half._personal), pack_state(half._optimizers["personal"].state_dict())
+    for _ in range(2):
+        general = copied(half.local.model)
+        rounds.play()
+        assert rounds.declined == []
+        assert rounds.notes_of["learn", "a"] == {"personal_undone": 1}
+        assert rounds.notes_of["learn", "b"] == {"personal_undone": 0}
+        assert equal(copied(half._personal), before)
+        assert pack_state(half._optimizers["personal"].state_dict()) == optimizer
+        assert not equal(copied(half.local.model), general)
+
+
+def test_of_a_personal_training_that_fails_half_way_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = fleet().play(3).halves["a"]
+    before = pack_state(half.state_dict())
+    train = half._train
+
+    def fail_at_the_end(model: nn.Module, name: str, *rest: Any) -> None:
+        train(model, name, *rest)
+        raise KnowledgeError("the loss is nan")
+
+    monkeypatch.setattr(half, "_train", fail_at_the_end)
+    assert half._learn_personal(half._features(), rate=0.01, seed=5)
+    assert pack_state(half.state_dict()) == before
 
 
 @pytest.mark.parametrize(
@@ -423,6 +498,8 @@ def test_the_learning_rate_drops_to_a_tenth_when_it_is_to() -> None:
     config = config_of(rate_drop_after=2, learning_rate=0.5)
     assert [config.local_rate(number) for number in (1, 2, 3)] == pytest.approx([0.5, 0.5, 0.05])
     assert config_of(learning_rate=0.5).local_rate(99) == 0.5
+    early = config_of(rate_drop_after=1, extractor_rounds=3, learning_rate=0.5)  # while one extractor is trained, never
+    assert [early.local_rate(number) for number in (2, 3, 4)] == pytest.approx([0.5, 0.5, 0.05])
     rounds = fleet(rate_drop_after=2, learning_rate=0.02)
     used = []
     for _ in range(3):
@@ -452,7 +529,8 @@ def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
         if len(exchanges) > 3:
             plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[union-attr]
             assert {plan["draw_seed"] for plan in plans} == {seed}
-            drawn = rounds.halves["a"]._drawn(Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2]))
+            ask = Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2])
+            drawn = rounds.halves["a"]._drawn(Lesson.of(ask), 1)
             assert drawn is not None
             assert drawn.soft is not None
             assert drawn.soft.shape == (10 * 4, CLASSES)
@@ -500,7 +578,7 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
         assert isinstance(plan, Plan)
         seeds.append(plan.values["draw_seed"])
         for half in rounds.halves.values():
-            drawn = half._drawn(Ask(round=9, step="learn", seed=1, parts={"plan": plan}))
+            drawn = half._drawn(Lesson.of(Ask(round=9, step="learn", seed=1, parts={"plan": plan})), 1)
             assert drawn is not None
             assert drawn.soft is not None
             logits = extract(rounds.server.predictor, drawn.features)
@@ -513,11 +591,10 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
 
 def test_the_server_draws_the_rows_that_devices_draw() -> None:
     rounds = fleet().play(2)
-    plan = {"draw_seed": 5, "nonnegative": True}
     rows, labels = rounds.server._draw(rounds.server._classes, 5)
     for half in rounds.halves.values():
-        assert torch.equal(half._draw(plan)[0], rows)
-        assert torch.equal(half._draw(plan)[1], labels)
+        assert torch.equal(half._draw(lesson_of(5))[0], rows)
+        assert torch.equal(half._draw(lesson_of(5))[1], labels)
 
 
 def test_with_a_new_merge_the_server_teaches_anew() -> None:
@@ -565,7 +642,7 @@ def test_after_a_round_that_fell_short_all_draw_from_one_merge() -> None:
     (seed,) = {parts["plan"].values["draw_seed"] for _, _, parts in rounds.asked}  # type: ignore[union-attr]
     rows, _ = rounds.server._draw(rounds.server._classes, seed)
     for name in ("a", "b"):
-        assert torch.equal(rounds.halves[name]._draw({"draw_seed": seed, "nonnegative": True})[0], rows)
+        assert torch.equal(rounds.halves[name]._draw(lesson_of(seed))[0], rows)
     assert lessons(rounds.play()) == [("a", ["plan"]), ("b", ["plan"])]
 
 
@@ -604,6 +681,49 @@ def test_a_newcomer_that_does_not_answer_is_waited_for_less_and_less() -> None:
     assert rounds.server._silent == {}
 
 
+def test_who_was_not_waited_for_in_the_round_of_the_summaries_is_asked_in_the_next() -> None:
+    rounds = fleet()
+    rounds.halves["c"] = make_device([6, 6, 6, 30], seed=3)
+    rounds.play()
+    rounds.deaf = {("summarise", "c")}
+    rounds.play()
+    rounds.deaf = set()
+    rounds.play()
+    assert [step for step, device in rounds.steps() if device == "c"] == ["summarise", "learn"]
+
+
+def with_older_state(rounds: Rounds) -> Rounds:
+    """A device goes on from a state directory of before the extractor was frozen."""
+    rounds.halves["a"] = make_device([20, 12, 3, 0], seed=1)
+    return rounds
+
+
+def test_a_device_of_an_older_state_is_asked_for_its_summary_again_and_learns() -> None:
+    rounds = fleet()
+    rounds.halves["c"] = make_device([6, 6, 6, 30], seed=3)
+    classes = with_older_state(rounds.play(2)).server._classes
+    steps = []
+    for _ in range(6):
+        rounds.play()
+        steps.append([step for step, device in rounds.steps() if device == "a"])
+    assert steps == [["learn"]] * 3 + [["summarise", "learn"]] + [["learn"]] * 2
+    assert rounds.declined == []
+    assert rounds.server._silent == {}
+    assert rounds.server._classes is classes  # what it sent first stays
+    rounds.deaf = {("summarise", "a"), ("learn", "a")}
+    asked = [("summarise", "a") in rounds.play().steps() for _ in range(14)]
+    assert [number for number, was in enumerate(asked) if was] == [3, 6, 11]
+
+
+def test_a_fleet_too_small_to_go_on_without_a_device_of_an_older_state_goes_on() -> None:
+    rounds = with_older_state(fleet().play(2))
+    for expected in (["learn"], ["learn"], ["learn", "summarise"]):
+        rounds.fall_short()
+        assert sorted({step for step, _ in rounds.steps()}) == expected
+    assert rounds.declined == []
+    assert [step for step, device, _ in rounds.answered if step == "learn"] == ["learn"] * 2
+
+
 def test_a_round_in_which_nobody_has_a_summary_falls_short() -> None:
     rounds = fleet().play(3)
     rounds.away = {"a", "b"}
@@ -635,6 +755,18 @@ def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
     off.server._parts = rounds.server._parts
     off.server._merge(off)  # type: ignore[arg-type]
     assert len(off.server._classes) == 4
+
+
+def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> None:
+    """Half of each of four classes; three alone would need two thirds, which these do not have."""
+    rounds = fleet()
+    rounds.server._recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}  # type: ignore[method-assign]
+    rounds.server._parts = parts_of(a={label: alike(label) for label in range(4)})
+    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server._classes) == [0, 2, 3]
+    (text,) = [text for kind, text in rounds.events if kind == "recognition-guard"]
+    assert "0.500 is the least" in text
+    assert "raise server_epochs" in text
 
 
 def test_of_a_class_that_is_left_out_nothing_is_in_the_variance_of_the_others_or_in_the_predictor() -> None:
@@ -914,6 +1046,7 @@ def test_a_trained_extractor_is_taken_as_it_is(factory: Any, channels: int, feat
         model.extractor.load_state_dict(server.extractor.state_dict())  # as the initial weights do at check-in
     rounds = Rounds(server, halves).play(2)
     assert set(server.steps) == {"summarise", "learn"}
+    assert set(server.uploads()) == {"statistics"}
     assert server.columns(server.config) == ["features", "counts"]
     assert [step for step, _, parts in rounds.asked if "extractor" in parts] == []
     for module in (server.extractor, *(half.local.taps.extractor for half in halves.values())):
@@ -946,25 +1079,55 @@ def devices_of(prepared: Any, stack: ExitStack, desk: Desk) -> list[Device]:
 def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_path: Path) -> None:
     prepared = prepare(RUNS["classstats"], tmp_path / "work")
     store = Store.in_memory()
+    delivered: list[tuple[dict[str, Any], nn.Module]] = []
     with ExitStack() as stack:
         devices = devices_of(prepared, stack, Desk(store))
+
+        def note(event: Event) -> None:
+            if event.kind == "delivered":
+                delivered.append((event.values, devices[0].model))
+
+        devices[0]._on_event = note
         asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
+        assert delivered[0][0] == {}
+        assert delivered[-1][0] == {"answer": "general"}
+        assert all(model is devices[0].model for _, model in delivered)  # the app may hold it
         for device in devices:
             device.step(0.0)
+            assert_both_in_one(device)
         found = [_outputs(device, load_arrays(prepared[1][0].test_file)[0]) for device in devices]
     with ExitStack() as stack:
         again = devices_of(prepared, stack, Desk(store))
         inputs = load_arrays(prepared[1][0].test_file)[0]
         for device, before in zip(again, found, strict=True):
             after = _outputs(device, inputs)
+            assert_both_in_one(device)
             assert sorted(after) == ["general", "model", "personal"]
             for name in after:
                 assert_close(after[name], before[name], rtol=0, atol=0)
                 session = onnxruntime.InferenceSession(str(device.state_dir / f"{name}.onnx"))
                 assert_allclose(session.run(["logits"], {"input": inputs})[0], after[name].numpy(), atol=1e-4)
+                metadata = session.get_modelmeta().custom_metadata_map
+                assert metadata["answer"] == ("general" if name == "model" else name)
             assert torch.equal(after["model"], after["general"])
             assert not torch.equal(after["general"], after["personal"])
     store.close()
+
+
+def assert_both_in_one(device: Device) -> None:
+    """What the app's two models have in common is there once, in memory and on the disk."""
+    models = device.models
+    personal: Any = models["personal"]
+    assert personal.first is models["general"]
+    extractor = [one.data_ptr() for one in personal.first.extractor.parameters()]
+    assert [one.data_ptr() for one in personal.second.extractor.parameters()] == extractor
+    kept = {one.data_ptr(): one.nbytes for model in models.values() for one in model.state_dict().values()}
+    assert (device.state_dir / "delivered.safetensors").stat().st_size < sum(kept.values()) + 30_000  # and names
+    assert sum(kept.values()) == sum(one.nbytes for one in _of_both(personal))
+
+
+def _of_both(personal: Any) -> list[Tensor]:
+    return [*personal.first.state_dict().values(), *personal.second.predictor.state_dict().values()]
 
 
 def _outputs(device: Device, inputs: Array) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fleets import RUN, RUNS, SHORTER, prepare, run_in_memory
@@ -10,12 +12,15 @@ from support.fleets import RUN, RUNS, SHORTER, prepare, run_in_memory
 from fleetdistill.device import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan, device_class
+from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import KINDS, decode, encode
 from fleetdistill_server.contract import build_method
+from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.methods import SERVER_METHODS, server_class
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
 from fleetdistill_server.traffic import Sizes, in_round
 
 
@@ -120,6 +125,36 @@ def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_pat
     assert set(told) == {(number, row["device"]) for number in closed for row in store.devices(RUN)}
     assert all(0 < loss < 10 for loss in told.values())
     store.close()
+
+
+@every_method
+def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, tmp_path: Path) -> None:
+    store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
+    forgotten, stays = (row["device"] for row in store.devices(RUN))
+    before = set(words_in(state_of(store)))
+    assert {forgotten, stays} <= before or not {forgotten, stays} & before
+    assert ask_to_forget(store, RUN, forgotten, served=None)
+    assert set(words_in(state_of(store))) & {forgotten, stays} == before & {stays}
+    store.close()
+
+
+def state_of(store: Store) -> Any:
+    row = store.run(RUN)
+    assert row is not None
+    return unpack_state(store.blobs.get_state(row["checkpoint"]))
+
+
+def words_in(state: Any) -> Iterator[str]:
+    """All keys and strings of a state."""
+    if isinstance(state, str):
+        yield state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield str(key)
+            yield from words_in(value)
+    elif isinstance(state, Sequence):
+        for value in state:
+            yield from words_in(value)
 
 
 @pytest.mark.parametrize("knowledge_type", ["float16", "float32"])

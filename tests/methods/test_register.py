@@ -51,6 +51,16 @@ def test_a_name_that_is_taken_is_refused(registered: None, name: str) -> None:
         server_methods.register(name, OtherServer)
 
 
+def test_a_configuration_that_is_no_local_training_is_refused(registered: None) -> None:
+    class Foreign:
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"method 'foreign', Foreign, is no LocalTraining.*let it inherit"):
+        methods.register("foreign", Foreign, counting.CountingDevice)
+    with pytest.raises(ConfigurationError, match="unknown method"):
+        methods.config_class("foreign")
+
+
 @pytest.mark.parametrize("name", ["counting", "os", "../methods/feddkc", "chaos.counting"])
 def test_a_contract_cannot_name_code_that_the_app_has_not_registered(
     monkeypatch: pytest.MonkeyPatch, name: str

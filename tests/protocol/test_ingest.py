@@ -338,6 +338,8 @@ def test_directions_are_refused_where_the_contract_has_none() -> None:
     [
         ([[1, 0, 0], [0, -0.5, 0]], "soft predictions -0.5 below 0 at row 1 of x/values"),
         ([[1, 0.5, 0]], "soft predictions sum to 1.5 at row 0 of x/values, at most 1.002 is possible"),
+        ([[1, 0, 0], [0.5, 0, 0.25]], "soft predictions sum to 0.75 at row 1 of x/values, at least 0.998 is possible"),
+        ([[0, 0, 0]], "soft predictions sum to 0 at row 0 of x/values, at least 0.998 is possible"),
         ([[np.nan, 0, 0]], "non-finite soft predictions at row 0 of x/values"),
     ],
 )
@@ -345,6 +347,20 @@ def test_bad_soft_predictions_are_refused(values: list[list[float]], sentence: s
     payload = encode({"x": k.SoftPredictions(noise_seed=1, values=f32(values))})
     error = refusal(payload, expects={"x": "soft_predictions"})
     assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+
+
+@pytest.mark.parametrize("number", [2**-10 * (1 + 0.999 * 2**-11), 2**-10 * (1 + 1.001 * 2**-11)])
+def test_soft_predictions_of_many_classes_may_be_rounded_to_float16(number: float) -> None:
+    """All but one of a row are rounded the same way, down or up, as far as it goes."""
+    row = np.full((1, 1000), number)
+    row[0, 0] = 1 - row[0, 1:].sum()
+    rounded = row.astype(np.float16)
+    assert 4.5e-4 < abs(rounded.sum(dtype=np.float64) - 1) < 5.3e-4
+    contract = make_contract(
+        classes=[str(label) for label in range(1000)], knowledge_type=tensor_pb2.ELEMENT_TYPE_FLOAT16
+    )
+    payload = encode({"x": k.SoftPredictions(noise_seed=1, values=rounded)}, np.float16)
+    take_in(payload, contract=contract, expects={"x": "soft_predictions"})
 
 
 def test_soft_predictions_without_values_are_refused() -> None:

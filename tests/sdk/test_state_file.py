@@ -46,6 +46,15 @@ def test_nested_state_comes_back_with_its_types(state: Any) -> None:
     assert_same(unpack_state(pack_state(state)), state)
 
 
+def test_a_tensor_in_several_places_is_packed_once() -> None:
+    shared, alike = torch.arange(4096.0), torch.arange(4096.0)
+    state = {"a": shared, "b": [shared.detach()], "first": shared[:2], "turned": shared.reshape(64, 64).T}
+    packed = pack_state(state)
+    assert_same(unpack_state(packed), state)
+    assert len(packed) < 2.2 * shared.nbytes  # itself, and what is read of it in another way
+    assert len(pack_state({"a": shared, "b": alike})) > 2 * shared.nbytes
+
+
 @pytest.mark.parametrize("key", [0, "tensor", "items", ""])
 def test_a_key_that_looks_like_the_file_s_own_words_is_only_a_key(key: str | int) -> None:
     state = {key: torch.ones(2), "more": {key: {key: [torch.zeros(1)]}}}

@@ -420,6 +420,19 @@ def test_an_ask_tells_what_to_do(fleet: Fleet) -> None:
     assert 590 < ask.deadline_seconds <= 600
 
 
+def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every idle device does this again and again."""
+    identity, read, looked_up = fleet.join(), fleet.desk.store.device, list[str]()
+
+    def device(run: str, name: str) -> Row | None:
+        looked_up.append(name)
+        return read(run, name)
+
+    monkeypatch.setattr(fleet.desk.store, "device", device)
+    assert fleet.desk.next_ask(identity) is None
+    assert looked_up == ["d1"]
+
+
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet, status: str) -> None:
     identity = fleet.join()

@@ -10,11 +10,13 @@ import asyncio
 import hashlib
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,15 +29,18 @@ from support.processes import wait_until
 from wire_samples import in_pieces, make_identity, make_payload, make_profile
 
 from fleetdistill import failpoints
-from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.errors import ConfigurationError, RefusedError, RunError
 from fleetdistill.knowledge import ClassStatistics
 from fleetdistill.state_file import unpack_state
-from fleetdistill.wire.codec import decode
+from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server import forgetting
-from fleetdistill_server.desk import Desk
+from fleetdistill_server import forgetting, retention
+from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.front import open_desk
+from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.retention import sweep_all
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
@@ -424,10 +429,65 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
     opened.close()
 
 
-def test_while_a_round_is_open_it_is_not_done(run: Halted, store: Store) -> None:
-    store.start_round(RUN, run.others())
+def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted, store: Store) -> None:
+    number = store.start_round(RUN, run.others())
+    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert_still_to_forget(run, store)
+    assert (store.open_round(RUN) or {})["round"] == number
+
+
+@pytest.mark.parametrize("status", ["running", "stopped"])
+def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, run: Halted, store: Store) -> None:
+    left = run.engine(store)
+    number = store.start_round(RUN, sorted([run.device, *run.others()]))
+    write_asks(store, number, run.device, *run.others(), run=RUN)
+    store.end_run(RUN, status, "")
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert_forgotten(run, store)
+    closed = store.rounds(RUN)[-1]
+    assert (closed["round"], closed["status"]) == (number, "short")
+    assert {ask["status"] for ask in store.asks(RUN, number, 1)} == {"out"}
+    with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
+        left._store.assert_owner(RUN, left._token)
+
+
+def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts just after the command looked for one."""
+    number, end = store.start_round(RUN, run.others()), forgetting._end_open_round
+    engines: list[Engine] = []
+
+    def then_end(*given: Any) -> None:
+        engines.append(run.engine(store))
+        end(*given)
+
+    monkeypatch.setattr(forgetting, "_end_open_round", then_end)
     assert not ask_to_forget(store, RUN, run.device, served=None)
     assert_still_to_forget(run, store)
+    assert (store.open_round(RUN) or {})["round"] == number
+    store.assert_owner(RUN, engines[0]._token)
+
+
+def test_what_a_method_notes_is_written_with_its_state_and_not_before(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(method: ClassStatsServer, device: str, notes: Notes) -> None:
+        notes.event("member-left-out", "by the merge", device)
+        left_out(method, device, notes)
+
+    def fail() -> None:
+        raise RunError("taken over")
+
+    left_out = ClassStatsServer.forget
+    monkeypatch.setattr(ClassStatsServer, "forget", forget)
+    store.ask_to_forget(RUN, run.device)
+    method = run.engine(store).method
+    with pytest.raises(RunError):
+        forgetting.forget_asked(store, RUN, method, fail)
+    assert store.events(RUN, "member-left-out") == []
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert [row["device"] for row in store.events(RUN, "member-left-out")] == [run.device]
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:
@@ -439,10 +499,10 @@ def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) 
 
 
 class Desked:
-    """A desk with an open round and one device that has been asked."""
+    """A front's desk with an open round and one device that has been asked."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.desk = store, Desk(store)
+    def __init__(self, store: Store, desk: Desk) -> None:
+        self.store, self.desk = store, desk
         request = service_pb2.CheckInRequest(identity=make_identity("d1"), profile=make_profile())
         self.identity = make_identity("d1", self.desk.check_in(request).secret)
         self.round = open_round(store, "d1")
@@ -450,6 +510,17 @@ class Desked:
 
     def forget(self) -> None:
         assert not ask_to_forget(self.store, MADE_RUN, "d1", served=MADE_RUN)
+
+    def begin(self) -> tuple[Payload, UploadSession]:
+        """An upload that has only to be finished."""
+        payload = make_payload()
+        header = service_pb2.UploadHeader(
+            identity=self.identity, name=upload_name(self.round), payload=payload.header(), samples=4
+        )
+        session = self.desk.begin_upload(header)
+        for chunk in in_pieces(payload, 1 << 20):
+            session.feed(chunk)
+        return payload, session
 
     def status(self, step_number: int) -> str:
         (ask,) = self.store.asks(MADE_RUN, self.round, step_number)
@@ -459,7 +530,8 @@ class Desked:
 @pytest.fixture
 def desked(tmp_path: Path) -> Iterator[Desked]:
     store = prepare_store(tmp_path / "store")
-    yield Desked(store)
+    with open_desk(tmp_path / "store", lambda: None, lease_seconds=60.0) as (desk, _):
+        yield Desked(store, desk)
     store.close()
 
 
@@ -474,18 +546,43 @@ def test_it_is_asked_no_more_within_the_round_though_it_calls_again(desked: Desk
 
 
 def test_an_upload_that_ends_after_it_leaves_nothing(desked: Desked) -> None:
-    payload = make_payload()
-    header = service_pb2.UploadHeader(
-        identity=desked.identity, name=upload_name(desked.round), payload=payload.header(), samples=4
-    )
-    session = desked.desk.begin_upload(header)
-    for chunk in in_pieces(payload, 1 << 20):
-        session.feed(chunk)
+    payload, session = desked.begin()
     desked.forget()
     with pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
     assert not desked.store.blobs.has(payload.sha256)
     assert desked.store.blobs.staging() == []
+
+
+def test_for_an_upload_that_ends_too_late_nobody_is_held_up(desked: Desked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader, which all calls share, writes nothing, and nobody waits for a backup."""
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError(given)
+
+    payload, session = desked.begin()
+    desked.forget()
+    monkeypatch.setattr(desked.desk.store, "transaction", refuse)
+    monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
+    with desked.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
+        session.finish()
+    assert desked.store.blobs.has(payload.sha256), "a sweep deletes it"
+
+
+def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
+    desked: Desked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked what all runs need for each of them would hold up every commit."""
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError(given)
+
+    payload, session = desked.begin()
+    desked.store.close_short_round(MADE_RUN, desked.round, "too few")
+    monkeypatch.setattr(retention, "needed", refuse)
+    with pytest.raises(RefusedError, match="takes no answer any more"):
+        session.finish()
+    assert desked.store.blobs.has(payload.sha256)
 
 
 # --- deleting the young too

@@ -76,6 +76,20 @@ def test_a_run_whose_devices_have_several_answers_lists_the_newest_accuracy_of_e
     ]
 
 
+def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
+    """A device may call its figures what it likes."""
+    store = filled(1)
+    made_up = [Metric(name=f"{name}/accuracy", split="test", sum=1, count=10) for name in "abcdefgh"]
+    general = Metric(name="general/accuracy", split="test", sum=9, count=10)
+    nameless = Metric(name="/accuracy", split="test", sum=9, count=10)
+    personal = Metric(name="personal/accuracy", split="test", sum=5, count=10)
+    store.add_figures("r", 1, "a", Metrics(metrics=[*made_up, general, nameless, personal]))
+    store.add_figures("r", 1, "b", Metrics(metrics=[personal]))
+    first, second = views.run(store, "r").lists["test_accuracy_of_answers"]
+    assert first == {"device": "a", "general": 0.1, "a": 0.1, "b": 0.1, "c": 0.1, "personal": 0.5}
+    assert (second["general"], second["a"], second["personal"]) == (0.2, None, 0.5)
+
+
 def reads(store: Store, view: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a view asks the database what."""
     asked: Counter[str] = Counter()

@@ -101,3 +101,12 @@ def test_settings_that_fedavg_can_not_match_are_refused_before_the_fleet_runs(
 def test_without_fedavg_they_run_and_have_the_control_alone(tmp_path: Path) -> None:
     report = simulate(replace(NO_LABELS, with_fedavg=False, out=tmp_path))
     assert report.mean_accuracy_alone is not None
+
+
+def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
+    wanted = Simulation(method="classstats", models=("digits_linear", "resnet4"), rounds=6, out=tmp_path)
+    says = (
+        "the extractor that the run hands out does not fit device-1's model 'resnet4': weight stem.0.weight has shape"
+    )
+    with pytest.raises(ConfigurationError, match=says):
+        simulate(wanted)

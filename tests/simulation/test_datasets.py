@@ -147,6 +147,15 @@ class TestFiles:
         assert torch.equal(part.train_clients, (numbers % 3)[[4, 7]])
         assert torch.equal(part.train_labels, data.train_labels[[4, 7]])
 
+    @pytest.mark.parametrize(
+        ("clients", "found"), [(np.arange(39), r"int64 of shape \[39\]"), (np.zeros(40), r"float64 of shape \[40\]")]
+    )
+    def test_clients_that_do_not_fit_the_images_are_refused(self, tmp_path: Path, clients: Any, found: str) -> None:
+        _write(tmp_path, "femnist_digits", train_clients=clients)
+        expected = f"femnist-digits, train part: the clients are {found}, expected integers, one for each of 40 images"
+        with pytest.raises(DataError, match=expected):
+            load_dataset("femnist-digits", tmp_path)
+
     def test_a_set_that_cannot_be_downloaded_says_where_to_put_it(self, tmp_path: Path) -> None:
         with pytest.raises(
             DataError, match=r"femnist_digits\.npz does not exist, and torchvision does not have it; put"

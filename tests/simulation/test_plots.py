@@ -142,5 +142,7 @@ class TestCurves:
     def test_curves_that_do_not_fit_are_refused(self) -> None:
         with pytest.raises(DataError, match=r"device 'a' \(fleet\) has 1 values for 2 rounds"):
             plot_curves(_axes(), [1, 2], {"a": [0.5]}, {})
+        with pytest.raises(DataError, match=r"device 'b' \(fleet, personal answers .*\) has 1 values for 2 rounds"):
+            plot_curves(_axes(), [1, 2], {"a": [0.5, 0.5]}, {}, {"personal": {"a": [None, 0.5], "b": [0.5]}})
         with pytest.raises(DataError, match="0 rounds, 0 devices"):
             plot_curves(_axes(), [], {}, {})

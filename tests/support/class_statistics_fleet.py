@@ -83,7 +83,7 @@ class Rounds:
         self.quorums: list[tuple[str, float | None]] = []
         self.events: list[tuple[str, str]] = []
         self.figures: dict[str, Any] = {}
-        self.notes: dict[str, Mapping[str, int]] = {}
+        self.notes_of: dict[tuple[str, str], Mapping[str, int]] = {}
         self.deaf: set[tuple[str, str]] = set()
         """(step, device) of asks that get no answer."""
         self.declined: list[tuple[str, str, str]] = []
@@ -122,8 +122,7 @@ class Rounds:
                 self._out.add(device)
                 continue
             sent = decode(encode(answer.parts, np.float16))
-            if step == "summarise":
-                self.notes[device] = answer.notes
+            self.notes_of[step, device] = answer.notes
             self.answered.append((step, device, sent))
             answered += 1
             yield Answered(device, answer.samples, sent)

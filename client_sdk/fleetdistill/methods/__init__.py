@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Plan
+from fleetdistill.methods.local import LocalTraining
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
@@ -39,12 +40,17 @@ def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None
 
     Args:
         method: Its name in run.toml and in the contract.
-        config: A frozen dataclass of settings; `LocalTraining` has what else is asked of it, so inherit that.
+        config: A frozen dataclass of settings that inherits `LocalTraining`, which has what else is asked of it.
         device: Its device half.
 
     Raises:
-        ConfigurationError: Another method has the name.
+        ConfigurationError: Another method has the name, or the configuration inherits something else.
     """
+    if not issubclass(config, LocalTraining):
+        raise ConfigurationError(
+            f"the configuration of method {method!r}, {config.__name__}, is no LocalTraining, which the rest of the "
+            "system asks about rounds and rates; let it inherit fleetdistill.methods.local.LocalTraining"
+        )
     if method in METHODS or _registered.get(method, (config, device)) != (config, device):
         raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
     _registered[method] = (config, device)

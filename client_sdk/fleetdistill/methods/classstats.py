@@ -12,13 +12,15 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fleetdistill.class_statistics import ClassSummary, clip, draw_classes, from_wire, mean_alone, summarise, to_wire
 from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, PlanValue, SoftPredictions
+from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
@@ -29,12 +31,12 @@ if TYPE_CHECKING:
 
     from fleetdistill.local_training import TrainingReport
 
-MOST_RANK = 64
-AGREEMENT_FROM = ("devices", "server")
-PERSONAL_EXTRACTOR = ("frozen", "own")
-_DROPPED_TO = 0.1
 PERSONAL = "personal"
 """Name of the answer that both predictors give together."""
+
+_MOST_RANK = 64
+_DROPPED_TO = 0.1
+_CHOICES = {"agreement_from": ("devices", "server"), "personal_extractor": ("frozen", "own")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class ClassStatsConfig(LocalTraining):
     """Settings of class statistics beside those of local training.
 
     Attributes:
-        rate_drop_after: Completed rounds after which the learning rate is a tenth; 0 for never.
+        rate_drop_after: Completed rounds after which the learning rate is a tenth, at the earliest when the extractor
+            is frozen; 0 for never.
         extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
             for an extractor that comes with trained weights.
         rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
@@ -85,21 +88,28 @@ class ClassStatsConfig(LocalTraining):
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
-        if not 0 <= self.rank <= MOST_RANK:
-            raise ConfigurationError(f"rank must be in [0, {MOST_RANK}], got {self.rank!r}")
+        if not 0 <= self.rank <= _MOST_RANK:
+            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
         check_range("shrinkage", self.shrinkage, 0, 1)
         check_range("min_samples", self.min_samples, 2)
-        for name in ("rate_drop_after", "extractor_rounds", "clip_norm", "drawn_weight"):
-            check_range(name, getattr(self, name), 0)
-        for name in ("agreement_every", "agreement_weight"):
+        not_negative = ("rate_drop_after", "extractor_rounds", "clip_norm", "drawn_weight")
+        for name in (*not_negative, "agreement_every", "agreement_weight"):
             check_range(name, getattr(self, name), 0)
         for name in ("drawn_rows", "server_epochs"):
             check_range(name, getattr(self, name), 1)
         check_range("temperature", self.temperature, 0, open_low=True)
-        for name, known in (("agreement_from", AGREEMENT_FROM), ("personal_extractor", PERSONAL_EXTRACTOR)):
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 expected = ", ".join(known)
                 raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {expected}")
+        if self.agreement_from == "server" and not self.agreement_every:
+            raise ConfigurationError(
+                "agreement_from is 'server' and agreement_every 0, so nobody would learn from its predictions; set "
+                "agreement_every to the rounds from one time to the next, or beyond the run's rounds for once"
+            )
 
     @property
     def moments(self) -> int:
@@ -111,8 +121,8 @@ class ClassStatsConfig(LocalTraining):
         return self
 
     def local_rate(self, number: int) -> float:
-        """Learning rate of devices in a round, numbered from 1."""
-        dropped = bool(self.rate_drop_after) and number > self.rate_drop_after
+        """Learning rate of devices in a round, numbered from 1; it stays while all train one extractor."""
+        dropped = bool(self.rate_drop_after) and number > max(self.rate_drop_after, self.extractor_rounds)
         return self.learning_rate * (_DROPPED_TO if dropped else 1.0)
 
     def check_rounds(self, rounds: int) -> None:
@@ -138,6 +148,35 @@ class ClassStatsConfig(LocalTraining):
         since = completed - self.extractor_rounds
         first = 0 if self.server_teaches else 1  # devices have something to say when they have learned once
         return bool(self.agreement_every) and since >= first and since % self.agreement_every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What the server's plan says of a round.
+
+    Attributes:
+        draw_seed: Of the round's drawn rows.
+        nonnegative: Whether features cannot be below 0.
+        merge: The server's name of the classes that they are drawn from.
+        learning_rate: Of both predictors.
+    """
+
+    draw_seed: int
+    nonnegative: bool
+    merge: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, ask: Ask) -> Lesson:
+        """Raises WireError for a plan that lacks something, or says it in another type."""
+        values = ask.part("plan", Plan).values
+        expected = {"draw_seed": int, "nonnegative": bool, "merge": int, "learning_rate": float}
+        found: dict[str, Any] = {name: values.get(name) for name in expected}
+        for name, kind in expected.items():
+            if type(found[name]) is not kind:
+                text = f"the plan's {name} is {found[name]!r}, expected {kind.__name__}"
+                raise WireError(f"step {ask.step!r}: {text}; the server is of another version, or broken")
+        return cls(**found)
 
 
 class DrawnRows:
@@ -178,7 +217,7 @@ class ClassStatsDevice(DeviceMethod):
         self._personal: torch.nn.Module | None = None
         self._frozen: str | None = None  # digest of the extractor that it began with
         self._classes: dict[int, ClassSummary] | None = None
-        self._merge: PlanValue | None = None  # the server's name of these classes
+        self._merge: int | None = None  # the server's name of these classes
         self._agreed: tuple[int, Array] | None = None
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -233,27 +272,25 @@ class ClassStatsDevice(DeviceMethod):
         from fleetdistill.local_training import extract
         from fleetdistill.losses import soft_targets
 
-        self._take_classes(ask)
-        plan: Mapping[str, Any] = ask.part("plan", Plan).values
-        drawn, _ = self._draw(plan)
+        lesson = self._take_classes(ask)
+        drawn, _ = self._draw(lesson)
         logits = extract(self.local.taps.predict, drawn, model=self.local.model)
         values = soft_targets(logits, self.config.temperature).numpy()
-        sent = SoftPredictions(noise_seed=int(plan["draw_seed"]), values=values)
+        sent = SoftPredictions(noise_seed=lesson.draw_seed, values=values)
         return Answer(parts={"predictions": sent}, samples=len(self.local.data))
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
         """From R0 on: the general predictor on own and drawn rows together, the personal one on own rows."""
-        self._take_classes(ask)
+        lesson = self._take_classes(ask)
         if "agreed" in ask.parts:
             agreed = ask.part("agreed", SoftPredictions)
             self._agreed = (agreed.noise_seed, np.array(agreed.values))
         features = self._features()
-        plan: Mapping[str, Any] = ask.part("plan", Plan).values
-        self._set_rate(plan.get("learning_rate", self.config.learning_rate))
-        self.trained = self._learn_general(features, self._drawn(ask), ask.seed)
-        self._learn_personal(features, derive_seed(ask.seed, "personal"))
-        return Answer(parts={}, samples=len(self.local.data))
+        self._set_rate(lesson.learning_rate)
+        self.trained = self._learn_general(features, self._drawn(lesson, ask.seed), ask.seed)
+        undone = self._learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))
+        return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _load_extractor(self, ask: Ask) -> None:
         from fleetdistill.tensors import load_parameters
@@ -267,22 +304,41 @@ class ClassStatsDevice(DeviceMethod):
         digest = _digest(self.local.taps.extractor)
         if digest != self._frozen:
             self._optimizers.clear()  # of the whole model, which is not trained any more
-            self._personal, self._frozen = copy.deepcopy(self.local.model), digest
+            self._personal, self._frozen = self._copy_of_model(), digest
 
-    def _take_classes(self, ask: Ask) -> None:
-        """The fleet's classes, where they come along; else those that the plan names must be here already."""
-        named = ask.part("plan", Plan).values.get("merge")
-        if "classes" in ask.parts:
-            self._classes, self._merge = from_wire(ask.part("classes", ClassStatistics)), named
-        if self._classes is None or self._personal is None:
+    def _copy_of_model(self) -> torch.nn.Module:
+        """For the personal predictor: with the very tensors of an extractor that is frozen, so that there is one."""
+        from fleetdistill.tensors import state_tensors
+
+        shared = [] if self._personal_has_own_extractor else state_tensors(self.local.taps.extractor)
+        return copy.deepcopy(self.local.model, {id(one): one for one in shared})
+
+    def _take_classes(self, ask: Ask) -> Lesson:
+        """The plan, and the fleet's classes where they come along; else those that it names must be here already."""
+        sent = self._sent_classes(ask) if "classes" in ask.parts else self._classes
+        if sent is None or self._personal is None:
             raise WireError(
-                f"step {ask.step!r} came before the fleet's class statistics; is the state directory older?"
+                f"step {ask.step!r} came before the fleet's class statistics, is the state directory older? The server "
+                "asks for the summary again"
             )
-        if named != self._merge:
+        lesson = Lesson.of(ask)
+        if "classes" in ask.parts:
+            self._classes, self._merge = sent, lesson.merge
+        if lesson.merge != self._merge:
             raise CannotAnswer(
-                f"step {ask.step!r} is about class statistics {named}, this device has {self._merge}: an answer of its "
-                "came to nothing, or server or device is older; the server sends them with the next ask"
+                f"step {ask.step!r} is about class statistics {lesson.merge}, this device has {self._merge}: an answer "
+                "of its came to nothing, or server or device is older; the server sends them with the next ask"
             )
+        return lesson
+
+    def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
+        """Raises WireError for classes that are not the contract's, or of other features than this device's."""
+        classes, size = from_wire(ask.part("classes", ClassStatistics)), prod(self._features_shape)
+        for label, one in classes.items():
+            if not 0 <= label < self.local.classes or len(one.mean) != size:
+                text = f"the fleet's class {label} has {len(one.mean)} features, expected {size}"
+                raise WireError(f"step {ask.step!r}: {text} and labels in [0, {self.local.classes})")
+        return classes
 
     def _features(self) -> Tensor:
         """Features of all own rows behind the frozen extractor, where training is."""
@@ -293,33 +349,42 @@ class ClassStatsDevice(DeviceMethod):
 
     # --- drawn rows
 
-    def _draw(self, plan: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _draw(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         import torch
 
-        assert self._classes is not None
-        seed, nonnegative = int(plan["draw_seed"]), bool(plan["nonnegative"])
-        features, labels = draw_classes(self._classes, self.config.drawn_rows, seed, nonnegative=nonnegative)
-        shape, where = self._features_shape(), self.local.torch_device
+        if not self._classes:
+            raise CannotAnswer("the fleet's class statistics have no class that rows could be drawn from")
+        features, labels = draw_classes(
+            self._classes, self.config.drawn_rows, lesson.draw_seed, nonnegative=lesson.nonnegative
+        )
+        shape, where = self._features_shape, self.local.torch_device
         return torch.from_numpy(features).reshape(-1, *shape).to(where), torch.from_numpy(labels).to(where)
 
+    @cached_property
     def _features_shape(self) -> tuple[int, ...]:
         from fleetdistill.local_training import extract
 
         first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
         return tuple(first.shape[1:])
 
-    def _drawn(self, ask: Ask) -> DrawnRows | None:
-        """The round's rows, with the mean soft predictions where it has these; None where the fleet has no class."""
+    def _drawn(self, lesson: Lesson, seed: int) -> DrawnRows | None:
+        """The round's rows, with the soft predictions for them where it has these; None where the fleet has no class.
+
+        Raises:
+            WireError: The soft predictions are of another shape.
+        """
         import torch
 
         if not self._classes:
             return None
-        plan: Mapping[str, Any] = ask.part("plan", Plan).values
-        features, labels = self._draw(plan)
+        features, labels = self._draw(lesson)
         soft = None
-        if self._agreed is not None and self._agreed[0] == int(plan["draw_seed"]):
+        if self._agreed is not None and self._agreed[0] == lesson.draw_seed:
             soft = torch.from_numpy(self._agreed[1].astype(np.float32)).to(features.device)
-        return DrawnRows(features, labels, soft, derive_seed(ask.seed, "drawn"))
+            if soft.shape != (len(labels), self.local.classes):
+                expected = [len(labels), self.local.classes]
+                raise WireError(f"soft predictions on drawn rows are {list(soft.shape)}, expected {expected}")
+        return DrawnRows(features, labels, soft, derive_seed(seed, "drawn"))
 
     # --- training
 
@@ -352,8 +417,11 @@ class ClassStatsDevice(DeviceMethod):
             loss = loss + self.config.agreement_weight * agreement
         return loss
 
-    def _learn_personal(self, features: Tensor, seed: int) -> None:
+    def _learn_personal(self, features: Tensor, rate: float, seed: int) -> bool:
+        """Whether it came to nothing finite and is as before: the fleet learns from the general predictor alone."""
         from torch.nn import functional
+
+        from fleetdistill.undo import reason_undone
 
         personal, labels = self._personal, self.local.data.labels.to(features.device)
         assert personal is not None
@@ -365,7 +433,9 @@ class ClassStatsDevice(DeviceMethod):
                 own = features[rows_b]
             return [functional.cross_entropy(personal.predict(own), labels[rows_b])]  # type: ignore[operator]
 
-        self._train(personal, "personal", losses, seed)
+        train = partial(self._train, personal, "personal", losses, seed)
+        changed = (personal, self._optimizer("personal"))
+        return reason_undone(train, *changed, rate=("learning_rate", rate)) is not None
 
     @property
     def _personal_has_own_extractor(self) -> bool:
@@ -441,7 +511,7 @@ class ClassStatsDevice(DeviceMethod):
         """Restores what `state_dict` gave."""
         self._personal, self._frozen = None, state["frozen"]
         if state["personal"] is not None:
-            self._personal = copy.deepcopy(self.local.model)
+            self._personal = self._copy_of_model()
             self._personal.load_state_dict(state["personal"], strict=False)  # a frozen extractor is the model's
         self._classes = None if state["classes"] is None else from_wire(unpacked(state["classes"]))
         self._merge = state["merge"]
@@ -482,5 +552,7 @@ def _digest(module: torch.nn.Module) -> str:
 
 def _above_extractor(model: torch.nn.Module) -> dict[str, Tensor]:
     """A model's state but for its extractor, which is frozen and kept once, with the general model."""
-    below = {id(one) for one in model.extractor.state_dict(keep_vars=True).values()}  # type: ignore[union-attr]
+    from fleetdistill.tensors import state_tensors
+
+    below = {id(one) for one in state_tensors(model.extractor)}  # type: ignore[arg-type]
     return {name: one.detach() for name, one in model.state_dict(keep_vars=True).items() if id(one) not in below}

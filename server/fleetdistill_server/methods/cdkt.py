@@ -22,12 +22,12 @@ from fleetdistill.methods.cdkt import CDKTConfig
 from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import embedding_tap, logits_and_embedding
+from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
 from fleetdistill_server.averaging import TensorMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 
 class CDKTServer(ServerMethod):
@@ -174,6 +174,10 @@ class CDKTServer(ServerMethod):
     def _proxy(self) -> TensorData:
         assert self.setting.proxy is not None  # make_contract refuses a run without it
         return self.setting.proxy
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """That knowledge was held back from it; what the model has learned from it stays."""
+        self._held_back.discard(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "held_back": sorted(self._held_back)}

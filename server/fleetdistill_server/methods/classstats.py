@@ -28,6 +28,7 @@ from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.undo import reason_undone
 from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
@@ -35,7 +36,6 @@ from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.classstats_merge import Classes, merged, too_large
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import reason_undone
 
 _PROBES = 64
 
@@ -71,8 +71,10 @@ class ClassStatsServer(ServerMethod):
         self._version = 0  # names the merge by what is in it
         self._agreed: tuple[int, Array] | None = None
         self._held: dict[str, list[int]] = {}  # the merge and the soft predictions that a device has acknowledged
-        self._silent: dict[str, list[int]] = {}  # who gave no summary: round to ask again in, and the next pause
+        # Who gave no summary, or learned nothing though it was told all: round to ask for one again in, next pause.
+        self._silent: dict[str, list[int]] = {}
         self._round = 0
+        self._fell_short = 0  # rounds since the last that counted
 
     # --- what it declares
 
@@ -118,8 +120,8 @@ class ClassStatsServer(ServerMethod):
         size, rank = prod(self._feature_shape), self.config.rank
         directions = {"directions": (rank, size)} if rank else {}
         spread = {} if self.config.means_only else {**directions, "variances": (size,)}
-        of_a_class = {"means": (size,), **spread}
-        return {"extractor": part_shapes(self.initial()), "statistics": of_a_class}
+        extractor = {"extractor": part_shapes(self.initial())} if self.config.extractor_rounds else {}
+        return {**extractor, "statistics": {"means": (size,), **spread}}
 
     def least_samples(self) -> Mapping[str, int]:
         return {"statistics": self.config.min_samples}
@@ -140,7 +142,8 @@ class ClassStatsServer(ServerMethod):
 
     def _note_round(self, number: int) -> None:
         """After a round that fell short devices may hold what this state knows nothing of: they are told all again."""
-        if number != self._round + 1:
+        self._fell_short = number - self._round - 1
+        if self._fell_short:
             self._held.clear()
         self._round = number
 
@@ -151,35 +154,45 @@ class ClassStatsServer(ServerMethod):
         load_parameters(self.extractor, mean.result())
 
     async def _take_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Asks devices whose summary is not here; later than in the first such round these are newcomers.
+        """Asks devices whose summary is not here, later than in the first such round newcomers; and who learns nothing.
 
-        They have no quorum then: a newcomer that does not answer must not cost the others the round.
+        They have no quorum then: a newcomer that does not answer must not cost the others the round. In the first such
+        round they have, and who was not waited for is no worse than others.
         """
-        new = [device for device in asked if device not in self._parts and self._is_asked(device, cohort.round)]
-        if not new:
+        due = [device for device in asked if self._is_asked(device, cohort.round)]
+        if not due:
             return
         message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
         quorum = 0.0 if self._parts else None
-        answers = [answer async for answer in cohort.ask("summarise", message, to=new, quorum=quorum)]
-        for answer in answers:
-            self._parts[answer.device] = unpacked(packed(answer.part("statistics", ClassStatistics)))
-        self._note_silent(new, cohort.round)
-        if answers:
+        answers = {answer.device: answer async for answer in cohort.ask("summarise", message, to=due, quorum=quorum)}
+        new = [device for device in answers if device not in self._parts]
+        for device in new:
+            self._parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
+        if quorum is not None:
+            self._note_silent([device for device in due if device not in answers], cohort.round)
+        if new:
             self._merge(cohort)
 
     def _is_asked(self, device: str, number: int) -> bool:
-        """Not in every round where it did not answer: all others wait for it until the deadline."""
+        """Who gave no summary, or may have a state from before it did: it has no frozen extractor to learn with.
+
+        Not in every round: all others wait for it until the deadline. After two rounds that fell short it may be so
+        with any of them.
+        """
         again, _ = self._silent.get(device, [0, 1])
+        if device in self._parts and device not in self._silent:
+            return self._fell_short > 0 and self._fell_short % 2 == 0
         return number >= again or not self._parts
 
-    def _note_silent(self, asked: Sequence[str], number: int) -> None:
-        for device in asked:
-            _, pause = self._silent.pop(device, [0, 1])
-            if device not in self._parts:
+    def _note_silent(self, devices: Sequence[str], number: int) -> None:
+        for device in devices:
+            again, pause = self._silent.get(device, [0, 1])
+            if number >= again:
                 self._silent[device] = [number + 1 + pause, 2 * pause]
 
     async def _teach(self, cohort: Cohort, taught: Sequence[str]) -> None:
         """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
+        told_all = [device for device in taught if device not in self._held]
         new = self._are_due(cohort.completed)
         plan = self._plan(cohort, new=new)
         if new and self.config.devices_agree:
@@ -189,6 +202,8 @@ class ClassStatsServer(ServerMethod):
         held = self._take_held(taught)
         async for answer in cohort.ask("learn", lambda device: self._lesson(held[device], plan), to=taught):
             self._held[answer.device] = [self._version, self._agreed_seed]
+            self._silent.pop(answer.device, None)
+        self._note_silent([device for device in told_all if device not in self._held], cohort.round)
 
     def _are_due(self, completed: int) -> bool:
         missing = self.config.server_teaches and self._agreed is None
@@ -276,12 +291,13 @@ class ClassStatsServer(ServerMethod):
         So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
         """
         limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
+        least = _least_recognised(max(len(whole), 1))  # of all: it must not rise with each class that goes
         while True:
             classes = shrink(whole, self.config.shrinkage)
             if self.config.means_only:
                 classes = {label: mean_alone(one) for label, one in classes.items()}
             at_fault = too_large(whole, limit, notes) or too_large(classes, limit, notes)
-            at_fault = at_fault or self._untrainable(classes, notes) or self._unrecognised(classes, notes)
+            at_fault = at_fault or self._untrainable(classes, notes) or self._unrecognised(classes, least, notes)
             if not at_fault:
                 return classes
             whole = {label: one for label, one in whole.items() if label not in at_fault}
@@ -303,17 +319,17 @@ class ClassStatsServer(ServerMethod):
         notes.event("class-left-out", f"{text}are the longest; it is left out. {failure}")
         return [longest]
 
-    def _unrecognised(self, classes: Classes, notes: Notes) -> list[int]:
+    def _unrecognised(self, classes: Classes, least: float, notes: Notes) -> list[int]:
         """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
         if not classes:
             return []
         found = self._recognition(classes, notes.generator("recognition").initial_seed())
         notes.report("recognition", {str(label): rate for label, rate in found.items()})
-        least = _least_recognised(len(classes))
         poor = [label for label, rate in found.items() if rate < least and self.config.recognition_guard]
         for label in poor:
             text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
-            notes.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out")
+            remedy = "if its predictor has not learned enough, raise server_epochs"
+            notes.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out; {remedy}")
         return poor
 
     def _train_predictor(self, classes: Classes, seed: int) -> None:

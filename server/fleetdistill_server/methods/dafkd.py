@@ -23,6 +23,7 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import fingerprint, frozen_batch_norm
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.undo import reason_undone
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.importance import (
@@ -36,7 +37,6 @@ from fleetdistill_server.importance import (
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes, Weights
-from fleetdistill_server.undo import reason_undone
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]

@@ -36,13 +36,13 @@ from fleetdistill.methods.fedd2s import FedD2SConfig, Term, phase_epochs, schedu
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import SplitModel, evaluating
 from fleetdistill.tensors import load_parameters, model_parameters
+from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import NOTHING, Content, Exchange, Sizes
-from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 _GRADIENT_ROWS = 1024
 _NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})
@@ -253,6 +253,10 @@ class FedD2SServer(ServerMethod):
             cohort.guard("teacher", f"{text}; its knowledge is held back", sent.device)
             return False
         return True
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """How often it took part; what the global network has learned from it stays."""
+        self.participations.pop(device, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"network": self.network.state_dict(), "participations": dict(self.participations)}

@@ -23,12 +23,12 @@ from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
+from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import Rate, check_can_be_sent, reason_undone
 
 
 @dataclass(frozen=True)

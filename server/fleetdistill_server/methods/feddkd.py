@@ -20,12 +20,12 @@ from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters,
 from fleetdistill.methods.feddkd import FedDKDConfig
 from fleetdistill.model import embedding_tap
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters, part_shapes
+from fleetdistill.undo import reason_undone, way_back
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
-from fleetdistill_server.undo import reason_undone, way_back
 
 _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 

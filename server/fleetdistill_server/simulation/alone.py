@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fleetdistill.errors import ConfigurationError, ModelError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.local_training import Counts, TensorData, as_tensor_data, evaluate, train_epochs
 from fleetdistill.methods.local import make_local_optimizer
@@ -20,10 +21,19 @@ from fleetdistill_server.simulation.device import DeviceSpec, build_device_model
 
 
 def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: tuple[int, ...]) -> nn.Module:
-    """The model that a device starts from: its own first weights, and over them what the method gives every device."""
+    """The model that a device starts from: its own first weights, and over them what the method gives every device.
+
+    Raises:
+        ConfigurationError: What the method gives does not fit the device's model.
+    """
     model: nn.Module = build_device_model(spec, input_shape)
-    if initial is not None:
+    if initial is None:
+        return model
+    try:
         load_parameters(check_local_model(model).extractor if initial.scope == "extractor" else model, initial)
+    except ModelError as error:
+        text = f"the {initial.scope} that the run hands out does not fit {spec.name}'s model {spec.model!r}: {error}"
+        raise ConfigurationError(f"{text}; choose models that begin alike") from error
     return model
 
 

@@ -158,6 +158,8 @@ def _images(name: str, data_dir: str | os.PathLike[str] | None) -> _Arrays:
     arrays = _read(file) if file.is_file() else _download(name, folder, file)
     for part in ("train", "test"):
         _check(arrays[f"{part}_images"], arrays[f"{part}_labels"], len(DATASETS[name]), f"{name}, {part} part")
+    if (clients := arrays.get("train_clients")) is not None:
+        _check_clients(clients, len(arrays["train_labels"]), f"{name}, train part")
     return arrays
 
 
@@ -206,6 +208,14 @@ def _check(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: int, whe
         )
     if labels.min() < 0 or labels.max() >= classes:
         raise DataError(f"{where}: the labels run from {labels.min()} to {labels.max()}, expected [0, {classes})")
+
+
+def _check_clients(clients: npt.NDArray[Any], images: int, where: str) -> None:
+    if clients.shape != (images,) or not np.issubdtype(clients.dtype, np.integer):
+        raise DataError(
+            f"{where}: the clients are {clients.dtype} of shape {list(clients.shape)}, "
+            f"expected integers, one for each of {images} images"
+        )
 
 
 def _image_tensor(images: npt.NDArray[Any]) -> Tensor:

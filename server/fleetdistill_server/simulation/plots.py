@@ -75,6 +75,7 @@ def plot_curves(
     _draw_curves(ax, rounds, fleet_by_device, "fleet", _FLEET)
     for answer, by_device in further_by_device.items():
         name = f"fleet, {answer} answers on all classes"
+        _check_lengths(rounds, by_device, name)
         _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, _FLEET, "--")
     _dress_curves(ax, rounds)
 
@@ -154,10 +155,15 @@ def _described(partition: Partition) -> str:
     return ", ".join([partition.kind, *settings])
 
 
-def _draw_curves(ax: Axes, rounds: Sequence[int], by_device: Curves, name: str, colour: str) -> None:
+def _check_lengths(rounds: Sequence[int], by_device: LateCurves, name: str) -> None:
     for device, values in by_device.items():
         if len(values) != len(rounds):
             raise DataError(f"device {device!r} ({name}) has {len(values)} values for {len(rounds)} rounds")
+
+
+def _draw_curves(ax: Axes, rounds: Sequence[int], by_device: Curves, name: str, colour: str) -> None:
+    _check_lengths(rounds, by_device, name)
+    for values in by_device.values():
         ax.plot(rounds, values, color=colour, alpha=0.3, linewidth=1)
     if by_device:
         _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, colour, "-")

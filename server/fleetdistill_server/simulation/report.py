@@ -242,12 +242,15 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
             for answer in (GENERAL, *done.history.further)
             if (Path(spec.state_dir) / f"{answer}.onnx").exists()
         },
-        further={
-            answer: _further_figures(of[spec.name][-1], samples_1c)
-            for answer, of in done.history.further.items()
-            if spec.name in of
-        },
+        further=_further(done.history, spec.name, samples_1c),
     )
+
+
+def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, dict[str, float]]:
+    """Figures of the further answers that a device has."""
+    return {
+        answer: _further_figures(of[device][-1], samples_1c) for answer, of in history.further.items() if device in of
+    }
 
 
 def _further_figures(counts_cc: Ints | None, samples_1c: Ints) -> dict[str, float]:

@@ -25,12 +25,7 @@ def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetRepo
     console = Console()
     wide = Console(width=max(console.width, _TABLE_WIDTH))
     wide.print(report_table(report))
-    for line in (
-        verdict(report),
-        *global_lines(report),
-        *fedavg_lines(report),
-        *joining_lines(report),
-    ):
+    for line in (verdict(report), *global_lines(report), *fedavg_lines(report), *joining_lines(report)):
         console.print(line, soft_wrap=True)
     models = sum(1 + len(one.onnx_answers) for one in report.devices)
     console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)

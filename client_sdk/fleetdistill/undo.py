@@ -1,4 +1,4 @@
-"""Training on the server that comes to nothing finite is taken back, so that one bad round does not end a run."""
+"""Training that comes to nothing finite is taken back, so that one bad round does not end a run."""
 
 from __future__ import annotations
 
