@@ -58,7 +58,7 @@ def upload(desk: Desk, payload: Payload, compression: Any, first_byte: int = 0, 
     """Sends the answer in one stream, which breaks before the chunk number `stop`."""
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     header = service_pb2.UploadHeader(
-        identity=IDENTITY, name=name, payload=payload.header(), samples=5, first_byte=first_byte
+        identity=IDENTITY, name=name, payload=payload.header(), samples=4, first_byte=first_byte
     )
     session = desk.begin_upload(header)
     for chunk in list(wire.chunks(payload.source, payload.slots, first_byte, compression))[:stop]:

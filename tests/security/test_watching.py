@@ -96,7 +96,9 @@ def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["the run", "Ctrl-C"])
 def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) -> None:
-    code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
+    # A test run in the background of a script has SIGINT ignored, and its children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}; import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
     command = [sys.executable, "-c", code, "runs", "watch", RUN, *watched.there]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
