@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -362,11 +362,14 @@ def test_a_kernel_that_reaches_the_peak_keeps_the_order(logits: Tensor, fraction
 
 
 @given(knowledge(-2, 2), fractions)
+@example(torch.tensor([[1.0, 0, 0, 1]], dtype=torch.float64), 1 / 3)  # two maxima, and a peak of 1/2 is wanted
 def test_the_exp_kernels_closed_bracket_finds_what_the_scan_finds(logits: Tensor, fraction: float) -> None:
     target = peak_at(fraction, logits)
     closed = kkr_kernel(logits, target, epsilon=1e-9)
     scanned = kkr_kernel(logits, target, kernel=torch.exp, epsilon=1e-9)
-    both = with_tag(scanned, RefinementTag.OK)  # where e^x does not overflow on the way
+    # M equal maxima come as near to 1/M as ε for large x and never there: no root, which the scan cannot tell.
+    ties = (logits == logits.amax(dim=1, keepdim=True)).sum(dim=1)
+    both = with_tag(scanned, RefinementTag.OK) & (1 / ties > target + 1e-9)  # where e^x does not overflow on the way
     assert with_tag(closed, RefinementTag.OK)[both].all()
     assert_close(closed.probabilities[both], scanned.probabilities[both], atol=1e-7, rtol=0)
 
