@@ -21,7 +21,7 @@ from fleetdistill.class_statistics import ClassSummary, draw, draw_classes, from
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats import PERSONAL, ClassStatsDevice, DrawnRows
+from fleetdistill.methods.classstats_averaged import PERSONAL, ClassStatsDevice, DrawnRows
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
 

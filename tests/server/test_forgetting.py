@@ -40,7 +40,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.front import open_desk
 from fleetdistill_server.methods.base import Notes
-from fleetdistill_server.methods.classstats import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
 from fleetdistill_server.retention import sweep_all
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices

@@ -16,13 +16,13 @@ from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import Answer, Ask, Local
-from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice
+from fleetdistill.methods.classstats_averaged import ClassStatsConfig, ClassStatsDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.methods.classstats import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 

@@ -13,7 +13,7 @@ from fleetdistill.model import SplitModel
 from fleetdistill.models.discriminators import shared_features
 from fleetdistill.tensors import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.classstats import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Sizes, Weights
 

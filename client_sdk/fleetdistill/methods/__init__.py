@@ -32,6 +32,7 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Name of a method that comes along, and its configuration and device half in the file of that name."""
 
+_FILES = {"classstats": "classstats_averaged"}
 _registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
 
 
@@ -91,6 +92,6 @@ def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:
     if method not in METHODS:
         known = ", ".join(sorted({*METHODS, *_registered}))
         raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
-    module = import_module(f"fleetdistill.methods.{method}")
     config, device = METHODS[method]
+    module = import_module(f"fleetdistill.methods.{_FILES.get(method, method)}")
     return getattr(module, config), getattr(module, device)

@@ -25,6 +25,7 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Name of a method that comes along, and its server half in the file of that name."""
 
+_FILES = {"classstats": "classstats_averaged"}
 _registered: dict[str, type[ServerMethod]] = {}
 
 
@@ -47,5 +48,5 @@ def server_class(method: str) -> type[ServerMethod]:
     if method not in SERVER_METHODS:
         known = ", ".join(sorted({*SERVER_METHODS, *_registered}))
         raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
-    module = import_module(f"fleetdistill_server.methods.{method}")
+    module = import_module(f"fleetdistill_server.methods.{_FILES.get(method, method)}")
     return getattr(module, SERVER_METHODS[method])  # type: ignore[no-any-return]

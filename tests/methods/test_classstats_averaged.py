@@ -48,7 +48,7 @@ from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotRea
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods.base import GENERAL, Ask, Local
-from fleetdistill.methods.classstats import PERSONAL, ClassStatsConfig, ClassStatsDevice, Lesson, unpacked
+from fleetdistill.methods.classstats_averaged import PERSONAL, ClassStatsConfig, ClassStatsDevice, Lesson, unpacked
 from fleetdistill.model import check_local_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
@@ -57,7 +57,7 @@ from fleetdistill_server import views
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
-from fleetdistill_server.methods.classstats import _least_recognised
+from fleetdistill_server.methods.classstats_averaged import _least_recognised
 from fleetdistill_server.run_config import run_config
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.device import make_device as make_simulated

@@ -22,7 +22,7 @@ from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import soft_targets
 from fleetdistill.methods.base import CUT
-from fleetdistill.methods.classstats import ClassStatsConfig, packed, unpacked
+from fleetdistill.methods.classstats_averaged import ClassStatsConfig, packed, unpacked
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
