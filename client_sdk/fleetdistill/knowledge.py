@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 PlanValue = int | float | bool | str | list[int]
 
+_FLOAT16 = np.dtype(np.float16)
+
 EMBEDDING = "embedding"
 """Name of the feature column that enters a model's last layer, for models that offer it."""
 
@@ -27,11 +29,13 @@ class PartKind:
 
     Attributes:
         tells: Columns that it may hold of a device, which the app must allow; None for what never leaves a device.
-        in_knowledge_type: Its floats travel in the run's knowledge type; those of parameters and gradients are float32.
+        travels_in: Number type of its floats on the wire; None for the run's knowledge type.
+        exact: Names of fields whose floats travel as they are.
     """
 
     tells: ClassVar[tuple[str, ...] | None] = None
-    in_knowledge_type: ClassVar[bool] = False
+    travels_in: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
+    exact: ClassVar[frozenset[str]] = frozenset()
 
     def columns(self) -> tuple[str, ...]:
         """Those of `tells` that this part holds."""
@@ -61,7 +65,7 @@ class SampleKnowledge(PartKind):
     """
 
     tells = ("features", "logits", "labels")
-    in_knowledge_type = True
+    travels_in = None
 
     sample_ids: Array
     features: Mapping[str, Array] = field(default_factory=dict)
@@ -82,7 +86,7 @@ PROBABILITIES = 2
 class RefinedKnowledge(PartKind):
     """What the server says about a device's own samples; `valid` False means that there is nothing to learn from."""
 
-    in_knowledge_type = True
+    travels_in = None
 
     valid: bool
     sample_ids: Array | None = None
@@ -95,7 +99,7 @@ class ProxyKnowledge(PartKind):
     """What a model says about the proxy set, in its order."""
 
     tells = ("features", "logits")
-    in_knowledge_type = True
+    travels_in = None
 
     valid: bool
     proxy_digest: bytes = b""
@@ -148,7 +152,7 @@ class ClassStatistics(PartKind):
     """
 
     tells = ("features", "counts")
-    in_knowledge_type = True
+    travels_in = None
 
     labels: list[int]
     counts: Array | None = None
@@ -158,11 +162,74 @@ class ClassStatistics(PartKind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedStatistics(PartKind):
+    """Class means and one covariance within classes that all share; see `fleetdistill.shared_statistics`.
+
+    None of the arrays is there where there is no class.
+
+    Attributes:
+        labels: The K classes, unique.
+        counts: `[K]` int32, samples behind each.
+        means: `[K, D]`.
+        directions: `[r, D]` int8, rows of the covariance's factor in steps of their own; None for r = 0.
+        steps: `[r]`, the size of a row's step, above 0.
+        variances: `[D]`, at least 0: what the directions leave of each number's variance.
+        df: `[]` int32, degrees of freedom behind the covariance.
+    """
+
+    tells = ("features", "counts")
+    travels_in = _FLOAT16
+
+    labels: list[int]
+    counts: Array | None = None
+    means: Array | None = None
+    directions: Array | None = None
+    steps: Array | None = None
+    variances: Array | None = None
+    df: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassSpace(PartKind):
+    """The fleet's classes in the directions that tell them apart; see `fleetdistill.class_space`.
+
+    Attributes:
+        labels: The K classes, ascending.
+        counts: `[K]` int32, samples behind each.
+        directions: `[D, q]`.
+        origin: `[q]`.
+        centres: `[K, q]`, the classes' means.
+        df: `[]` int64, degrees of freedom behind the covariance.
+        shrinkage: `[]` float64, share of the diagonal in it.
+        outside: `[]` float64, mean squared distance of a row from its class in the directions that are not here.
+    """
+
+    travels_in = _FLOAT16
+    exact = frozenset({"shrinkage", "outside"})
+
+    labels: list[int]
+    counts: Array
+    directions: Array
+    origin: Array
+    centres: Array
+    df: Array
+    shrinkage: Array
+    outside: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFile(PartKind):
+    """A network as an ONNX file, `[n]` uint8, for devices without PyTorch; see `fleetdistill.light`."""
+
+    onnx: Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoftPredictions(PartKind):
     """Soft predictions `[M, C]` on rows of features that are drawn from class statistics."""
 
     tells = ("logits",)
-    in_knowledge_type = True
+    travels_in = None
 
     noise_seed: int
     values: Array
@@ -243,6 +310,9 @@ Kind = (
     | ProxySet
     | WeightedPredictions
     | ClassStatistics
+    | SharedStatistics
+    | ClassSpace
+    | NetworkFile
     | SoftPredictions
     | DistillationGradient
     | Generator

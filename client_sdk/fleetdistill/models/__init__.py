@@ -42,6 +42,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
             "dafkd": ("dafkd_cnn", "dafkd_resnet11", "dafkd_resnet20"),
             "fedd2s": ("fedd2s_m1", "fedd2s_m2", "fedd2s_digits"),
             "feddkd": ("feddkd_femnist", "feddkd_vgg9", "feddkd_five_digits"),
+            "scattering": ("identity", "scattering"),
             "resnet": ("resnet_extractor", "resnet2", "resnet4", "resnet6", "resnet10", "resnet12"),
         }.items()
         for name in names

@@ -6,7 +6,7 @@ One generic mapping by field names serves every kind: a new kind is a class, a m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ KINDS: dict[str, type[Kind]] = {
     "weighted_predictions": knowledge.WeightedPredictions,
     "class_statistics": knowledge.ClassStatistics,
     "soft_predictions": knowledge.SoftPredictions,
+    "shared_statistics": knowledge.SharedStatistics,
+    "class_space": knowledge.ClassSpace,
+    "network_file": knowledge.NetworkFile,
     "distillation_gradient": knowledge.DistillationGradient,
     "generator": knowledge.Generator,
     "discriminator": knowledge.Discriminator,
@@ -122,8 +125,8 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
         part = message.parts.add(name=name)
         target = getattr(part, KIND_NAMES[type(kind)])
         target.SetInParent()
-        wire_type = np.dtype(knowledge_type) if kind.in_knowledge_type else _FLOAT32
-        _Encoder(arrays, wire_type).fill(target, kind, name)
+        wire_type = np.dtype(knowledge_type) if kind.travels_in is None else kind.travels_in
+        _Encoder(arrays, wire_type, kind.exact).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
     return Payload(
@@ -143,9 +146,10 @@ def decode(payload: Payload) -> dict[str, Kind]:
 
 
 class _Encoder:
-    def __init__(self, arrays: list[Array], wire_type: np.dtype) -> None:
+    def __init__(self, arrays: list[Array], wire_type: np.dtype, exact: Collection[str]) -> None:
         self._arrays = arrays
         self._wire_type = wire_type
+        self._exact = exact
 
     def fill(self, message: Message, value: Any, path: str) -> None:
         if isinstance(value, knowledge.Plan):
@@ -160,7 +164,9 @@ class _Encoder:
     def _set(self, message: Message, field: Any, item: Any, path: str) -> None:
         target = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
-        if kind == "Tensor":
+        if kind == "Tensor" and field.name in self._exact:
+            self._add(target, np.asarray(item))
+        elif kind == "Tensor":
             self._describe(target, item, path)
         elif kind == "NamedTensor":
             stepped = message.DESCRIPTOR.name == "SampleKnowledge"  # its only named tensors are feature columns

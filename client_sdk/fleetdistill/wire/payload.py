@@ -36,6 +36,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     tensor_pb2.ELEMENT_TYPE_INT64: np.dtype("<i8"),
     tensor_pb2.ELEMENT_TYPE_UINT8: np.dtype("u1"),
     tensor_pb2.ELEMENT_TYPE_BOOL: np.dtype("?"),
+    tensor_pb2.ELEMENT_TYPE_INT8: np.dtype("i1"),
 }
 _FLOAT32 = DTYPES[tensor_pb2.ELEMENT_TYPE_FLOAT32]
 ELEMENT_TYPES: dict[np.dtype[Any], Any] = {dtype: element_type for element_type, dtype in DTYPES.items()}

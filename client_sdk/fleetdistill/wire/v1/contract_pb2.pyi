@@ -120,21 +120,24 @@ Global___NamedShape: _TypeAlias = NamedShape  # noqa: Y015
 
 @_typing.final
 class PartShapes(_message.Message):
-    """What a part with parameters, gradients or class statistics must consist of."""
+    """What a part with parameters, gradients, class statistics or shared statistics must consist of."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PART_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     LEAST_SAMPLES_FIELD_NUMBER: _builtins.int
+    MOST_ROWS_FIELD_NUMBER: _builtins.int
     part: _builtins.str
     """Name of the part in the answer."""
     least_samples: _builtins.int
-    """For class statistics: samples that a class must have to be among them. 0 for any other kind."""
+    """For class and shared statistics: samples that a class must have to be among them. 0 for any other kind."""
+    most_rows: _builtins.int
+    """For shared statistics: most rows of `directions`. 0 for any other kind."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
         """Its tensors by their path within the part, such as "parameters/0.weight", with their whole shapes; of class statistics
-        with the shape for one class.
+        with the shape for one class; of shared statistics "means" and "variances", with the shape for one class.
         """
 
     def __init__(
@@ -143,10 +146,11 @@ class PartShapes(_message.Message):
         part: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedShape] | None = ...,
         least_samples: _builtins.int = ...,
+        most_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "part", b"part", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "most_rows", b"most_rows", "part", b"part", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,6 +180,7 @@ class Contract(_message.Message):
     MAX_UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
     UPLOADS_FIELD_NUMBER: _builtins.int
     PROXY_SAMPLES_FIELD_NUMBER: _builtins.int
+    EXTRACTOR_FILE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run, 1 to 64 characters."""
     method: _builtins.str
@@ -202,6 +207,10 @@ class Contract(_message.Message):
     """Most tensor bytes in one upload."""
     proxy_samples: _builtins.int
     """P, samples of the proxy set; 0 for none."""
+    extractor_file: _builtins.bytes
+    """SHA-256 of the payload with the extractor as an ONNX file, for devices without PyTorch; empty for none. Any device of
+    the run may download it.
+    """
     @_builtins.property
     def config(self) -> _knowledge_pb2.Plan:
         """The method's configuration, every setting spelled out."""
@@ -249,10 +258,11 @@ class Contract(_message.Message):
         max_upload_bytes: _builtins.int = ...,
         uploads: _abc.Iterable[Global___PartShapes] | None = ...,
         proxy_samples: _builtins.int = ...,
+        extractor_file: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "requirements", b"requirements"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "proxy_samples", b"proxy_samples", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads", "uploads", b"uploads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_file", b"extractor_file", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "proxy_samples", b"proxy_samples", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads", "uploads", b"uploads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,6 +287,7 @@ class DeviceProfile(_message.Message):
     SDK_VERSION_FIELD_NUMBER: _builtins.int
     PROXY_DIGEST_FIELD_NUMBER: _builtins.int
     COMPRESSIONS_FIELD_NUMBER: _builtins.int
+    DATA_VERSION_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """Name of the local model for lists and reports, at most 128 characters."""
     parameters: _builtins.int
@@ -294,6 +305,10 @@ class DeviceProfile(_message.Message):
     proxy_digest: _builtins.bytes
     """SHA-256 of the proxy set that the device works with, 32 bytes; empty where it knows none. A new device is let in
     before it can download, so this says what it will hold; each upload about the proxy set says what it did hold.
+    """
+    data_version: _builtins.bytes
+    """Names the rows of the device's data, at most 32 bytes; another name says that they have changed. Made with the
+    device's secret, so that it tells nothing of the rows. Empty: the device cannot tell.
     """
     @_builtins.property
     def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -331,10 +346,11 @@ class DeviceProfile(_message.Message):
         sdk_version: _builtins.str = ...,
         proxy_digest: _builtins.bytes = ...,
         compressions: _abc.Iterable[_knowledge_pb2.Compression.ValueType] | None = ...,
+        data_version: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_columns", b"allowed_columns", "classes", b"classes", "compressions", b"compressions", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "input_shape", b"input_shape", "knowledge_types", b"knowledge_types", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "parameters", b"parameters", "proxy_digest", b"proxy_digest", "samples", b"samples", "sdk_version", b"sdk_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_columns", b"allowed_columns", "classes", b"classes", "compressions", b"compressions", "data_version", b"data_version", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "input_shape", b"input_shape", "knowledge_types", b"knowledge_types", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "parameters", b"parameters", "proxy_digest", b"proxy_digest", "samples", b"samples", "sdk_version", b"sdk_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

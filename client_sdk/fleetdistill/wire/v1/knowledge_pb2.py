@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from fleetdistill.wire.v1 import tensor_pb2 as fleetdistill_dot_wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$fleetdistill/wire/v1/knowledge.proto\x12\x14\x66leetdistill.wire.v1\x1a!fleetdistill/wire/v1/tensor.proto\"\x8b\x01\n\x0fModelParameters\x12\x35\n\nparameters\x18\x01 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\x32\n\x07\x62uffers\x18\x02 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\r\n\x05scope\x18\x03 \x01(\t\"\xd4\x01\n\x0fSampleKnowledge\x12\x30\n\nsample_ids\x18\x01 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x33\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12,\n\x06logits\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06labels\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xb2\x01\n\x10RefinedKnowledge\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x30\n\nsample_ids\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06values\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\x05scale\x18\x04 \x01(\x0e\x32 .fleetdistill.wire.v1.ValueScale\"\x95\x01\n\x0eProxyKnowledge\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x14\n\x0cproxy_digest\x18\x02 \x01(\x0c\x12,\n\x06logits\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\nembeddings\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\x85\x01\n\x08ProxySet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07licence\x18\x02 \x01(\t\x12,\n\x06inputs\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06labels\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"W\n\x13WeightedPredictions\x12\x12\n\nnoise_seed\x18\x01 \x01(\x06\x12,\n\x06values\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xdf\x01\n\x0f\x43lassStatistics\x12\x0e\n\x06labels\x18\x01 \x03(\r\x12,\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12+\n\x05means\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\ndirections\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\tvariances\x18\x05 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"S\n\x0fSoftPredictions\x12\x12\n\nnoise_seed\x18\x01 \x01(\x06\x12,\n\x06values\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"n\n\x14\x44istillationGradient\x12\x34\n\tgradients\x18\x01 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\x01\"Z\n\tGenerator\x12\x39\n\nparameters\x18\x01 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParameters\x12\x12\n\nnoise_size\x18\x02 \x01(\r\"d\n\rDiscriminator\x12\x39\n\nparameters\x18\x01 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParameters\x12\x18\n\x10shares_extractor\x18\x02 \x01(\x08\"\x1d\n\x0bIntegerList\x12\x0e\n\x06values\x18\x01 \x03(\x03\"\x9c\x01\n\tPlanEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12\x35\n\x08integers\x18\x06 \x01(\x0b\x32!.fleetdistill.wire.v1.IntegerListH\x00\x42\x07\n\x05value\"8\n\x04Plan\x12\x30\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1f.fleetdistill.wire.v1.PlanEntry\"7\n\nClassCount\x12\r\n\x05label\x18\x01 \x01(\r\x12\x0b\n\x03sum\x18\x02 \x01(\x01\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"u\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0b\n\x03sum\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\x32\n\x08\x62y_class\x18\x05 \x03(\x0b\x32 .fleetdistill.wire.v1.ClassCount\"8\n\x07Metrics\x12-\n\x07metrics\x18\x01 \x03(\x0b\x32\x1c.fleetdistill.wire.v1.Metric\"\xcd\x06\n\x04Part\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x41\n\x10model_parameters\x18\x02 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParametersH\x00\x12\x41\n\x10sample_knowledge\x18\x03 \x01(\x0b\x32%.fleetdistill.wire.v1.SampleKnowledgeH\x00\x12\x43\n\x11refined_knowledge\x18\x04 \x01(\x0b\x32&.fleetdistill.wire.v1.RefinedKnowledgeH\x00\x12?\n\x0fproxy_knowledge\x18\x05 \x01(\x0b\x32$.fleetdistill.wire.v1.ProxyKnowledgeH\x00\x12I\n\x14weighted_predictions\x18\x06 \x01(\x0b\x32).fleetdistill.wire.v1.WeightedPredictionsH\x00\x12K\n\x15\x64istillation_gradient\x18\x07 \x01(\x0b\x32*.fleetdistill.wire.v1.DistillationGradientH\x00\x12\x34\n\tgenerator\x18\x08 \x01(\x0b\x32\x1f.fleetdistill.wire.v1.GeneratorH\x00\x12<\n\rdiscriminator\x18\t \x01(\x0b\x32#.fleetdistill.wire.v1.DiscriminatorH\x00\x12*\n\x04plan\x18\n \x01(\x0b\x32\x1a.fleetdistill.wire.v1.PlanH\x00\x12\x30\n\x07metrics\x18\x0b \x01(\x0b\x32\x1d.fleetdistill.wire.v1.MetricsH\x00\x12\x33\n\tproxy_set\x18\x0c \x01(\x0b\x32\x1e.fleetdistill.wire.v1.ProxySetH\x00\x12\x41\n\x10\x63lass_statistics\x18\r \x01(\x0b\x32%.fleetdistill.wire.v1.ClassStatisticsH\x00\x12\x41\n\x10soft_predictions\x18\x0e \x01(\x0b\x32%.fleetdistill.wire.v1.SoftPredictionsH\x00\x42\x06\n\x04kind\"2\n\x05Parts\x12)\n\x05parts\x18\x01 \x03(\x0b\x32\x1a.fleetdistill.wire.v1.Part\"_\n\rPayloadHeader\x12*\n\x05parts\x18\x01 \x01(\x0b\x32\x1b.fleetdistill.wire.v1.Parts\x12\x12\n\ndata_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"\x83\x01\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x36\n\x0b\x63ompression\x18\x05 \x01(\x0e\x32!.fleetdistill.wire.v1.Compression*`\n\nValueScale\x12\x1b\n\x17VALUE_SCALE_UNSPECIFIED\x10\x00\x12\x16\n\x12VALUE_SCALE_LOGITS\x10\x01\x12\x1d\n\x19VALUE_SCALE_PROBABILITIES\x10\x02*@\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$fleetdistill/wire/v1/knowledge.proto\x12\x14\x66leetdistill.wire.v1\x1a!fleetdistill/wire/v1/tensor.proto\"\x8b\x01\n\x0fModelParameters\x12\x35\n\nparameters\x18\x01 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\x32\n\x07\x62uffers\x18\x02 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\r\n\x05scope\x18\x03 \x01(\t\"\xd4\x01\n\x0fSampleKnowledge\x12\x30\n\nsample_ids\x18\x01 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x33\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12,\n\x06logits\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06labels\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xb2\x01\n\x10RefinedKnowledge\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x30\n\nsample_ids\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06values\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\x05scale\x18\x04 \x01(\x0e\x32 .fleetdistill.wire.v1.ValueScale\"\x95\x01\n\x0eProxyKnowledge\x12\r\n\x05valid\x18\x01 \x01(\x08\x12\x14\n\x0cproxy_digest\x18\x02 \x01(\x0c\x12,\n\x06logits\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\nembeddings\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\x85\x01\n\x08ProxySet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07licence\x18\x02 \x01(\t\x12,\n\x06inputs\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06labels\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"W\n\x13WeightedPredictions\x12\x12\n\nnoise_seed\x18\x01 \x01(\x06\x12,\n\x06values\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xdf\x01\n\x0f\x43lassStatistics\x12\x0e\n\x06labels\x18\x01 \x03(\r\x12,\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12+\n\x05means\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\ndirections\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\tvariances\x18\x05 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xb7\x02\n\x10SharedStatistics\x12\x0e\n\x06labels\x18\x01 \x03(\r\x12,\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12+\n\x05means\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\ndirections\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12+\n\x05steps\x18\x05 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\tvariances\x18\x06 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12(\n\x02\x64\x66\x18\x07 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xe3\x02\n\nClassSpace\x12\x0e\n\x06labels\x18\x01 \x03(\r\x12,\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12\x30\n\ndirections\x18\x03 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12,\n\x06origin\x18\x04 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12-\n\x07\x63\x65ntres\x18\x05 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12(\n\x02\x64\x66\x18\x06 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12/\n\tshrinkage\x18\x07 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12-\n\x07outside\x18\x08 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"S\n\x0fSoftPredictions\x12\x12\n\nnoise_seed\x18\x01 \x01(\x06\x12,\n\x06values\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"9\n\x0bNetworkFile\x12*\n\x04onnx\x18\x01 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"n\n\x14\x44istillationGradient\x12\x34\n\tgradients\x18\x01 \x03(\x0b\x32!.fleetdistill.wire.v1.NamedTensor\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\x01\"Z\n\tGenerator\x12\x39\n\nparameters\x18\x01 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParameters\x12\x12\n\nnoise_size\x18\x02 \x01(\r\"d\n\rDiscriminator\x12\x39\n\nparameters\x18\x01 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParameters\x12\x18\n\x10shares_extractor\x18\x02 \x01(\x08\"\x1d\n\x0bIntegerList\x12\x0e\n\x06values\x18\x01 \x03(\x03\"\x9c\x01\n\tPlanEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x0e\n\x04real\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12\x35\n\x08integers\x18\x06 \x01(\x0b\x32!.fleetdistill.wire.v1.IntegerListH\x00\x42\x07\n\x05value\"8\n\x04Plan\x12\x30\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1f.fleetdistill.wire.v1.PlanEntry\"7\n\nClassCount\x12\r\n\x05label\x18\x01 \x01(\r\x12\x0b\n\x03sum\x18\x02 \x01(\x01\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"u\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0b\n\x03sum\x18\x03 \x01(\x01\x12\r\n\x05\x63ount\x18\x04 \x01(\x04\x12\x32\n\x08\x62y_class\x18\x05 \x03(\x0b\x32 .fleetdistill.wire.v1.ClassCount\"8\n\x07Metrics\x12-\n\x07metrics\x18\x01 \x03(\x0b\x32\x1c.fleetdistill.wire.v1.Metric\"\x86\x08\n\x04Part\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x41\n\x10model_parameters\x18\x02 \x01(\x0b\x32%.fleetdistill.wire.v1.ModelParametersH\x00\x12\x41\n\x10sample_knowledge\x18\x03 \x01(\x0b\x32%.fleetdistill.wire.v1.SampleKnowledgeH\x00\x12\x43\n\x11refined_knowledge\x18\x04 \x01(\x0b\x32&.fleetdistill.wire.v1.RefinedKnowledgeH\x00\x12?\n\x0fproxy_knowledge\x18\x05 \x01(\x0b\x32$.fleetdistill.wire.v1.ProxyKnowledgeH\x00\x12I\n\x14weighted_predictions\x18\x06 \x01(\x0b\x32).fleetdistill.wire.v1.WeightedPredictionsH\x00\x12K\n\x15\x64istillation_gradient\x18\x07 \x01(\x0b\x32*.fleetdistill.wire.v1.DistillationGradientH\x00\x12\x34\n\tgenerator\x18\x08 \x01(\x0b\x32\x1f.fleetdistill.wire.v1.GeneratorH\x00\x12<\n\rdiscriminator\x18\t \x01(\x0b\x32#.fleetdistill.wire.v1.DiscriminatorH\x00\x12*\n\x04plan\x18\n \x01(\x0b\x32\x1a.fleetdistill.wire.v1.PlanH\x00\x12\x30\n\x07metrics\x18\x0b \x01(\x0b\x32\x1d.fleetdistill.wire.v1.MetricsH\x00\x12\x33\n\tproxy_set\x18\x0c \x01(\x0b\x32\x1e.fleetdistill.wire.v1.ProxySetH\x00\x12\x41\n\x10\x63lass_statistics\x18\r \x01(\x0b\x32%.fleetdistill.wire.v1.ClassStatisticsH\x00\x12\x41\n\x10soft_predictions\x18\x0e \x01(\x0b\x32%.fleetdistill.wire.v1.SoftPredictionsH\x00\x12\x43\n\x11shared_statistics\x18\x0f \x01(\x0b\x32&.fleetdistill.wire.v1.SharedStatisticsH\x00\x12\x37\n\x0b\x63lass_space\x18\x10 \x01(\x0b\x32 .fleetdistill.wire.v1.ClassSpaceH\x00\x12\x39\n\x0cnetwork_file\x18\x11 \x01(\x0b\x32!.fleetdistill.wire.v1.NetworkFileH\x00\x42\x06\n\x04kind\"2\n\x05Parts\x12)\n\x05parts\x18\x01 \x03(\x0b\x32\x1a.fleetdistill.wire.v1.Part\"_\n\rPayloadHeader\x12*\n\x05parts\x18\x01 \x01(\x0b\x32\x1b.fleetdistill.wire.v1.Parts\x12\x12\n\ndata_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\"\x83\x01\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x36\n\x0b\x63ompression\x18\x05 \x01(\x0e\x32!.fleetdistill.wire.v1.Compression*`\n\nValueScale\x12\x1b\n\x17VALUE_SCALE_UNSPECIFIED\x10\x00\x12\x16\n\x12VALUE_SCALE_LOGITS\x10\x01\x12\x1d\n\x19VALUE_SCALE_PROBABILITIES\x10\x02*@\n\x0b\x43ompression\x12\x1b\n\x17\x43OMPRESSION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMPRESSION_ZSTD\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleetdistill.wire.v1.knowledge_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VALUESCALE']._serialized_start=3242
-  _globals['_VALUESCALE']._serialized_end=3338
-  _globals['_COMPRESSION']._serialized_start=3340
-  _globals['_COMPRESSION']._serialized_end=3404
+  _globals['_VALUESCALE']._serialized_start=4158
+  _globals['_VALUESCALE']._serialized_end=4254
+  _globals['_COMPRESSION']._serialized_start=4256
+  _globals['_COMPRESSION']._serialized_end=4320
   _globals['_MODELPARAMETERS']._serialized_start=98
   _globals['_MODELPARAMETERS']._serialized_end=237
   _globals['_SAMPLEKNOWLEDGE']._serialized_start=240
@@ -50,32 +50,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTEDPREDICTIONS']._serialized_end=1010
   _globals['_CLASSSTATISTICS']._serialized_start=1013
   _globals['_CLASSSTATISTICS']._serialized_end=1236
-  _globals['_SOFTPREDICTIONS']._serialized_start=1238
-  _globals['_SOFTPREDICTIONS']._serialized_end=1321
-  _globals['_DISTILLATIONGRADIENT']._serialized_start=1323
-  _globals['_DISTILLATIONGRADIENT']._serialized_end=1433
-  _globals['_GENERATOR']._serialized_start=1435
-  _globals['_GENERATOR']._serialized_end=1525
-  _globals['_DISCRIMINATOR']._serialized_start=1527
-  _globals['_DISCRIMINATOR']._serialized_end=1627
-  _globals['_INTEGERLIST']._serialized_start=1629
-  _globals['_INTEGERLIST']._serialized_end=1658
-  _globals['_PLANENTRY']._serialized_start=1661
-  _globals['_PLANENTRY']._serialized_end=1817
-  _globals['_PLAN']._serialized_start=1819
-  _globals['_PLAN']._serialized_end=1875
-  _globals['_CLASSCOUNT']._serialized_start=1877
-  _globals['_CLASSCOUNT']._serialized_end=1932
-  _globals['_METRIC']._serialized_start=1934
-  _globals['_METRIC']._serialized_end=2051
-  _globals['_METRICS']._serialized_start=2053
-  _globals['_METRICS']._serialized_end=2109
-  _globals['_PART']._serialized_start=2112
-  _globals['_PART']._serialized_end=2957
-  _globals['_PARTS']._serialized_start=2959
-  _globals['_PARTS']._serialized_end=3009
-  _globals['_PAYLOADHEADER']._serialized_start=3011
-  _globals['_PAYLOADHEADER']._serialized_end=3106
-  _globals['_TENSORCHUNK']._serialized_start=3109
-  _globals['_TENSORCHUNK']._serialized_end=3240
+  _globals['_SHAREDSTATISTICS']._serialized_start=1239
+  _globals['_SHAREDSTATISTICS']._serialized_end=1550
+  _globals['_CLASSSPACE']._serialized_start=1553
+  _globals['_CLASSSPACE']._serialized_end=1908
+  _globals['_SOFTPREDICTIONS']._serialized_start=1910
+  _globals['_SOFTPREDICTIONS']._serialized_end=1993
+  _globals['_NETWORKFILE']._serialized_start=1995
+  _globals['_NETWORKFILE']._serialized_end=2052
+  _globals['_DISTILLATIONGRADIENT']._serialized_start=2054
+  _globals['_DISTILLATIONGRADIENT']._serialized_end=2164
+  _globals['_GENERATOR']._serialized_start=2166
+  _globals['_GENERATOR']._serialized_end=2256
+  _globals['_DISCRIMINATOR']._serialized_start=2258
+  _globals['_DISCRIMINATOR']._serialized_end=2358
+  _globals['_INTEGERLIST']._serialized_start=2360
+  _globals['_INTEGERLIST']._serialized_end=2389
+  _globals['_PLANENTRY']._serialized_start=2392
+  _globals['_PLANENTRY']._serialized_end=2548
+  _globals['_PLAN']._serialized_start=2550
+  _globals['_PLAN']._serialized_end=2606
+  _globals['_CLASSCOUNT']._serialized_start=2608
+  _globals['_CLASSCOUNT']._serialized_end=2663
+  _globals['_METRIC']._serialized_start=2665
+  _globals['_METRIC']._serialized_end=2782
+  _globals['_METRICS']._serialized_start=2784
+  _globals['_METRICS']._serialized_end=2840
+  _globals['_PART']._serialized_start=2843
+  _globals['_PART']._serialized_end=3873
+  _globals['_PARTS']._serialized_start=3875
+  _globals['_PARTS']._serialized_end=3925
+  _globals['_PAYLOADHEADER']._serialized_start=3927
+  _globals['_PAYLOADHEADER']._serialized_end=4022
+  _globals['_TENSORCHUNK']._serialized_start=4025
+  _globals['_TENSORCHUNK']._serialized_end=4156
 # @@protoc_insertion_point(module_scope)

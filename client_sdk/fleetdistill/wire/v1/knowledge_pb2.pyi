@@ -347,6 +347,138 @@ class ClassStatistics(_message.Message):
 Global___ClassStatistics: _TypeAlias = ClassStatistics  # noqa: Y015
 
 @_typing.final
+class SharedStatistics(_message.Message):
+    """Means of classes and one covariance within classes that all share, from a device; features are projected to D numbers. K
+    is the number of classes here, r the number of directions; a message about no class has no tensors.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    MEANS_FIELD_NUMBER: _builtins.int
+    DIRECTIONS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    VARIANCES_FIELD_NUMBER: _builtins.int
+    DF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The K classes, each in [0, C) and unique within the message."""
+
+    @_builtins.property
+    def counts(self) -> _tensor_pb2.Tensor:
+        """[K] int32, samples behind each class: at least `PartShapes.least_samples` each, together no more than the device has."""
+
+    @_builtins.property
+    def means(self) -> _tensor_pb2.Tensor:
+        """[K, D] float16, finite."""
+
+    @_builtins.property
+    def directions(self) -> _tensor_pb2.Tensor:
+        """[r, D] int8, -127 to 127: rows of a factor of the covariance, each in steps of its own. r is at most
+        `PartShapes.most_rows` and df / 2. Not there for r = 0.
+        """
+
+    @_builtins.property
+    def steps(self) -> _tensor_pb2.Tensor:
+        """[r] float16, above 0: the size of a row's step. Not there for r = 0."""
+
+    @_builtins.property
+    def variances(self) -> _tensor_pb2.Tensor:
+        """[D] float16, finite, at least 0: what the directions leave of each number's variance."""
+
+    @_builtins.property
+    def df(self) -> _tensor_pb2.Tensor:
+        """[] int32: degrees of freedom behind the covariance, the sum of the counts less K."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _tensor_pb2.Tensor | None = ...,
+        means: _tensor_pb2.Tensor | None = ...,
+        directions: _tensor_pb2.Tensor | None = ...,
+        steps: _tensor_pb2.Tensor | None = ...,
+        variances: _tensor_pb2.Tensor | None = ...,
+        df: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "df", b"df", "directions", b"directions", "means", b"means", "steps", b"steps", "variances", b"variances"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "df", b"df", "directions", b"directions", "labels", b"labels", "means", b"means", "steps", b"steps", "variances", b"variances"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedStatistics: _TypeAlias = SharedStatistics  # noqa: Y015
+
+@_typing.final
+class ClassSpace(_message.Message):
+    """The space of a fleet's classes, from the server: v = z * directions - origin of projected features z. The covariance
+    within classes is the unit matrix there. K is the number of classes, q = K - 1 the number of directions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    DIRECTIONS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    CENTRES_FIELD_NUMBER: _builtins.int
+    DF_FIELD_NUMBER: _builtins.int
+    SHRINKAGE_FIELD_NUMBER: _builtins.int
+    OUTSIDE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The K classes, ascending, each in [0, C); at least 2."""
+
+    @_builtins.property
+    def counts(self) -> _tensor_pb2.Tensor:
+        """[K] int32, samples behind each class."""
+
+    @_builtins.property
+    def directions(self) -> _tensor_pb2.Tensor:
+        """[D, q] float16."""
+
+    @_builtins.property
+    def origin(self) -> _tensor_pb2.Tensor:
+        """[q] float16."""
+
+    @_builtins.property
+    def centres(self) -> _tensor_pb2.Tensor:
+        """[K, q] float16: the means of the classes in the space."""
+
+    @_builtins.property
+    def df(self) -> _tensor_pb2.Tensor:
+        """[] int64: degrees of freedom behind the covariance."""
+
+    @_builtins.property
+    def shrinkage(self) -> _tensor_pb2.Tensor:
+        """[] float64, in [0, 1): the share of its diagonal in the covariance."""
+
+    @_builtins.property
+    def outside(self) -> _tensor_pb2.Tensor:
+        """[] float64, at least 0: mean squared distance of a row from its class in all directions that are not here."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _tensor_pb2.Tensor | None = ...,
+        directions: _tensor_pb2.Tensor | None = ...,
+        origin: _tensor_pb2.Tensor | None = ...,
+        centres: _tensor_pb2.Tensor | None = ...,
+        df: _tensor_pb2.Tensor | None = ...,
+        shrinkage: _tensor_pb2.Tensor | None = ...,
+        outside: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["centres", b"centres", "counts", b"counts", "df", b"df", "directions", b"directions", "origin", b"origin", "outside", b"outside", "shrinkage", b"shrinkage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["centres", b"centres", "counts", b"counts", "df", b"df", "directions", b"directions", "labels", b"labels", "origin", b"origin", "outside", b"outside", "shrinkage", b"shrinkage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassSpace: _TypeAlias = ClassSpace  # noqa: Y015
+
+@_typing.final
 class SoftPredictions(_message.Message):
     """Soft predictions on rows of features that are drawn from class statistics; from the server their mean."""
 
@@ -373,6 +505,34 @@ class SoftPredictions(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SoftPredictions: _TypeAlias = SoftPredictions  # noqa: Y015
+
+@_typing.final
+class NetworkFile(_message.Message):
+    """A network as an ONNX file, for devices without PyTorch; from the server. A payload of its own, the part is named
+    "extractor".
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ONNX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def onnx(self) -> _tensor_pb2.Tensor:
+        """[n] uint8, the bytes of the file: opset 18, no external data, one input "input" [batch, ...] float32 in the contract's
+        input shape, one output "features" [batch, ...] float32.
+        """
+
+    def __init__(
+        self,
+        *,
+        onnx: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["onnx", b"onnx"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["onnx", b"onnx"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NetworkFile: _TypeAlias = NetworkFile  # noqa: Y015
 
 @_typing.final
 class DistillationGradient(_message.Message):
@@ -674,6 +834,9 @@ class Part(_message.Message):
     PROXY_SET_FIELD_NUMBER: _builtins.int
     CLASS_STATISTICS_FIELD_NUMBER: _builtins.int
     SOFT_PREDICTIONS_FIELD_NUMBER: _builtins.int
+    SHARED_STATISTICS_FIELD_NUMBER: _builtins.int
+    CLASS_SPACE_FIELD_NUMBER: _builtins.int
+    NETWORK_FILE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What the method calls it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -728,6 +891,18 @@ class Part(_message.Message):
     def soft_predictions(self) -> Global___SoftPredictions:
         """Predictions on rows drawn from them."""
 
+    @_builtins.property
+    def shared_statistics(self) -> Global___SharedStatistics:
+        """Class means and one covariance."""
+
+    @_builtins.property
+    def class_space(self) -> Global___ClassSpace:
+        """The space of the fleet's classes."""
+
+    @_builtins.property
+    def network_file(self) -> Global___NetworkFile:
+        """A network as a file."""
+
     def __init__(
         self,
         *,
@@ -745,12 +920,15 @@ class Part(_message.Message):
         proxy_set: Global___ProxySet | None = ...,
         class_statistics: Global___ClassStatistics | None = ...,
         soft_predictions: Global___SoftPredictions | None = ...,
+        shared_statistics: Global___SharedStatistics | None = ...,
+        class_space: Global___ClassSpace | None = ...,
+        network_file: Global___NetworkFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions", "shared_statistics", "class_space", "network_file"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

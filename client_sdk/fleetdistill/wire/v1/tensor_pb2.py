@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!fleetdistill/wire/v1/tensor.proto\x12\x14\x66leetdistill.wire.v1\"i\n\x0c\x43hannelSteps\x12*\n\x04step\x18\x01 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12-\n\x07minimum\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xc6\x01\n\x06Tensor\x12\x37\n\x0c\x65lement_type\x18\x01 \x01(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x30\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x1e.fleetdistill.wire.v1.Encoding\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x34\n\x08\x63hannels\x18\x05 \x01(\x0b\x32\".fleetdistill.wire.v1.ChannelSteps\"I\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x06tensor\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor*\xd8\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT64\x10\x03\x12\x16\n\x12\x45LEMENT_TYPE_INT32\x10\x04\x12\x16\n\x12\x45LEMENT_TYPE_INT64\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06\x12\x15\n\x11\x45LEMENT_TYPE_BOOL\x10\x07*R\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x45NCODING_RAW\x10\x01\x12\x1a\n\x16\x45NCODING_CHANNEL_STEPS\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!fleetdistill/wire/v1/tensor.proto\x12\x14\x66leetdistill.wire.v1\"i\n\x0c\x43hannelSteps\x12*\n\x04step\x18\x01 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\x12-\n\x07minimum\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor\"\xc6\x01\n\x06Tensor\x12\x37\n\x0c\x65lement_type\x18\x01 \x01(\x0e\x32!.fleetdistill.wire.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x30\n\x08\x65ncoding\x18\x03 \x01(\x0e\x32\x1e.fleetdistill.wire.v1.Encoding\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x34\n\x08\x63hannels\x18\x05 \x01(\x0b\x32\".fleetdistill.wire.v1.ChannelSteps\"I\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x06tensor\x18\x02 \x01(\x0b\x32\x1c.fleetdistill.wire.v1.Tensor*\xef\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT64\x10\x03\x12\x16\n\x12\x45LEMENT_TYPE_INT32\x10\x04\x12\x16\n\x12\x45LEMENT_TYPE_INT64\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06\x12\x15\n\x11\x45LEMENT_TYPE_BOOL\x10\x07\x12\x15\n\x11\x45LEMENT_TYPE_INT8\x10\x08*R\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x45NCODING_RAW\x10\x01\x12\x1a\n\x16\x45NCODING_CHANNEL_STEPS\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleetdistill.wire.v1.tensor
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ELEMENTTYPE']._serialized_start=443
-  _globals['_ELEMENTTYPE']._serialized_end=659
-  _globals['_ENCODING']._serialized_start=661
-  _globals['_ENCODING']._serialized_end=743
+  _globals['_ELEMENTTYPE']._serialized_end=682
+  _globals['_ENCODING']._serialized_start=684
+  _globals['_ENCODING']._serialized_end=766
   _globals['_CHANNELSTEPS']._serialized_start=59
   _globals['_CHANNELSTEPS']._serialized_end=164
   _globals['_TENSOR']._serialized_start=167

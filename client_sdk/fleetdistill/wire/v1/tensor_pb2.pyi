@@ -41,6 +41,8 @@ class _ElementTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ElementTy
     """1 byte, 0 to 255."""
     ELEMENT_TYPE_BOOL: _ElementType.ValueType  # 7
     """One byte, 0 or 1."""
+    ELEMENT_TYPE_INT8: _ElementType.ValueType  # 8
+    """1 byte, -128 to 127, signed."""
 
 class ElementType(_ElementType, metaclass=_ElementTypeEnumTypeWrapper):
     """The type of one element, little-endian, IEEE 754 for floats."""
@@ -61,6 +63,8 @@ ELEMENT_TYPE_UINT8: ElementType.ValueType  # 6
 """1 byte, 0 to 255."""
 ELEMENT_TYPE_BOOL: ElementType.ValueType  # 7
 """One byte, 0 or 1."""
+ELEMENT_TYPE_INT8: ElementType.ValueType  # 8
+"""1 byte, -128 to 127, signed."""
 Global___ElementType: _TypeAlias = ElementType  # noqa: Y015
 
 class _Encoding:

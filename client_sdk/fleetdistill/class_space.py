@@ -1,0 +1,176 @@
+"""The space of a fleet's classes: few directions in which the covariance within classes is the unit matrix.
+
+The server makes it of merged moments and sends it once; nearest class mean in it is linear discriminant analysis with
+all numbers. In float64 with numpy alone. Letters: n rows, D numbers a row, K classes in the space, q directions, C
+classes of the run. The mathematics is `docs/methods.md`, classstats; numbers in brackets are its equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.shared_statistics import Moments
+
+TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""Of which a device takes the best for its personal answer (3.9)."""
+LEAST_SHRINKAGE, MOST_SHRINKAGE = 0.05, 0.5
+_RIDGE = 1e-6
+_SMALLEST_REST = 1e-6  # of 1 - beta E, which a row that is all there is of its class may take to 0
+_BELOW_ALL = 20.0  # how far the logit of a class that is not in the space lies below the least of the others
+
+
+def shrinkage_rule(dimensions: int, df: int) -> float:
+    """s = D / (4 df), at least 0.05 and at most 0.5 (3.5)."""
+    return float(np.clip(dimensions / (4 * max(df, 1)), LEAST_SHRINKAGE, MOST_SHRINKAGE))
+
+
+def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
+    """The covariance moved towards its diagonal (3.5).
+
+    Args:
+        covariance: `[D, D]`.
+        share: s, in [0, 1).
+        ridge: Share of the mean variance that is added to every variance, so that there is an inverse.
+    """
+    variances = np.diag(covariance)
+    added = share * variances + ridge * variances.mean()
+    return np.asarray((1 - share) * covariance + np.diag(added))
+
+
+def make_space(moments: Moments, shrinkage: float, ridge: float = _RIDGE) -> ClassSpace:
+    """The space of merged moments (3.6).
+
+    Args:
+        moments: Of at least two classes.
+        shrinkage: s, in [0, 1).
+        ridge: As in `shrunk`.
+
+    Returns:
+        The space in float64; it travels in float16.
+
+    Raises:
+        KnowledgeError: There are fewer than two classes, or all rows of every class are alike.
+    """
+    if len(moments.labels) < 2:
+        raise KnowledgeError(f"a space needs two classes, the moments have {len(moments.labels)}")
+    if not np.diag(moments.covariance).any():
+        raise KnowledgeError("no number of the features varies within a class; check the extractor and its inputs")
+    values, vectors = np.linalg.eigh(shrunk(moments.covariance, shrinkage, ridge))
+    values = np.maximum(values, np.finfo(np.float64).tiny)
+    whitening = vectors / np.sqrt(values)
+    centre = moments.means.mean(axis=0)
+    white = (moments.means - centre) @ whitening
+    count = min(len(moments.labels) - 1, moments.dimensions)
+    _, _, axes = np.linalg.svd(white - white.mean(axis=0), full_matrices=False)
+    directions = _with_signs(whitening @ axes[:count].T)
+    origin = centre @ directions
+    return ClassSpace(
+        labels=list(moments.labels),
+        counts=moments.counts.astype(np.int32),
+        directions=directions,
+        origin=origin,
+        centres=moments.means @ directions - origin,
+        df=np.array(moments.df, dtype=np.int64),
+        shrinkage=np.array(shrinkage, dtype=np.float64),
+        outside=np.array(_outside(moments, whitening, directions), dtype=np.float64),
+    )
+
+
+def _outside(moments: Moments, whitening: Array, directions: Array) -> float:
+    """rho: mean squared distance of a row from its class in all other directions than those of the space."""
+    whole = np.trace(whitening.T @ moments.covariance @ whitening)
+    within = np.trace(directions.T @ moments.covariance @ directions)
+    return max(float(whole - within), 0.0) * moments.df / float(moments.counts.sum())
+
+
+def coordinates(space: ClassSpace, rows_nd: Array) -> Array:
+    """v = z P - o, `[n, q]` float64."""
+    return np.asarray(rows_nd @ space.directions.astype(np.float64) - space.origin.astype(np.float64))
+
+
+def logits(space: ClassSpace, coordinates_nq: Array, classes: int) -> Array:
+    """The general answer: v b_c - |b_c|^2 / 2 (3.7). `[n, C]`; a class that is not in the space lies below all others.
+
+    Args:
+        space: The fleet's.
+        coordinates_nq: What `coordinates` gave.
+        classes: C.
+    """
+    centres = space.centres.astype(np.float64)
+    found = coordinates_nq @ centres.T - np.square(centres).sum(axis=1) / 2
+    return _in_all_classes(found, space.labels, classes)
+
+
+def leave_one_out(
+    space: ClassSpace, coordinates_nq: Array, labels_n: Array, counted: Collection[int], classes: int
+) -> Array:
+    """Logits of own rows as if each had not been counted in the space: what they say of unseen rows (3.8).
+
+    Args:
+        space: The fleet's.
+        coordinates_nq: Of the rows.
+        labels_n: Their classes.
+        counted: Classes whose rows of this device are in the space.
+        classes: C.
+
+    Returns:
+        `[n, C]`, minus half the squared distances; of rows whose class is not in the space those of `logits`' kind.
+    """
+    centres, outside = space.centres.astype(np.float64), float(space.outside)
+    place = {label: number for number, label in enumerate(space.labels)}
+    own = np.array([place.get(int(label), -1) for label in labels_n])
+    takes_part = np.isin(labels_n, list(counted)) & (own >= 0)
+    count = np.where(takes_part, np.maximum(space.counts[own], 2), 2).astype(np.float64)
+    factor = np.where(takes_part, count / (count - 1), 1.0)
+    beta = np.where(takes_part, (1 - float(space.shrinkage)) * factor / max(int(space.df), 1), 0.0)
+    error = coordinates_nq - centres[own]
+    whole = np.square(error).sum(axis=1) + outside
+    weight = beta / np.maximum(1 - beta * whole, _SMALLEST_REST)
+    squares = np.square(coordinates_nq[:, None, :] - centres[None]).sum(axis=2) + outside
+    leaning = whole[:, None] + ((centres[own][:, None, :] - centres[None]) * error[:, None, :]).sum(axis=2)
+    rows = np.flatnonzero(own >= 0)
+    squares[rows, own[rows]] = (whole * factor**2)[rows]
+    leaning[rows, own[rows]] = (whole * factor)[rows]
+    found = -(squares + weight[:, None] * np.square(leaning)) / 2
+    return _in_all_classes(found, space.labels, classes)
+
+
+def class_prior(labels_n: Array, classes: int) -> Array:
+    """pi_c = (n_c + 1/2) / sum, `[C]`, from all own rows (3.9)."""
+    counts = np.bincount(labels_n, minlength=classes) + 0.5
+    return np.asarray(counts / counts.sum())
+
+
+def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float:
+    """Of `TEMPERATURES` the one under which own rows are likeliest with the device's own class shares (3.9).
+
+    Args:
+        logits_nc: What `leave_one_out` gave.
+        labels_n: The rows' classes.
+        prior_c: What `class_prior` gave.
+    """
+    return max(TEMPERATURES, key=lambda one: likelihood(logits_nc / one + np.log(prior_c), labels_n))
+
+
+def likelihood(logits_nc: Array, labels_n: Array) -> float:
+    """Sum of the log-probabilities of the rows' own classes, nats."""
+    largest = logits_nc.max(axis=1)
+    sums = np.log(np.exp(logits_nc - largest[:, None]).sum(axis=1)) + largest
+    return float((logits_nc[np.arange(len(labels_n)), labels_n] - sums).sum())
+
+
+def _in_all_classes(found_nk: Array, labels: list[int], classes: int) -> Array:
+    below = found_nk.min(axis=1, keepdims=True) - _BELOW_ALL
+    everywhere = np.repeat(below, classes, axis=1)
+    everywhere[:, labels] = found_nk
+    return everywhere
+
+
+def _with_signs(columns_dq: Array) -> Array:
+    """Each column with the sign that makes its entry of largest magnitude positive."""
+    largest = np.abs(columns_dq).argmax(axis=0)
+    return np.where(columns_dq[largest, np.arange(columns_dq.shape[1])] < 0, -columns_dq, columns_dq)

@@ -1,0 +1,167 @@
+"""Wavelet scattering: an extractor that nobody trains and nobody sends, because it is the same everywhere.
+
+Two orders of Morlet wavelets, modulus and low pass, as plain convolutions, which ONNX has too (Bruna and Mallat,
+Invariant Scattering Convolution Networks, 2013). `kymatio`, the library for it, has had no release since 2022 and
+brings a backend of its own for each framework; what is needed here is a hundred lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Array
+from fleetdistill.models.shapes import checked_image, checked_shape
+
+ANGLES = 8
+"""L, orientations of the wavelets."""
+SMALLEST_SIDE = 8
+"""Pixels; smaller images have no room for two scales."""
+_SIGMA = 0.8  # of the finest wavelet, and of the low pass on the coarsest grid
+_FREQUENCY = 3 * math.pi / 4  # of the finest wavelet, radians a pixel
+_SLANT = 0.5
+_CUT = 3.0  # half-width of a kernel in sigmas
+_EPSILON = 0.01  # numbers below it are taken as they are, larger ones by their logarithm
+_TINY = 1e-12  # under the root of the modulus
+_COLOURS = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))
+
+
+def scattering(input_shape: Sequence[int] = (1, 28, 28)) -> Scattering:
+    """The scattering of images of one shape.
+
+    Args:
+        input_shape: Channels, height and width; height and width at least 8.
+
+    Raises:
+        ConfigurationError: `input_shape` is not an image's, or the image is too small.
+    """
+    return Scattering(input_shape)
+
+
+def identity(input_shape: Sequence[int] = (64,)) -> nn.Identity:
+    """Takes inputs for features as they are: for vectors, such as the embeddings of a network outside the run.
+
+    Raises:
+        ConfigurationError: `input_shape` is not a shape.
+    """
+    checked_shape(input_shape)
+    return nn.Identity()
+
+
+def scales_of(side: int) -> tuple[int, int]:
+    """J, the number of scales, and S, the step of the last grid in pixels, for images of this smaller side."""
+    levels = max(round(math.log2(side / 4)), 1)
+    return max(2, levels), 2**levels
+
+
+def morlet(scale: int, angle: float) -> Array:
+    """Morlet wavelets on a grid of whole numbers, zero mean, the sum of their moduli 1 (oneshot.md, 3.1).
+
+    Args:
+        scale: j - i, how many times the finest wavelet's size is doubled.
+        angle: Of the wave, radians.
+
+    Returns:
+        `[2, k, k]` float64, the real and the imaginary part; rows are y, columns x.
+    """
+    sigma, frequency = _SIGMA * 2**scale, _FREQUENCY / 2**scale
+    y, x = _grid(sigma)
+    u, v = x * math.cos(angle) + y * math.sin(angle), -x * math.sin(angle) + y * math.cos(angle)
+    window = np.exp(-(u**2 + (_SLANT * v) ** 2) / (2 * sigma**2))
+    wave = np.exp(1j * frequency * u)
+    kernel = window * (wave - (window * wave).sum() / window.sum())
+    kernel = kernel / np.abs(kernel).sum()
+    return np.stack([kernel.real, kernel.imag])
+
+
+def low_pass(scale: int) -> Array:
+    """A Gaussian of sigma 0.8 * 2**scale on a grid of whole numbers, `[k, k]` float64, sum 1."""
+    sigma = _SIGMA * 2**scale
+    y, x = _grid(sigma)
+    window = np.exp(-(x**2 + y**2) / (2 * sigma**2))
+    return np.asarray(window / window.sum())
+
+
+def _grid(sigma: float) -> tuple[Array, Array]:
+    half = math.ceil(_CUT * sigma)
+    line = np.arange(-half, half + 1, dtype=np.float64)
+    y, x = np.meshgrid(line, line, indexing="ij")
+    return y, x
+
+
+class Scattering(nn.Module):
+    """Images `[batch, channels, height, width]` in [0, 1] to `[batch, maps, ceil(height / S), ceil(width / S)]`.
+
+    `maps` is channels * (1 + J L + J (J - 1) / 2 L**2). It has no parameters, and its kernels are not part of a state:
+    they are made anew wherever it is.
+
+    Attributes:
+        scales: J.
+        step: S, pixels from one place of the last grid to the next.
+    """
+
+    def __init__(self, input_shape: Sequence[int], step: int | None = None) -> None:
+        """Makes the kernels.
+
+        Args:
+            input_shape: Channels, height and width; height and width at least 8.
+            step: Another S than the one that follows from the image, a power of two.
+
+        Raises:
+            ConfigurationError: `input_shape` is not an image's, the image is too small, or `step` is no power of two.
+        """
+        super().__init__()
+        channels, height, width = checked_image(input_shape, smallest=SMALLEST_SIDE)
+        self.scales, usual = scales_of(min(height, width))
+        self.step = usual if step is None else step
+        if self.step < 1 or self.step & (self.step - 1):
+            raise ConfigurationError(f"step is {step}, must be a power of two")
+        self._last = self.step.bit_length() - 1
+        self._add("colours", np.array(_COLOURS)[:, :, None, None] if channels == 3 else np.empty(0))
+        for scale in range(self.scales):
+            self._add(f"low_{scale}", low_pass(self.scales - 1 - scale)[None, None])
+            for grid in range(scale + 1):  # the kernel of a scale, on a grid of every 2**grid-th place
+                bank = np.concatenate([morlet(scale - grid, math.pi * n / ANGLES) for n in range(ANGLES)])
+                self._add(f"wave_{scale}_{grid}", bank[:, None])
+
+    def _add(self, name: str, kernel: Array) -> None:
+        self.register_buffer(name, torch.tensor(kernel, dtype=torch.float32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Log-scaled scattering of both orders; the order of the maps is that of oneshot.md, 3.1."""
+        if len(self.get_buffer("colours")):
+            x = functional.conv2d(x, self.get_buffer("colours"))
+        found = [self._averaged(x, 0)]
+        for first in range(self.scales):
+            grid = min(first, self._last)  # that the moduli of this scale are kept on
+            moduli = self._moduli(x, first, 0, grid)
+            found.append(self._averaged(moduli, grid))
+            for second in range(first + 1, self.scales):
+                coarser = min(second, self._last)
+                found.append(self._averaged(self._moduli(moduli, second, grid, coarser), coarser))
+        numbers = torch.cat(found, dim=1)
+        return numbers.sign() * torch.log(1 + numbers.abs() / _EPSILON)
+
+    def _moduli(self, x: Tensor, scale: int, grid: int, kept_on: int) -> Tensor:
+        """Moduli of every channel with the wavelets of a scale, on every 2**kept_on-th place of the image."""
+        waves = _each_channel(x, self.get_buffer(f"wave_{scale}_{grid}"), 2 ** (kept_on - grid))
+        parts = waves.unflatten(1, (-1, 2))
+        return torch.sqrt(parts[:, :, 0] ** 2 + parts[:, :, 1] ** 2 + _TINY)
+
+    def _averaged(self, x: Tensor, grid: int) -> Tensor:
+        return _each_channel(x, self.get_buffer(f"low_{grid}"), max(self.step // 2**grid, 1))
+
+
+def _each_channel(x: Tensor, kernels: Tensor, step: int) -> Tensor:
+    """Correlation of every channel with every kernel at every step-th place, edges repeated; channel major."""
+    half = kernels.shape[-1] // 2
+    padded = functional.pad(x, (half, half, half, half), mode="replicate")
+    single = padded.flatten(0, 1).unsqueeze(1)
+    found = functional.conv2d(single, kernels, stride=step)
+    return found.reshape(x.shape[0], x.shape[1] * kernels.shape[0], *found.shape[2:])
