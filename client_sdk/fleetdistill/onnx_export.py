@@ -184,6 +184,7 @@ def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -
     with _doing("tracing the model"), warnings.catch_warnings():
         # Only what torch says about its own exporter: a warning about the model's code is for the app to read.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
+        warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # of padding; it folds the rest
         torch.onnx.export(
             twin,
             (batch,),

@@ -58,6 +58,7 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
                 part=part,
                 tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()],
                 least_samples=method.least_samples().get(part, 0),
+                most_rows=method.most_rows().get(part, 0),
             )
             for part, tensors in method.uploads().items()
         ],

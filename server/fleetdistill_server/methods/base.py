@@ -137,6 +137,10 @@ class ServerMethod:
         """For each part of an answer that carries class statistics: samples that a class among them must have."""
         return {}
 
+    def most_rows(self) -> Mapping[str, int]:
+        """For each part of an answer that carries shared statistics: most directions among them."""
+        return {}
+
     async def round(self, cohort: Cohort) -> None:
         """One round. Changes the method's own state only."""
         raise NotImplementedError
