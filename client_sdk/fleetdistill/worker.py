@@ -195,7 +195,7 @@ class Worker:
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)
         ]
-        figures += [_without_counts(found, allow) for found in self._method.figures]
+        figures += _allowed(self._method.figures, allow)
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
@@ -345,8 +345,9 @@ def _metrics(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
     ]
 
 
-def _without_counts(metric: Metric, allow: Sequence[str]) -> Metric:
-    return metric if "counts" in allow else replace(metric, by_class=[])
+def _allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
+    """Without the counts by class where the app keeps these back."""
+    return [one if "counts" in allow else replace(one, by_class=[]) for one in figures]
 
 
 def _training_loss(trained: TrainingReport) -> Metric:
