@@ -1137,7 +1137,9 @@ def _outputs(device: Device, inputs: Array) -> dict[str, Tensor]:
 
 
 def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: Path) -> None:
-    wanted = replace(SMALL, method="classstats", rounds=3, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path)
+    wanted = replace(
+        SMALL, method="classstats", rounds=3, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path
+    )
     report = simulate(wanted)
     assert set(report.further) == {PERSONAL}
     assert {set(one.further) == {PERSONAL} for one in report.devices} == {True}
@@ -1154,7 +1156,9 @@ def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: P
 
 
 def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tmp_path: Path) -> None:
-    wanted = replace(SMALL, method="classstats", rounds=2, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path)
+    wanted = replace(
+        SMALL, method="classstats", rounds=2, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path
+    )
     report = simulate(replace(wanted, with_alone=True))
     console = Console(width=118, record=True, file=StringIO())
     console.print(report_table(report))
