@@ -99,8 +99,8 @@ def to_wire(moments: Moments, rank: int) -> SharedStatistics:
         labels=list(moments.labels),
         counts=np.minimum(moments.counts, _LARGEST_COUNT).astype(np.int32),
         means=_half(moments.means, "means"),
-        directions=directions,
-        steps=steps,
+        directions=directions if count else None,
+        steps=steps if count else None,
         variances=_half(rest, "variances"),
         df=np.array(min(moments.df, _LARGEST_COUNT), dtype=np.int32),
     )

@@ -38,7 +38,16 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 
-_SAFETENSORS_TYPES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<i4": "I32", "<i8": "I64", "|u1": "U8", "|b1": "BOOL"}
+_SAFETENSORS_TYPES = {
+    "<f4": "F32",
+    "<f2": "F16",
+    "<f8": "F64",
+    "<i4": "I32",
+    "<i8": "I64",
+    "|u1": "U8",
+    "|i1": "I8",
+    "|b1": "BOOL",
+}
 _ALIGNMENT = 64
 _WRITEBACK_BYTES = 4 << 20
 _CACHED_BYTES = 8 << 20

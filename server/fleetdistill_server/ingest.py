@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import google_crc32c
@@ -39,7 +39,11 @@ _IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
 """An importance is at most 1, and predictions sum to 1 up to rounding."""
 _PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
 """Rounding to float16 changes a number by 2**-11 of it, or by 2**-25 where it is tiny: with 1,000 classes 5.2e-4."""
+_FLOAT16 = np.dtype("<f2")
 _FLOAT32 = np.dtype("<f4")
+_INT8 = np.dtype("i1")
+_LEAST_INT8 = -127
+"""Steps are taken to both sides alike, so -128 stands for nothing."""
 _INT32 = np.dtype("<i4")
 _INT64 = np.dtype("<i8")
 _UINT8 = np.dtype("u1")
@@ -54,6 +58,7 @@ class Rule:
         shape: Expected shape with `ROWS` for the row axis; None where any shape fits.
         low: Smallest value, None for no bound. Floats must be finite in any case.
         high: First value that is too large, None for no bound.
+        above: Values must be larger than this, None for no bound.
         unique: Values may not repeat.
         row_sums: Least and most that the numbers of a row may sum to, None for no bound.
         in_steps: Whether the elements are steps on the scale of their channel.
@@ -64,6 +69,7 @@ class Rule:
     shape: tuple[int, ...] | None = None
     low: float | None = None
     high: float | None = None
+    above: float | None = None
     unique: bool = False
     row_sums: tuple[float, float] | None = None
     in_steps: bool = False
@@ -260,6 +266,9 @@ class Ingest:
             bad = values < low if high is None else (values < low) | (values >= high)
             bounds = f"outside [{low:g}, {high:g})" if high is not None else f"below {low:g}"
             self._refuse_where(bad, values, first, slot, f"{rule.what} {{value}} {bounds}")
+        if rule.above is not None:
+            text = f"{rule.what} {{value}} not above {rule.above:g}"
+            self._refuse_where(values <= rule.above, values, first, slot, text)
 
     def _refuse_where(self, bad: np.ndarray, values: np.ndarray, first: int, slot: Slot, text: str) -> None:
         if not bad.any():
@@ -302,12 +311,33 @@ class Ingest:
             return
         by_path = {slot.path: slot for slot in self.slots}
         slot = by_path[f"{part.name}/counts"]
+        counts = self._declared_counts(slot, staging)
+        if (directions := by_path.get(f"{part.name}/directions")) is not None:
+            self._check_directions(directions, counts, staging)
+
+    def _check_shared(self, part: knowledge_pb2.Part, staging: Staging) -> None:
+        """Samples beyond the declared, degrees of freedom that counts do not give, more directions than these allow."""
+        if not part.shared_statistics.labels:
+            return
+        by_path = {slot.path: slot for slot in self.slots}
+        counts = self._declared_counts(by_path[f"{part.name}/counts"], staging)
+        slot = by_path[f"{part.name}/df"]
+        df, expected = int(wire.array_of(slot, staging)), int(counts.sum()) - len(counts)
+        if df != expected:
+            text = f"{slot.path} is {df}, {counts.sum()} samples of {len(counts)} classes have {expected}"
+            raise self._refuse(Code.BAD_VALUE, text, slot)
+        directions = by_path.get(f"{part.name}/directions")
+        if directions is not None and directions.shape[0] > df // 2:
+            text = f"{directions.path} has {directions.shape[0]} rows, {df} degrees of freedom allow {df // 2}"
+            raise self._refuse(Code.BAD_VALUE, text, directions)
+
+    def _declared_counts(self, slot: Slot, staging: Staging) -> np.ndarray:
+        """Samples of each class in int64; they may not be more than the device has declared."""
         counts = wire.array_of(slot, staging).astype(np.int64)
         if self._samples is not None and counts.sum() > self._samples:
             text = f"{slot.path} sum to {counts.sum()}, the device has declared {self._samples} samples"
             raise self._refuse(Code.BAD_VALUE, text, slot)
-        if (directions := by_path.get(f"{part.name}/directions")) is not None:
-            self._check_directions(directions, counts, staging)
+        return counts
 
     def _check_directions(self, slot: Slot, counts: np.ndarray, staging: Staging) -> None:
         for row, count in enumerate(counts):
@@ -437,23 +467,75 @@ def _soft_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> di
 
 def _statistics_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     """The contract declares what there is of one class; how many classes a device has is its own affair."""
-    labels, sent = list(part.class_statistics.labels), part.class_statistics
+    labels = _checked_labels(part, part.class_statistics.labels, contract)
+    if not labels:  # then no tensor may be there either
+        return {}
+    declared = {"counts": (), **_declared(part, contract)}
+    _require(part, declared, contract)
+    floats = (float_type(DTYPES[contract.knowledge_type]),)
+    rules = {f"{part.name}/{name}": Rule(floats, (len(labels), *shape), what=name) for name, shape in declared.items()}
+    rules[f"{part.name}/counts"] = _count_rule(part, len(labels), contract)
+    variances = f"{part.name}/variances"
+    return rules | {variances: replace(rules[variances], low=0, what="variance")} if variances in rules else rules
+
+
+def _shared_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """As of class statistics, but one covariance for all classes; its numbers are float16 in every run."""
+    labels = _checked_labels(part, part.shared_statistics.labels, contract)
+    if not labels:  # then no tensor may be there either
+        return {}
+    declared = _declared(part, contract)
+    means, variances = declared.get("means", ()), declared.get("variances", ())
+    _require(part, ("counts", "means", "variances", "df"), contract)
+    rules = {
+        "counts": _count_rule(part, len(labels), contract),
+        "means": Rule((_FLOAT16,), (len(labels), *means), what="means"),
+        "variances": Rule((_FLOAT16,), variances, low=0, what="variance"),
+        "df": Rule((_INT32,), (), low=0, what="degrees of freedom"),
+        **_direction_rules(part, variances, contract),
+    }
+    return {f"{part.name}/{name}": rule for name, rule in rules.items()}
+
+
+def _direction_rules(
+    part: knowledge_pb2.Part, size: tuple[int, ...], contract: contract_pb2.Contract
+) -> dict[str, Rule]:
+    """Directions and their steps, of which there are as many; both or neither."""
+    sent = part.shared_statistics
+    if not sent.HasField("directions") and not sent.HasField("steps"):
+        return {}
+    _require(part, ("directions", "steps"), contract)
+    rows = sent.directions.shape[0] if sent.directions.shape else 0
+    most = next((one.most_rows for one in contract.uploads if one.part == part.name), 0)
+    if not 1 <= rows <= most:
+        path, expected = f"{part.name}/directions", f"at most {most}" if rows else "at least 1 if it is there"
+        raise RefusedError(Code.BAD_TENSOR, f"{path} has {rows} rows, expected {expected}", {"tensor": path})
+    return {
+        "directions": Rule((_INT8,), (rows, *size), low=_LEAST_INT8, what="direction"),
+        "steps": Rule((_FLOAT16,), (rows,), above=0, what="step"),
+    }
+
+
+def _checked_labels(part: knowledge_pb2.Part, labels: Sequence[int], contract: contract_pb2.Contract) -> Sequence[int]:
+    """The classes that statistics are about, each one of the contract's and there once."""
     wrong = [label for label in labels if label >= len(contract.classes)]
     if wrong or len(set(labels)) != len(labels):
         what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a class twice"
         raise RefusedError(Code.BAD_VALUE, f"part {part.name!r} has {what}")
-    if not labels:  # then no tensor may be there either
-        return {}
-    declared = {"counts": (), **_declared(part, contract)}
-    if missing := [name for name in declared if not sent.HasField(name)]:  # type: ignore[arg-type]
+    return labels
+
+
+def _require(part: knowledge_pb2.Part, names: Iterable[str], contract: contract_pb2.Contract) -> None:
+    """Refuses a part that lacks one of these tensors."""
+    sent = getattr(part, str(part.WhichOneof("kind")))
+    if missing := [name for name in names if not sent.HasField(name)]:
         text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
         raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/{missing[0]}"})
+
+
+def _count_rule(part: knowledge_pb2.Part, classes: int, contract: contract_pb2.Contract) -> Rule:
     least = next((one.least_samples for one in contract.uploads if one.part == part.name), 0)
-    floats = (float_type(DTYPES[contract.knowledge_type]),)
-    rules = {f"{part.name}/{name}": Rule(floats, (len(labels), *shape), what=name) for name, shape in declared.items()}
-    counts, variances = f"{part.name}/counts", f"{part.name}/variances"
-    rules[counts] = Rule((_INT32,), (len(labels),), low=max(least, 1), what="count")
-    return rules | {variances: replace(rules[variances], low=0, what="variance")} if variances in rules else rules
+    return Rule((_INT32,), (classes,), low=max(least, 1), what="count")
 
 
 def _row_of(slot: Slot, row: int) -> Slot:
@@ -520,6 +602,7 @@ _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], d
     "proxy_knowledge": _proxy_rules,
     "weighted_predictions": _prediction_rules,
     "class_statistics": _statistics_rules,
+    "shared_statistics": _shared_rules,
     "soft_predictions": _soft_rules,
     "model_parameters": _parameter_rules,
     "distillation_gradient": _gradient_rules,
@@ -532,6 +615,7 @@ _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], d
 
 _WHOLE: dict[str | None, Callable[[Ingest, knowledge_pb2.Part, Staging], None]] = {
     "class_statistics": Ingest._check_statistics,
+    "shared_statistics": Ingest._check_shared,
 }
 """What can be checked of a kind only once all its tensors are there."""
 
