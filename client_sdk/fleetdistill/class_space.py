@@ -130,8 +130,9 @@ def leave_one_out(
     error = coordinates_nq - centres[own]
     whole = np.square(error).sum(axis=1) + outside
     weight = beta / np.maximum(1 - beta * whole, _SMALLEST_REST)
-    squares = np.square(coordinates_nq[:, None, :] - centres[None]).sum(axis=2) + outside
-    leaning = whole[:, None] + ((centres[own][:, None, :] - centres[None]) * error[:, None, :]).sum(axis=2)
+    squares = np.square(coordinates_nq).sum(axis=1)[:, None] - 2 * coordinates_nq @ centres.T
+    squares += np.square(centres).sum(axis=1) + outside
+    leaning = (whole + (centres[own] * error).sum(axis=1))[:, None] - error @ centres.T
     rows = np.flatnonzero(own >= 0)
     squares[rows, own[rows]] = (whole * factor**2)[rows]
     leaning[rows, own[rows]] = (whole * factor)[rows]

@@ -42,6 +42,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
+from fleetdistill.methods.base import USUAL_PREDICTOR
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer
+    from fleetdistill.models.space import MakePredictor
     from fleetdistill.work import DeviceWorker, MakeWorker
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,8 @@ class Device:
             with its first call and renews it by itself. Not needed any more once `state_dir` has the certificate.
         max_spool_bytes: Most bytes in `state_dir` of the answer under way with its states, and of one download. What is
             over it, or over the room on the disk, is declined.
+        predictor: Of class statistics with `predictor = "trained"`, the device's own: a name of
+            `fleetdistill.models.space.PREDICTORS`, or a function of (inputs, classes) that makes a module.
         on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
             about an answer may come a second time, never not at all.
 
@@ -163,12 +167,13 @@ class Device:
         insecure: bool = False,
         enrolment: str | Path | None = None,
         max_spool_bytes: int = MAX_SPOOL_BYTES,
+        predictor: str | MakePredictor = USUAL_PREDICTOR,
     ) -> None:
         _check_columns(allow)
         _check_computes(model, data, worker)
         self._model, self._data, self._make = model, data, worker
         self._test_data, self._validation_data = test_data, validation_data
-        self._model_name, self._torch_device = model_name, torch_device
+        self._model_name, self._torch_device, self._predictor = model_name, torch_device, predictor
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._on_event = on_event or (lambda event: None)
         if isinstance(server, str):
@@ -378,6 +383,7 @@ class Device:
             test_data=self._test_data,
             validation_data=self._validation_data,
             torch_device=self._torch_device,
+            predictor=self._predictor,
         )
 
     def _ready_worker(self) -> DeviceWorker:

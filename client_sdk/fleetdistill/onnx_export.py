@@ -21,10 +21,11 @@ import copy
 import os
 import re
 import shutil
+import tempfile
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 
+_FEATURES_TOLERANCE = 1e-3  # logarithms of numbers near 0 differ more than logits
 _OPSET = 18  # fixed, so that a newer torch does not shut out the onnxruntime that a fleet already has
 _exporting = threading.Lock()  # torch's exporter and Python's warning filters are global state
 
@@ -99,6 +101,30 @@ def export_onnx(
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
 
 
+def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
+    """An extractor as ONNX, for devices without PyTorch: `input` float32 `[batch, *input_shape]` to `features`.
+
+    Compared with the module on noise in [0, 1).
+
+    Args:
+        module: In eval mode it is a function of its input alone.
+        input_shape: Of one sample.
+
+    Raises:
+        ExportError: The export failed, or it differs from the module.
+    """
+    samples = torch.rand(4, *input_shape, generator=torch.Generator().manual_seed(0))
+    batches = _batches(samples)
+    with _exporting, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        path, twin = Path(folder) / "extractor.onnx", _twin(module)
+        with _doing("running the extractor in PyTorch"):
+            expected = [twin(batch) for batch in batches]
+        _trace(twin, batches[-1], path, "features")
+        _finish(path, {})
+        _compare(path, batches, expected, _FEATURES_TOLERANCE, "features")
+        return path.read_bytes()
+
+
 def copy_onnx(source: Path, path: Path) -> None:
     """Puts an exported file under a second name too, in the same directory and in one step.
 
@@ -153,11 +179,12 @@ def _twin(model: nn.Module) -> nn.Module:
         return twin.to(memory_format=torch.contiguous_format).eval()
 
 
-def _trace(twin: nn.Module, batch: Tensor, path: Path) -> None:
+def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -> None:
     """Writes the graph that one batch takes, with a free batch size."""
     with _doing("tracing the model"), warnings.catch_warnings():
         # Only what torch says about its own exporter: a warning about the model's code is for the app to read.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
+        warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # of padding; it folds the rest
         torch.onnx.export(
             twin,
             (batch,),
@@ -166,8 +193,8 @@ def _trace(twin: nn.Module, batch: Tensor, path: Path) -> None:
             verbose=False,
             opset_version=_OPSET,
             input_names=["input"],
-            output_names=["logits"],
-            dynamic_axes={"input": {0: "batch"}, "logits": {0: "batch"}},
+            output_names=[output],
+            dynamic_axes={"input": {0: "batch"}, output: {0: "batch"}},
         )
 
 
@@ -207,13 +234,15 @@ def _finish(path: Path, metadata: Mapping[str, str]) -> int:
     return len(data)
 
 
-def _compare(path: Path, batches: list[Tensor], expected: list[Tensor], tolerance: float) -> float:
+def _compare(
+    path: Path, batches: list[Tensor], expected: list[Tensor], tolerance: float, output: str = "logits"
+) -> float:
     with _doing("loading the exported model into onnxruntime"):
         session = _session(path)
     worst = 0.0
     for batch, logits in zip(batches, expected, strict=True):
         with _doing(f"running the exported model in onnxruntime on a batch of {len(batch)}"):
-            answer = torch.from_numpy(session.run(["logits"], {"input": batch.numpy()})[0])
+            answer = torch.from_numpy(session.run([output], {"input": batch.numpy()})[0])
         if answer.shape != logits.shape:
             raise ExportError(
                 f"onnxruntime answers shape {tuple(answer.shape)} to a batch of {len(logits)}, PyTorch "

@@ -14,6 +14,7 @@ import numpy as np
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, SharedStatistics
 
+LEAST_ROWS_PER_DIRECTION = 2
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_STEP = 127
 
@@ -73,23 +74,28 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
     )
 
 
-def most_directions(rank: int, df: int, dimensions: int) -> int:
-    """r: directions that a device sends; more than half of its degrees of freedom would span its very rows."""
-    return min(rank, df // 2, dimensions)
+def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> int:
+    """r: directions that a device sends; as many as it has degrees of freedom would span its very rows."""
+    return min(rank, df // rows_per_direction, dimensions)
 
 
-def to_wire(moments: Moments, rank: int) -> SharedStatistics:
+def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> SharedStatistics:
     """What a device sends of its moments: means in float16, the largest directions in int8, the rest as a diagonal.
 
     The diagonal is taken from the directions as their receiver has them, so that the variance of every number arrives
     exactly but for its own rounding (3.3, 3.4).
+
+    Args:
+        moments: Of the device.
+        rank: R, directions wanted, at least 0.
+        rows_per_direction: Degrees of freedom that there must be for each direction, at least 2.
 
     Raises:
         KnowledgeError: A number does not fit float16.
     """
     if not moments.labels:
         return SharedStatistics(labels=[])
-    count = most_directions(rank, moments.df, moments.dimensions)
+    count = most_directions(rank, moments.df, moments.dimensions, rows_per_direction)
     values, vectors = np.linalg.eigh(moments.covariance)
     largest = np.sqrt(np.maximum(values[::-1][:count], 0))[:, None] * vectors[:, ::-1][:, :count].T
     directions, steps = in_int8(_with_signs(largest))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,8 +17,9 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireE
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, GENERAL, Ask, Local
+from fleetdistill.methods.base import CUT, DELIVER, GENERAL, USUAL_PREDICTOR, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
+from fleetdistill.models.space import MakePredictor, SpaceModel
 from fleetdistill.onnx_export import OnnxReport, copy_onnx, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
@@ -52,6 +54,7 @@ class Worker:
         test_data: Any,
         validation_data: Any,
         torch_device: str,
+        predictor: str | MakePredictor = USUAL_PREDICTOR,
     ) -> None:
         self.contract = contract
         self.has_state = False
@@ -76,11 +79,13 @@ class Worker:
             data=self._data,
             classes=self._classes,
             torch_device=torch.device(torch_device),
+            predictor=predictor,
         )
-        self._method = device_class(contract.method)(config, local)
-        self._delivered: dict[str, nn.Module] = {GENERAL: copy.deepcopy(self._module)}
-        self._in_use = GENERAL
-        self._best = GENERAL  # among the answers of the last ask
+        self._method = device_class(contract.method, config)(config, local)
+        self._own = self._method.own_answer
+        self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self._module)}
+        self._in_use = self._own
+        self._best = self._own  # among the answers of the last ask
         self._delivered_accuracy: float | None = None
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
@@ -124,7 +129,7 @@ class Worker:
         target = self._taps.extractor if initial.scope == "extractor" else self._module
         load_parameters(target, initial)
         if self._scored[SPLIT] is None:
-            self._take_delivery(GENERAL)
+            self._delivered[self._own].load_state_dict(self._module.state_dict())
         self.has_state = True
 
     @property
@@ -156,12 +161,12 @@ class Worker:
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
-        kept = {GENERAL: saved.get("model", first), **saved.get("further", {})}
-        models = self._answers()
+        kept = {self._own: saved.get("model", first), **saved.get("further", {})}
+        models = {self._own: self._module, **self._method.answers()}
         self._delivered = self._copies({name: models[name] for name in kept})
         for name, state in kept.items():
             self._delivered[name].load_state_dict(state)
-        self._in_use = saved.get("in_use", GENERAL)
+        self._in_use = saved.get("in_use", self._own)
 
     def _copies(self, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """The app's models: those that it may hold already, and copies of others, which share what `models` share."""
@@ -181,13 +186,16 @@ class Worker:
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         """Runs the handler under the ask's seed and the run's thread count, and judges the model if the round ends."""
         with self._reproducible(ask.seed):
-            self._method.trained = None
+            self._method.trained, self._method.figures = None, ()
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
             measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
-            models = self._answers()
+            models = self._method.answers()
             scores = self._score(models) if measured else {}
             verdict = self._judge(models, scores) if measured or ask.step == DELIVER else None
-        figures = [metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)]
+        figures: list[Metric] = [
+            metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)
+        ]
+        figures += [_without_counts(found, allow) for found in self._method.figures]
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
@@ -195,20 +203,16 @@ class Worker:
             figures += _picked(models, verdict)
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = _delivery(models, self._best) if verdict is not None and verdict.replaced else None
+        delivered = self._delivery(models, self._best) if verdict is not None and verdict.replaced else None
         return Work(answer, self.state(), verdict, delivered, scores)
 
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}
         return {
-            _place(split, name): evaluate(model, data, self._classes)
+            _place(split, name): _counts(model, data, self._classes)
             for name, model in models.items()
             for split, data in given.items()
         }
-
-    def _answers(self) -> dict[str, nn.Module]:
-        """All models that the app would have of this state."""
-        return {GENERAL: self._module, **self._method.further_answers()}
 
     @contextlib.contextmanager
     def _reproducible(self, seed: int) -> Iterator[None]:
@@ -226,16 +230,16 @@ class Worker:
 
     def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Verdict:
         """The app's model is replaced by the best answer unless the accuracy on its validation data would fall."""
-        data, self._best = self._scored[SPLIT], GENERAL
+        data, self._best = self._scored[SPLIT], next(iter(models))
         if data is None:
-            return Verdict(replaced=True, answer=GENERAL if len(models) > 1 else "")
+            return Verdict(replaced=True, answer=self._best if len(models) > 1 else "")
         found = {
-            name: (scores.get(_place(SPLIT, name)) or evaluate(model, data, self._classes)).accuracy
+            name: (scores.get(_place(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
             for name, model in models.items()
         }
-        self._best = max(found, key=lambda name: found[name])  # of equals the first, which is the general one
+        self._best = max(found, key=lambda name: found[name])  # of equals the first
         if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
-            self._delivered_accuracy = evaluate(self.delivered_model(), data, self._classes).accuracy
+            self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
         replaced = found[self._best] >= self._delivered_accuracy
         answer = self._best if replaced and len(models) > 1 else ""
         return Verdict(replaced, found[self._best], self._delivered_accuracy, answer)
@@ -248,7 +252,7 @@ class Worker:
 
     def _take_delivery(self, in_use: str) -> None:
         """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
-        models = self._answers()
+        models = self._method.answers()
         self._delivered |= self._copies(models)
         for name, model in models.items():
             self._delivered[name].load_state_dict(model.state_dict())
@@ -264,7 +268,13 @@ class Worker:
 
     def delivered_state(self) -> bytes:
         """The app's models, as `restore` takes them."""
-        return _delivery(self._delivered, self._in_use)
+        return self._delivery({}, self._in_use)
+
+    def _delivery(self, models: Mapping[str, nn.Module], in_use: str) -> bytes:
+        """The app's models with these in the place of what it has under their names."""
+        states = {name: model.state_dict() for name, model in {**self._delivered, **models}.items()}
+        own = states.pop(self._own)
+        return pack_state({"model": own, "further": states, "in_use": in_use})
 
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered models as ONNX and compares each with PyTorch on the device's own samples.
@@ -292,11 +302,6 @@ class Worker:
         return replace(in_use, path=path, max_difference=max(one.max_difference for one in reports.values()))
 
 
-def _delivery(models: Mapping[str, nn.Module], in_use: str) -> bytes:
-    further = {name: model.state_dict() for name, model in models.items() if name != GENERAL}
-    return pack_state({"model": models[GENERAL].state_dict(), "further": further, "in_use": in_use})
-
-
 def _picked(models: Mapping[str, nn.Module], verdict: Verdict) -> list[Metric]:
     """Which answer the app's model becomes, where there is a choice."""
     return [
@@ -304,6 +309,14 @@ def _picked(models: Mapping[str, nn.Module], verdict: Verdict) -> list[Metric]:
         for name in models
         if len(models) > 1
     ]
+
+
+def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:
+    """How a model does; where its extractor is fixed, from features that are kept."""
+    if isinstance(model, SpaceModel):
+        rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
+        return evaluate(model.above, TensorData(rows, data.labels), classes)
+    return evaluate(model, data, classes)
 
 
 def _place(split: str, name: str) -> str:
@@ -330,6 +343,10 @@ def _metrics(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
         Metric(name=f"{of}accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
         Metric(name=f"{of}loss", split=split, sum=counts.loss_sum, count=counts.count),
     ]
+
+
+def _without_counts(metric: Metric, allow: Sequence[str]) -> Metric:
+    return metric if "counts" in allow else replace(metric, by_class=[])
 
 
 def _training_loss(trained: TrainingReport) -> Metric:

@@ -195,6 +195,16 @@ class Cohort:
         order = torch.randperm(len(self.devices), generator=self.generator("participants"))
         return sorted(self.devices[number] for number in order[:count].tolist())
 
+    @cached_property
+    def data_versions(self) -> Mapping[str, str]:
+        """Device id to the name of the rows that it has, hex; empty where it gives none."""
+        profiles = {row["device"]: row["profile"] for row in self._store.devices(self._terms.run)}
+        return {
+            device: contract_pb2.DeviceProfile.FromString(profiles[device]).data_version.hex()
+            for device in self.devices
+            if device in profiles
+        }
+
     def model_fingerprint(self, device: str) -> str:
         """Which model a device has said that it runs, as `fleetdistill.model.fingerprint` names it."""
         row = self._store.device(self._terms.run, device)

@@ -18,7 +18,8 @@ from fleetdistill_server.setting import Setting
 
 def build_method(config: RunConfig) -> ServerMethod:
     """The server half of a run, with models drawn from the run's seed."""
-    return server_class(config.run.method)(config.method_config(), Setting.of(config))
+    settings = config.method_config()
+    return server_class(config.run.method, settings)(settings, Setting.of(config))
 
 
 def extractor_payload(method: ServerMethod) -> Payload | None:

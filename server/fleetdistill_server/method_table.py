@@ -81,7 +81,8 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsV
 
 def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS) -> Row:
     """One method as plain data."""
-    half, config = server_class(name), config_class(name)().for_classes(sizes.classes)
+    config = config_class(name)().for_classes(sizes.classes)
+    half = server_class(name, config)
     exchanges, columns = half.exchanges(config, sizes), list(half.columns(config))
     cost = mean_round_bytes(exchanges, knowledge_type, rounds)
     return {

@@ -166,7 +166,7 @@ class RunConfig(_Section):
             ConfigurationError: Unknown method or setting, wrong type, or out of range.
         """
         try:
-            cls = config_class(self.run.method)
+            cls = config_class(self.run.method, self.method)
         except ConfigurationError as error:
             raise ConfigurationError(f"[run] method: {error}") from error
         types = get_type_hints(cls)

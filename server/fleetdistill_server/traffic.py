@@ -21,7 +21,7 @@ KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
 
-_FLOAT32, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.int32, np.int64))
+_FLOAT32, _FLOAT16, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.float16, np.int32, np.int64))
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ class Content:
         channels: Of these columns; with uint8 each has a step and a minimum.
         knowledge: Logits, embeddings, soft labels, class statistics: the run's knowledge type, float16 with uint8.
         float32: Gradients and weighted predictions.
+        halves: Shared statistics and class spaces: float16 whatever the run's knowledge type is.
+        int8: Directions of shared statistics.
         labels: Labels, and counts of class statistics: int32.
-        ids: int64.
+        ids: int64, and the single numbers of a class space.
         weights: Parameters (float32) and buffers of models.
     """
 
@@ -115,6 +117,8 @@ class Content:
     channels: int = 0
     knowledge: int = 0
     float32: int = 0
+    halves: int = 0
+    int8: int = 0
     labels: int = 0
     ids: int = 0
     weights: Sequence[Weights] = ()
@@ -123,6 +127,7 @@ class Content:
         """Tensor bytes of the message."""
         weights = sum(_FLOAT32 * one.parameters + one.buffer_bytes for one in self.weights)
         fixed = _FLOAT32 * self.float32 + _INT32 * self.labels + _INT64 * self.ids
+        fixed += _FLOAT16 * self.halves + self.int8
         scales = 2 * _FLOAT32 * self.channels if in_channel_steps(knowledge_type, [1]) else 0
         knowledge = np.dtype(knowledge_type).itemsize * self.features
         knowledge += float_type(knowledge_type).itemsize * self.knowledge

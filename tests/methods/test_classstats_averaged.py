@@ -47,8 +47,8 @@ from fleetdistill.device import Step
 from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import TensorData, extract
-from fleetdistill.methods.base import GENERAL, Ask, Local
-from fleetdistill.methods.classstats_averaged import PERSONAL, ClassStatsConfig, ClassStatsDevice, Lesson, unpacked
+from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
+from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
 from fleetdistill.model import check_local_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
@@ -98,7 +98,7 @@ def lesson_of(seed: int) -> Lesson:
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        ClassStatsConfig(**settings)
+        AveragedConfig(**settings)
 
 
 def test_an_extractor_of_random_weights_must_be_trained() -> None:
@@ -337,7 +337,7 @@ def test_a_device_learns_classes_that_it_has_never_seen() -> None:
     rounds = fleet(local_epochs=8, learning_rate=0.05).play(8)
     test = rows_of([25] * CLASSES, seed=9)
     for half in rounds.halves.values():
-        answers = {GENERAL: half.local.model, **half.further_answers()}
+        answers = {GENERAL: half.local.model, **half.answers()}
         right = {name: extract(model, test.inputs).argmax(1) == test.labels for name, model in answers.items()}
         missing = half.local.data.labels.bincount(minlength=CLASSES)[test.labels] == 0
         assert float(right[GENERAL][missing].double().mean()) > 0.9
@@ -489,7 +489,7 @@ def test_the_personal_predictors_own_extractor_trains_and_the_fleets_stays() -> 
         assert not equal(copied(half._personal.extractor), fleets)  # type: ignore[arg-type]
         x = half.local.data.inputs[:3]
         general, personal = (one.eval()(x).log_softmax(dim=1) for one in (half.local.model, half._personal))
-        answer = half.further_answers()[PERSONAL].eval()
+        answer = half.answers()[PERSONAL].eval()
         assert_close(answer(x), general + personal)
 
 
@@ -546,9 +546,9 @@ def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
 
 def test_predictions_on_other_rows_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = fleet(agreement_every=1).play(2)
-    agree = ClassStatsDevice.agree
+    agree = AveragedDevice.agree
 
-    def on_other_rows(self: ClassStatsDevice, ask: Ask) -> Any:
+    def on_other_rows(self: AveragedDevice, ask: Ask) -> Any:
         answer = agree(self, ask)
         sent = answer.parts["predictions"]
         assert isinstance(sent, SoftPredictions)
@@ -556,7 +556,7 @@ def test_predictions_on_other_rows_do_not_count(monkeypatch: pytest.MonkeyPatch)
         return replace(answer, parts={"predictions": replace(sent, **changes)})
 
     on_other_rows.answers_step = "agree"  # type: ignore[attr-defined]
-    monkeypatch.setattr(ClassStatsDevice, "agree", on_other_rows)
+    monkeypatch.setattr(AveragedDevice, "agree", on_other_rows)
     rounds.play()
     assert [kind for kind, _ in rounds.events if kind == "member-left-out"] == ["member-left-out"] * 2
     assert rounds.server._agreed is None
@@ -1042,7 +1042,7 @@ def test_a_trained_extractor_is_taken_as_it_is(factory: Any, channels: int, feat
         data = rows_of(counts, seed=1)
         data = TensorData(data.inputs.expand(-1, channels, -1, -1).clone(), data.labels)
         local = Local(model=model, taps=check_local_model(model), data=data, classes=CLASSES, torch_device=CPU)
-        halves[name] = ClassStatsDevice(config_of(extractor_rounds=0), local)
+        halves[name] = AveragedDevice(config_of(extractor_rounds=0), local)
         model.extractor.load_state_dict(server.extractor.state_dict())  # as the initial weights do at check-in
     rounds = Rounds(server, halves).play(2)
     assert set(server.steps) == {"summarise", "learn"}
@@ -1066,7 +1066,7 @@ def test_the_personal_answer_is_the_product_of_both_predictors() -> None:
     inputs = half.local.data.inputs[:5]
     assert half._personal is not None
     general, personal = (softmax(extract(model, inputs).numpy()) for model in (half.local.model, half._personal))
-    found = softmax(extract(half.further_answers()[PERSONAL], inputs).numpy())
+    found = softmax(extract(half.answers()[PERSONAL], inputs).numpy())
     product = general * personal
     assert_allclose(found, product / product.sum(axis=1, keepdims=True), atol=1e-5)
     assert np.abs(general - personal).max() > 1e-3

@@ -21,7 +21,7 @@ from fleetdistill.class_statistics import ClassSummary, draw, draw_classes, from
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats_averaged import PERSONAL, ClassStatsDevice, DrawnRows
+from fleetdistill.methods.classstats_averaged import PERSONAL, AveragedDevice, DrawnRows
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
 
@@ -136,7 +136,7 @@ def test_a_device_tells_the_softened_predictions_of_its_general_predictor(temper
     assert_allclose(sent.values, _softmax(pupil.logits(pupil.drawn(78)[0]).numpy() / temperature), atol=1e-5)
 
 
-def _predictions(half: ClassStatsDevice, parts: Parts) -> SoftPredictions:
+def _predictions(half: AveragedDevice, parts: Parts) -> SoftPredictions:
     sent = half.handle(Ask(round=3, step="agree", seed=5, parts=parts)).parts["predictions"]
     assert isinstance(sent, SoftPredictions)
     return sent
@@ -199,16 +199,16 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return extract(model, inputs).double()
 
 
-def personal_of(half: ClassStatsDevice) -> Tensor:
+def personal_of(half: AveragedDevice) -> Tensor:
     """What the personal predictor alone says of own rows: the personal answer without the general predictor's part."""
     inputs = half.local.data.inputs
-    both = logits_of(half.further_answers()[PERSONAL], inputs)
+    both = logits_of(half.answers()[PERSONAL], inputs)
     return both - logits_of(half.local.model, inputs).log_softmax(dim=1)
 
 
 def test_the_personal_predictor_starts_as_the_general_one_is_and_goes_its_own_way() -> None:
     half = make_device([20, 20, 0, 0])
-    assert half.further_answers() == {}
+    assert half.answers() == {}
     half.handle(Ask(round=1, step="summarise", seed=1, parts={"extractor": make_server().initial()}))
     general = logits_of(half.local.model, half.local.data.inputs).log_softmax(dim=1)
     assert_close(personal_of(half), general, atol=1e-5, rtol=0)

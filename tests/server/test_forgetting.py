@@ -40,7 +40,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.front import open_desk
 from fleetdistill_server.methods.base import Notes
-from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.retention import sweep_all
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
@@ -472,15 +472,15 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
 def test_what_a_method_notes_is_written_with_its_state_and_not_before(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forget(method: ClassStatsServer, device: str, notes: Notes) -> None:
+    def forget(method: AveragedServer, device: str, notes: Notes) -> None:
         notes.event("member-left-out", "by the merge", device)
         left_out(method, device, notes)
 
     def fail() -> None:
         raise RunError("taken over")
 
-    left_out = ClassStatsServer.forget
-    monkeypatch.setattr(ClassStatsServer, "forget", forget)
+    left_out = AveragedServer.forget
+    monkeypatch.setattr(AveragedServer, "forget", forget)
     store.ask_to_forget(RUN, run.device)
     method = run.engine(store).method
     with pytest.raises(RunError):

@@ -16,13 +16,13 @@ from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import Answer, Ask, Local
-from fleetdistill.methods.classstats_averaged import ClassStatsConfig, ClassStatsDevice
+from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 
@@ -31,16 +31,14 @@ CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"extractor_rounds": 1, "local_epochs": 1, "server_epochs": 4, "drawn_rows": 10}
 
 
-def config_of(**settings: Any) -> ClassStatsConfig:
-    return ClassStatsConfig.from_settings({**QUICK, **settings}).for_classes(CLASSES)
+def config_of(**settings: Any) -> AveragedConfig:
+    return AveragedConfig.from_settings({**QUICK, **settings}).for_classes(CLASSES)
 
 
-def make_server(
-    extractor: str = "digits_extractor", shape: tuple[int, ...] = SHAPE, **settings: Any
-) -> ClassStatsServer:
+def make_server(extractor: str = "digits_extractor", shape: tuple[int, ...] = SHAPE, **settings: Any) -> AveragedServer:
     models = ModelSection(extractor=extractor, server="digits_server")
     setting = Setting(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
-    return ClassStatsServer(config_of(**settings), setting)
+    return AveragedServer(config_of(**settings), setting)
 
 
 def rows_of(counts: Sequence[int], seed: int) -> TensorData:
@@ -53,13 +51,13 @@ def rows_of(counts: Sequence[int], seed: int) -> TensorData:
 
 def make_device(
     counts: Sequence[int], seed: int = 1, model: Any = "digits_mlp_small", **settings: Any
-) -> ClassStatsDevice:
+) -> AveragedDevice:
     torch.manual_seed(seed)
     module = build_model(model, classes=CLASSES) if isinstance(model, str) else model
     local = Local(
         model=module, taps=check_local_model(module), data=rows_of(counts, seed), classes=CLASSES, torch_device=CPU
     )
-    return ClassStatsDevice(config_of(**settings), local)
+    return AveragedDevice(config_of(**settings), local)
 
 
 class Answered:
@@ -74,7 +72,7 @@ class Answered:
 class Rounds:
     """Device halves that answer a server half in this process, over the wire's types; keeps all that was said."""
 
-    def __init__(self, server: ClassStatsServer, devices: dict[str, ClassStatsDevice]) -> None:
+    def __init__(self, server: AveragedServer, devices: dict[str, AveragedDevice]) -> None:
         self.server, self.halves = server, devices
         self.completed = self.round = 0
         self.away: set[str] = set()
@@ -162,7 +160,7 @@ class Rounds:
         return [(step, device) for step, device, _ in self.asked]
 
 
-def two_devices(**settings: Any) -> dict[str, ClassStatsDevice]:
+def two_devices(**settings: Any) -> dict[str, AveragedDevice]:
     return {
         "a": make_device([20, 12, 3, 0], seed=1, **settings),
         "b": make_device([0, 9, 14, 8], seed=2, model="digits_cnn_small", **settings),

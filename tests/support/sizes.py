@@ -13,7 +13,7 @@ from fleetdistill.model import SplitModel
 from fleetdistill.models.discriminators import shared_features
 from fleetdistill.tensors import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.classstats_averaged import ClassStatsServer
+from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Sizes, Weights
 
@@ -36,7 +36,7 @@ def sizes_of(half: ServerMethod, samples: int) -> Sizes:
         model=weights(model),
         proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
         embedding=_shared_numbers(model, setting) if generator is not None else 0,
-        extractor=weights(half.extractor) if isinstance(half, ClassStatsServer) else Weights(0),
+        extractor=weights(half.extractor) if isinstance(half, AveragedServer) else Weights(0),
         generator=Weights(0) if generator is None else weights(generator),
     )
 

@@ -32,7 +32,6 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Name of a method that comes along, and its configuration and device half in the file of that name."""
 
-_FILES = {"classstats": "classstats_averaged"}
 _registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
 
 
@@ -57,14 +56,24 @@ def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None
     _registered[method] = (config, device)
 
 
-def config_class(method: str) -> type[Any]:
-    """The configuration class of a method. Raises ConfigurationError for an unknown one."""
-    return _classes(method)[0]
+def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type[Any]:
+    """The configuration class of a method, of the form that some settings choose.
+
+    Args:
+        method: Its name.
+        settings: What is given of its settings; without them the method's usual form.
+
+    Raises:
+        ConfigurationError: The method is unknown, or it has no such form.
+    """
+    usual: type[LocalTraining] = _classes(method)[0]
+    return usual.form(settings or {})
 
 
-def device_class(method: str) -> type[DeviceMethod]:
-    """The device half of a method. Raises ConfigurationError for an unknown one."""
-    return _classes(method)[1]
+def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
+    """The device half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
+    usual = _classes(method)[1]
+    return usual if config is None else usual.form(config)
 
 
 def config_to_plan(config: Any) -> Plan:
@@ -79,7 +88,7 @@ def config_from_plan(method: str, plan: Plan) -> Any:
         ConfigurationError: The contract has settings that this SDK does not know.
     """
     try:
-        return config_class(method)(**plan.values)
+        return config_class(method, plan.values)(**plan.values)
     except TypeError as error:
         raise ConfigurationError(
             f"the contract's settings of {method} do not fit this SDK: {error}; update it"
@@ -93,5 +102,5 @@ def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:
         known = ", ".join(sorted({*METHODS, *_registered}))
         raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
     config, device = METHODS[method]
-    module = import_module(f"fleetdistill.methods.{_FILES.get(method, method)}")
+    module = import_module(f"fleetdistill.methods.{method}")
     return getattr(module, config), getattr(module, device)

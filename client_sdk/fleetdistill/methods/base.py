@@ -14,19 +14,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import Kind, Parts
+from fleetdistill.knowledge import Kind, Metric, Parts
 
 if TYPE_CHECKING:
     import torch
 
     from fleetdistill.local_training import TensorData, TrainingReport
     from fleetdistill.model import FeatureModel
+    from fleetdistill.models.space import MakePredictor
 
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
 
 GENERAL = "general"
-"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.further_answers`."""
+"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.answers`."""
+
+PERSONAL = "personal"
+"""Name of an answer for the device's own mix of classes, of methods that give one beside the general one."""
+
+OWN = "own"
+"""Name of the model that the app gave, of methods that make the general answer apart from it."""
+
+USUAL_PREDICTOR = "space_mlp_64"
 
 DELIVER = "deliver"
 """Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
@@ -85,6 +94,8 @@ class Local:
         torch_device: Where handlers compute.
         proxy: The run's proxy set, where it has one. It is there when a handler runs, not yet in `__init__`.
         proxy_digest: SHA-256 that names the proxy set.
+        predictor: Of class statistics with `predictor = "trained"`: a name of
+            `fleetdistill.models.space.PREDICTORS`, or a function that makes one.
     """
 
     model: torch.nn.Module
@@ -94,6 +105,7 @@ class Local:
     torch_device: torch.device
     proxy: TensorData | None = None
     proxy_digest: bytes = b""
+    predictor: str | MakePredictor = USUAL_PREDICTOR
 
 
 Handler = Callable[[Any, Ask], Answer]
@@ -121,12 +133,23 @@ class DeviceMethod:
     metrics_steps: ClassVar[Sequence[str]]
     """Steps whose answer ends a round for the device, one of them in each round; its metrics are measured after it."""
 
+    own_answer: ClassVar[str] = GENERAL
+    """Name, among the answers that the app has, of the model that it gave."""
+
     trained: TrainingReport | None = None
     """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""
+
+    figures: Sequence[Metric] = ()
+    """What else a handler found out about own rows; it goes to the server as the figures of test data do."""
 
     def __init__(self, config: Any, local: Local) -> None:
         self.config = config
         self.local = local
+
+    @classmethod
+    def form(cls, config: Any) -> type[DeviceMethod]:
+        """The device half of this configuration, for a method of several forms."""
+        return cls
 
     def handle(self, ask: Ask) -> Answer:
         """Calls the handler of the ask's step. Raises WireError if there is none."""
@@ -138,12 +161,13 @@ class DeviceMethod:
             f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
         )
 
-    def further_answers(self) -> Mapping[str, torch.nn.Module]:
-        """Models that the app has beside the local one, by name, inputs to logits; by default none.
+    def answers(self) -> Mapping[str, torch.nn.Module]:
+        """Models for the app by name, inputs to logits; the first one is the app's unless another proves better.
 
-        They may share layers with the local model and with each other. Once there is one of a name, it stays.
+        By default the local model alone. They may share layers with it and with each other. Once there is one of a
+        name, it stays; there may be none at first.
         """
-        return {}
+        return {GENERAL: self.local.model}
 
     def state_dict(self) -> dict[str, Any]:
         """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""
@@ -159,6 +183,12 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
         bound = ">" if open_low else ">="
         upper = f" and < {high:g}" if high != float("inf") else ""
         raise ConfigurationError(f"{name} must be {bound} {low:g}{upper}, got {value!r}")
+
+
+def check_choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raises ConfigurationError unless `value` is one of `known`."""
+    if value not in known:
+        raise ConfigurationError(f"unknown {name} {value!r}, expected one of {', '.join(known)}")
 
 
 def check_share(name: str, value: float) -> None:

@@ -1,4 +1,5 @@
-"""Class statistics: what both halves agree on, and what the device does. Our own method; no paper describes it.
+"""Class statistics behind an averaged extractor, `features = "averaged"`: what both halves agree on, and what the
+device does. Our own method; no paper describes it.
 
 Devices with different predictors average a small extractor for a few rounds and freeze it. Each then sends, once, a
 low-rank Gaussian of its features for every class that it has enough samples of, and gets, once, those of the fleet.
@@ -21,7 +22,7 @@ import numpy as np
 from fleetdistill.class_statistics import ClassSummary, clip, draw_classes, from_wire, mean_alone, summarise, to_wire
 from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import PERSONAL, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
 
@@ -31,19 +32,23 @@ if TYPE_CHECKING:
 
     from fleetdistill.local_training import TrainingReport
 
-PERSONAL = "personal"
-"""Name of the answer that both predictors give together."""
-
 _MOST_RANK = 64
 _DROPPED_TO = 0.1
-_CHOICES = {"agreement_from": ("devices", "server"), "personal_extractor": ("frozen", "own")}
+_CHOICES = {
+    "features": ("averaged",),
+    "covariance": ("class",),
+    "agreement_from": ("devices", "server"),
+    "personal_extractor": ("frozen", "own"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassStatsConfig(LocalTraining):
-    """Settings of class statistics beside those of local training.
+class AveragedConfig(LocalTraining):
+    """Settings of this form of class statistics beside those of local training.
 
     Attributes:
+        features: `averaged`: behind an extractor that devices average, or one that is given with `extractor_rounds` 0.
+        covariance: `class`: each class has one of its own.
         rate_drop_after: Completed rounds after which the learning rate is a tenth, at the earliest when the extractor
             is frozen; 0 for never.
         extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
@@ -69,6 +74,8 @@ class ClassStatsConfig(LocalTraining):
 
     keeps_optimizer: ClassVar[bool] = True
 
+    features: str = "averaged"
+    covariance: str = "class"
     rate_drop_after: int = 0
     extractor_rounds: int = 5
     rank: int = 8
@@ -102,9 +109,7 @@ class ClassStatsConfig(LocalTraining):
 
     def _check_choices(self) -> None:
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                expected = ", ".join(known)
-                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {expected}")
+            check_choice(name, getattr(self, name), known)
         if self.agreement_from == "server" and not self.agreement_every:
             raise ConfigurationError(
                 "agreement_from is 'server' and agreement_every 0, so nobody would learn from its predictions; set "
@@ -116,7 +121,7 @@ class ClassStatsConfig(LocalTraining):
         """Vectors of F numbers that are sent of a class: its mean, and of its spread what there is to be."""
         return 1 if self.means_only else 2 + self.rank
 
-    def for_classes(self, classes: int) -> ClassStatsConfig:
+    def for_classes(self, classes: int) -> AveragedConfig:
         """The same settings; none depends on the number of classes."""
         return self
 
@@ -206,13 +211,13 @@ class DrawnRows:
         return [next(self._order) for _ in range(count)]
 
 
-class ClassStatsDevice(DeviceMethod):
+class AveragedDevice(DeviceMethod):
     """Device half: the general predictor is that of the app's model, the personal one is kept beside it."""
 
-    config: ClassStatsConfig
+    config: AveragedConfig
     metrics_steps = ("train", "learn")
 
-    def __init__(self, config: ClassStatsConfig, local: Local) -> None:
+    def __init__(self, config: AveragedConfig, local: Local) -> None:
         super().__init__(config, local)
         self._personal: torch.nn.Module | None = None
         self._frozen: str | None = None  # digest of the extractor that it began with
@@ -477,14 +482,15 @@ class ClassStatsDevice(DeviceMethod):
 
     # --- two answers
 
-    def further_answers(self) -> Mapping[str, torch.nn.Module]:
-        """3.7: from R0 on the personal answer, the product of both predictors' probabilities."""
+    def answers(self) -> Mapping[str, torch.nn.Module]:
+        """3.7: from R0 on also the personal answer, the product of both predictors' probabilities."""
         from fleetdistill.models.combined import CombinedModel
 
         if self._personal is None:
-            return {}
+            return super().answers()
         shared = not self._personal_has_own_extractor
-        return {PERSONAL: CombinedModel(self.local.model, self._personal, one_extractor=shared)}
+        combined = CombinedModel(self.local.model, self._personal, one_extractor=shared)
+        return {**super().answers(), PERSONAL: combined}
 
     # --- state
 

@@ -55,6 +55,15 @@ class LocalTraining:
         check_share("participation_ratio", self.participation_ratio)
 
     @classmethod
+    def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
+        """The configuration class of the form that these settings choose, for a method of several forms.
+
+        Raises:
+            ConfigurationError: There is no such form.
+        """
+        return cls
+
+    @classmethod
     def from_settings(cls, given: Mapping[str, Any]) -> Self:
         """The configuration of an operator's settings: what is given wins, with `paper` true over the paper's values.
 

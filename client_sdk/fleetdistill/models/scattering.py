@@ -123,7 +123,8 @@ class Scattering(nn.Module):
         if self.step < 1 or self.step & (self.step - 1):
             raise ConfigurationError(f"step is {step}, must be a power of two")
         self._last = self.step.bit_length() - 1
-        self._add("colours", np.array(_COLOURS)[:, :, None, None] if channels == 3 else np.empty(0))
+        self._in_colour = channels == 3
+        self._add("colours", np.array(_COLOURS)[:, :, None, None])
         for scale in range(self.scales):
             self._add(f"low_{scale}", low_pass(self.scales - 1 - scale)[None, None])
             for grid in range(scale + 1):  # the kernel of a scale, on a grid of every 2**grid-th place
@@ -135,7 +136,7 @@ class Scattering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Log-scaled scattering of both orders; the order of the maps is that of oneshot.md, 3.1."""
-        if len(self.get_buffer("colours")):
+        if self._in_colour:
             x = functional.conv2d(x, self.get_buffer("colours"))
         found = [self._averaged(x, 0)]
         for first in range(self.scales):
@@ -151,7 +152,7 @@ class Scattering(nn.Module):
     def _moduli(self, x: Tensor, scale: int, grid: int, kept_on: int) -> Tensor:
         """Moduli of every channel with the wavelets of a scale, on every 2**kept_on-th place of the image."""
         waves = _each_channel(x, self.get_buffer(f"wave_{scale}_{grid}"), 2 ** (kept_on - grid))
-        parts = waves.unflatten(1, (-1, 2))
+        parts = waves.reshape(-1, waves.shape[1] // 2, 2, *waves.shape[2:])  # real and imaginary
         return torch.sqrt(parts[:, :, 0] ** 2 + parts[:, :, 1] ** 2 + _TINY)
 
     def _averaged(self, x: Tensor, grid: int) -> Tensor:
@@ -164,4 +165,4 @@ def _each_channel(x: Tensor, kernels: Tensor, step: int) -> Tensor:
     padded = functional.pad(x, (half, half, half, half), mode="replicate")
     single = padded.flatten(0, 1).unsqueeze(1)
     found = functional.conv2d(single, kernels, stride=step)
-    return found.reshape(x.shape[0], x.shape[1] * kernels.shape[0], *found.shape[2:])
+    return found.reshape(-1, x.shape[1] * kernels.shape[0], *found.shape[2:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
 
@@ -25,7 +25,6 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Name of a method that comes along, and its server half in the file of that name."""
 
-_FILES = {"classstats": "classstats_averaged"}
 _registered: dict[str, type[ServerMethod]] = {}
 
 
@@ -41,12 +40,17 @@ def register(method: str, server: type[ServerMethod]) -> None:
     _registered[method] = server
 
 
-def server_class(method: str) -> type[ServerMethod]:
-    """The server half of a method. Raises ConfigurationError for an unknown one."""
+def server_class(method: str, config: Any = None) -> type[ServerMethod]:
+    """The server half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
+    usual = _usual_class(method)
+    return usual if config is None else usual.form(config)
+
+
+def _usual_class(method: str) -> type[ServerMethod]:
     if method in _registered:
         return _registered[method]
     if method not in SERVER_METHODS:
         known = ", ".join(sorted({*SERVER_METHODS, *_registered}))
         raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
-    module = import_module(f"fleetdistill_server.methods.{_FILES.get(method, method)}")
+    module = import_module(f"fleetdistill_server.methods.{method}")
     return getattr(module, SERVER_METHODS[method])  # type: ignore[no-any-return]

@@ -80,6 +80,11 @@ class ServerMethod:
         self.setting = setting
 
     @classmethod
+    def form(cls, config: Any) -> type[ServerMethod]:
+        """The server half of this configuration, for a method of several forms."""
+        return cls
+
+    @classmethod
     def columns(cls, config: Any) -> Sequence[str]:
         """What leaves a device with these settings, in the words of `fleetdistill.COLUMNS`."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import soft_targets
 from fleetdistill.methods.base import CUT
-from fleetdistill.methods.classstats_averaged import ClassStatsConfig, packed, unpacked
+from fleetdistill.methods.classstats_averaged import AveragedConfig, packed, unpacked
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
@@ -40,10 +40,10 @@ from fleetdistill_server.traffic import Content, Exchange, Sizes
 _PROBES = 64
 
 
-class ClassStatsServer(ServerMethod):
+class AveragedServer(ServerMethod):
     """Keeps the extractor, every device's summaries apart, their merge, and a predictor of its own."""
 
-    config: ClassStatsConfig
+    config: AveragedConfig
     summary = "devices train on rows drawn from merged Gaussians of classes"
     same_extractor = True
     recommended = (
@@ -60,7 +60,7 @@ class ClassStatsServer(ServerMethod):
         "learn": {},
     }
 
-    def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
+    def __init__(self, config: AveragedConfig, setting: Setting) -> None:
         super().__init__(config, setting)
         self.steps = dict(self.steps_for(config))  # type: ignore[misc]  # which steps there are is a setting
         _check_trained(config, setting)
@@ -81,17 +81,17 @@ class ClassStatsServer(ServerMethod):
     # --- what it declares
 
     @classmethod
-    def columns(cls, config: ClassStatsConfig) -> Sequence[str]:
+    def columns(cls, config: AveragedConfig) -> Sequence[str]:
         extractor = ["parameters"] if config.extractor_rounds else []
         return ["features", "counts", *extractor, *(["logits"] if config.devices_agree else [])]
 
     @classmethod
-    def steps_for(cls, config: ClassStatsConfig) -> Mapping[str, Mapping[str, str]]:
+    def steps_for(cls, config: AveragedConfig) -> Mapping[str, Mapping[str, str]]:
         left_out = {"train": not config.extractor_rounds, "agree": not config.devices_agree}
-        return {step: parts for step, parts in ClassStatsServer.steps.items() if not left_out.get(step)}
+        return {step: parts for step, parts in AveragedServer.steps.items() if not left_out.get(step)}
 
     @classmethod
-    def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
+    def exchanges(cls, config: AveragedConfig, sizes: Sizes) -> Sequence[Exchange]:
         """classstats.md, section 6, for a device that has enough samples of every class.
 
         The soft predictions that come with `learn` are counted with the devices' own, or are an exchange by themselves.
@@ -401,7 +401,7 @@ class ClassStatsServer(ServerMethod):
         return None if model is None else (model, self.setting.input_shape)
 
 
-def _check_trained(config: ClassStatsConfig, setting: Setting) -> None:
+def _check_trained(config: AveragedConfig, setting: Setting) -> None:
     name = setting.models.extractor
     if not config.extractor_rounds and name in MODELS:
         raise ConfigurationError(

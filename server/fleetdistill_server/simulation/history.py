@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from fleetdistill.methods import device_class
+from fleetdistill.methods import config_class, device_class
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.metrics import Ints
 from fleetdistill_server.simulation.scores import START, Figures, after_rounds, read_scores, round_figures
@@ -68,12 +69,18 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     """Device -> rounds whose answer the server has to a step that ends a round for a device."""
     row = store.run(run)
     assert row is not None  # it is finished
-    steps = device_class(json.loads(row["config"])["run"]["method"]).metrics_steps
+    steps = _metrics_steps(json.loads(row["config"]))
     found = defaultdict[str, set[int]](set)
     for upload in store.uploads(run):
         if upload["step"] in steps:
             found[upload["device"]].add(upload["round"])
     return found
+
+
+def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
+    method, settings = config["run"]["method"], config.get("method", {})
+    chosen = config_class(method, settings).from_settings(settings)
+    return device_class(method, chosen).metrics_steps
 
 
 def _further(

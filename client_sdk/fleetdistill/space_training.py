@@ -1,0 +1,162 @@
+"""Training in class statistics, where it is wanted: a predictor of the device's own over coordinates of the space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.local_training import TrainingReport, train_steps
+from fleetdistill.losses import distillation_loss
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.portable_noise import portable_noise
+from fleetdistill.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from fleetdistill.methods.base import Local
+    from fleetdistill.methods.classstats import ClassStatsConfig
+
+_FALLS_TO = 0.1
+
+
+def draw_in_space(space: ClassSpace, rows: int, seed: int) -> tuple[Array, Array]:
+    """Rows b_c + xi of every class of the space, with portable normal numbers xi: the same on every device.
+
+    Args:
+        space: The fleet's.
+        rows: Of each class, at least 1.
+        seed: The round's.
+
+    Returns:
+        `[K * rows, q]` float32 and their labels `[K * rows]` int64, in the order of the labels.
+    """
+    count = space.centres.shape[1]
+    drawn = [
+        centre.astype(np.float64) + portable_noise(derive_seed(seed, "class", label), rows, count)
+        for label, centre in zip(space.labels, space.centres, strict=True)
+    ]
+    return np.concatenate(drawn).astype(np.float32), np.repeat(np.array(space.labels, dtype=np.int64), rows)
+
+
+def train_predictor(
+    predictor: nn.Module,
+    space: ClassSpace,
+    coordinates_nq: Array,
+    labels_n: Array,
+    config: ClassStatsConfig,
+    classes: int,
+    draw_seed: int,
+    seed: int,
+) -> TrainingReport:
+    """Trains on own rows and on as many drawn ones, at a rate that falls to a tenth (oneshot.md, 3.10).
+
+    Args:
+        predictor: From coordinates `[batch, C - 1]` to logits.
+        space: The fleet's.
+        coordinates_nq: Own rows in it; coordinates that it lacks are zeros.
+        labels_n: Their classes.
+        config: Optimiser, batch size and least steps.
+        classes: C.
+        draw_seed: Of the drawn rows, the same on every device.
+        seed: Of the order of the batches.
+
+    Raises:
+        KnowledgeError: The loss is not finite.
+    """
+    steps_a_pass = math.ceil(len(labels_n) / config.batch_size)
+    passes = math.ceil(config.predictor_steps / steps_a_pass)
+    every_step = passes * steps_a_pass * config.batch_size
+    drawn, drawn_labels = draw_in_space(space, math.ceil(every_step / len(space.labels)), draw_seed)
+    order = _in_order(len(drawn_labels), derive_seed(seed, "drawn"))
+    optimizer = make_local_optimizer(config, predictor.parameters())
+    own, others = _widened(coordinates_nq, classes - 1), _widened(drawn, classes - 1)
+    labels, other_labels = torch.from_numpy(labels_n), torch.from_numpy(drawn_labels)
+
+    def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+        _set_rate(optimizer, config.learning_rate * _FALLS_TO ** (epoch / max(passes - 1, 1)))
+        taken = torch.tensor([next(order) for _ in range(len(rows_b))])
+        logits = predictor(torch.cat([own[rows_b], others[taken]]))
+        of_own = functional.cross_entropy(logits[: len(rows_b)], labels[rows_b])
+        return [of_own + functional.cross_entropy(logits[len(rows_b) :], other_labels[taken])]
+
+    return train_steps(
+        predictor,
+        len(labels_n),
+        epochs=passes,
+        batch_size=config.batch_size,
+        optimizer=optimizer,
+        losses=losses,
+        generator=torch.Generator().manual_seed(seed),
+        device="cpu",
+    )
+
+
+def _in_order(count: int, seed: int) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
+
+
+def _widened(rows_nq: Array, width: int) -> Tensor:
+    wide = torch.zeros(len(rows_nq), width)
+    wide[:, : rows_nq.shape[1]] = torch.tensor(rows_nq, dtype=torch.float32)
+    return wide
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def teach_network(local: Local, personal: nn.Module, config: ClassStatsConfig, seed: int) -> TrainingReport:
+    """Trains the app's own network on own rows towards the personal answer; nothing of it leaves the device.
+
+    Args:
+        local: The app's network and its data.
+        personal: The personal answer, inputs to logits.
+        config: Optimiser, batch size and passes.
+        seed: Of the order of the batches and of what is done to the images.
+
+    Raises:
+        KnowledgeError: The loss is not finite.
+    """
+    inputs, labels = local.data.inputs, local.data.labels
+    generator = torch.Generator().manual_seed(derive_seed(seed, "images"))
+    optimizer = make_local_optimizer(config, local.model.parameters())
+    passes = config.own_network_epochs
+
+    def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+        _set_rate(optimizer, config.learning_rate * _FALLS_TO ** (epoch / max(passes - 1, 1)))
+        images = _moved(inputs[rows_b], generator)
+        with torch.no_grad():
+            teacher = personal(images)
+        logits = local.model(images)
+        of_labels = functional.cross_entropy(logits, labels[rows_b])
+        return [of_labels + distillation_loss(logits, teacher.softmax(dim=1), 1.0)]
+
+    return train_steps(
+        local.model,
+        len(labels),
+        epochs=passes,
+        batch_size=config.batch_size,
+        optimizer=optimizer,
+        losses=losses,
+        generator=torch.Generator().manual_seed(seed),
+        device="cpu",
+    )
+
+
+def _moved(images_bchw: Tensor, generator: torch.Generator) -> Tensor:
+    """A crop of each batch at a random place, edges repeated, with a little noise."""
+    reach = max(images_bchw.shape[-1] // 14, 1)
+    padded = functional.pad(images_bchw, (reach,) * 4, mode="replicate")
+    top, left = torch.randint(2 * reach + 1, (2,), generator=generator).tolist()
+    height, width = images_bchw.shape[-2:]
+    noise = torch.randn(images_bchw.shape, generator=generator)
+    return padded[..., top : top + height, left : left + width] + 0.02 * noise

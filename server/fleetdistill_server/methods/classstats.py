@@ -1,0 +1,339 @@
+"""Class statistics, server half: merges the devices' statistics exactly, and sends them the space of their classes.
+
+Our own method; `docs/methods.md` describes it. What is kept of each device is what it sent, so a merge without it is
+made of the others' alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleetdistill.class_answers import LEAVE_ONE_OUT
+from fleetdistill.class_space import make_space, shrinkage_rule
+from fleetdistill.errors import ConfigurationError, DataError, ExportError, KnowledgeError, QuorumNotReached
+from fleetdistill.kept_features import FixedFeatures
+from fleetdistill.knowledge import ClassSpace, Metrics, ModelParameters, NetworkFile, Parts, SharedStatistics
+from fleetdistill.methods.base import CUT
+from fleetdistill.methods.classstats import (
+    SCATTERING,
+    ClassStatsConfig,
+    SpacePlan,
+    check_images,
+    packed,
+    unpacked,
+)
+from fleetdistill.model import output_shape
+from fleetdistill.models import build_model
+from fleetdistill.models.space import SpaceModel
+from fleetdistill.onnx_export import onnx_bytes
+from fleetdistill.seeds import derive_seed
+from fleetdistill.shared_statistics import Moments, most_directions
+from fleetdistill.tensors import model_parameters
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.classstats_merge import merged_moments
+from fleetdistill_server.setting import Setting
+from fleetdistill_server.traffic import Content, Exchange, Sizes
+
+_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 60.0, 3600.0
+
+
+class ClassStatsServer(ServerMethod):
+    """Keeps every device's statistics apart, and the space of their merge."""
+
+    config: ClassStatsConfig
+    summary = "one exchange: merged class means and one covariance, closed form"
+    recommended = (
+        "for images of which each device has some classes, whatever models the apps run: on all classes it is ahead of "
+        "training alone, feddkc and fedavg in every setting that we measured, with one upload and one download of some "
+        "kB. Its limits: class means and counts leave the device; hard images (CIFAR-10) want a pretrained extractor "
+        "(features = 'model'); an app's own network does not improve. docs/methods.md has the figures"
+    )
+    steps = {"summarise": {"statistics": "shared_statistics"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
+
+    def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
+        super().__init__(config, setting)
+        self.same_extractor = config.features == "model"  # type: ignore[misc]  # the other one is the SDK's own
+        self.extractor = self._extractor().to(setting.torch_device).eval()
+        self._feature_shape = output_shape(self.extractor, setting.input_shape)
+        features = prod(self._feature_shape)
+        self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(setting.input_shape, features))
+        self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
+        self._space: ClassSpace | None = None
+        self._merge_name = 0  # names the space by what is in it
+        self._held: dict[str, int] = {}  # the space that a device has acknowledged
+        self._silent: dict[str, list[int]] = {}  # who did not answer: round to ask it again in, next pause
+        self._round = 0
+        self._retries: dict[str, tuple[float, float]] = {}  # when, and next pause; not part of the state
+
+    @classmethod
+    def form(cls, config: Any) -> type[ServerMethod]:
+        """As the configuration's."""
+        if isinstance(config, ClassStatsConfig):
+            return cls
+        from fleetdistill_server.methods.classstats_averaged import AveragedServer
+
+        return AveragedServer
+
+    def _extractor(self) -> nn.Module:
+        shape = self.setting.input_shape
+        if self.config.features != SCATTERING:
+            return self.setting.extractor()
+        try:
+            check_images(np.zeros((1, *shape), np.float32), shape)
+        except DataError as error:
+            raise ConfigurationError(f"[contract] input_shape: {error}") from error
+        return build_model(SCATTERING, input_shape=shape)
+
+    # --- what it declares
+
+    @classmethod
+    def columns(cls, config: ClassStatsConfig) -> Sequence[str]:
+        return ["features", "counts"]
+
+    @classmethod
+    def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
+        """oneshot.md, section 6, for a device that has enough samples of every class."""
+        dimensions = min(config.dimensions or 384, sizes.features)
+        df, classes = max(sizes.samples - sizes.classes, 0), sizes.classes
+        rank = most_directions(config.rank, df, dimensions, config.rows_per_direction)
+        directions = min(classes - 1, dimensions)
+        up = Content(halves=classes * dimensions + rank + dimensions, int8=rank * dimensions, labels=classes + 1)
+        down = Content(halves=dimensions * directions + directions + classes * directions, labels=classes, ids=3)
+        return [
+            Exchange(step="summarise", up=up, first=0, end=1),
+            Exchange(step="learn", down=down, first=0, end=1),
+        ]
+
+    def features(self) -> dict[str, tuple[int, ...]]:
+        return {CUT: self._feature_shape} if self.same_extractor else {}
+
+    def initial(self) -> ModelParameters | None:
+        """Of a given extractor its weights; the other one is the same everywhere."""
+        return model_parameters(self.extractor, scope="extractor") if self.same_extractor else None
+
+    def extractor_file(self) -> NetworkFile | None:
+        """The extractor for devices without PyTorch; None where it cannot be exported."""
+        try:
+            data = onnx_bytes(self.extractor, self.setting.input_shape)
+        except ExportError:
+            return None
+        return NetworkFile(onnx=np.frombuffer(data, np.uint8))
+
+    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        size = (self.fixed.dimensions,)
+        return {"statistics": {"means": size, "variances": size}}
+
+    def least_samples(self) -> Mapping[str, int]:
+        return {"statistics": self.config.min_samples}
+
+    def most_rows(self) -> Mapping[str, int]:
+        return {"statistics": self.config.rank}
+
+    # --- rounds
+
+    async def round(self, cohort: Cohort) -> None:
+        self._note_round(cohort.round)
+        asked = cohort.sample(self.config.participation_ratio)
+        await self._take_statistics(cohort, asked)
+        if not self._parts:
+            raise QuorumNotReached("summarise", 0, 1)
+        await self._send_space(cohort, asked)
+
+    def _note_round(self, number: int) -> None:
+        """After a round that fell short devices may hold what this state knows nothing of: they are sent all again."""
+        if number > self._round + 1:
+            self._held.clear()
+        self._round = number
+
+    async def _take_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
+        """Asks devices whose statistics are not here, or are of other data than they have now.
+
+        Once there is a merge they have no quorum: a newcomer that does not answer must not cost the others the round.
+        """
+        versions = cohort.data_versions
+        due = [one for one in asked if self._lacks_statistics(one, versions.get(one, "")) and self._is_asked(one)]
+        if not due:
+            return
+        taken = []
+        async for answer in cohort.ask("summarise", {}, to=due, quorum=0.0 if self._parts else None):
+            taken.append(answer.device)
+            sent = answer.part("statistics", SharedStatistics)
+            self._parts[answer.device] = (_in_memory(sent), versions.get(answer.device, ""))
+        self._note_silent(cohort.round, due, taken)
+        if taken:
+            self._merge(cohort)
+
+    def _lacks_statistics(self, device: str, version: str) -> bool:
+        known = self._parts.get(device)
+        return known is None or known[1] != version
+
+    def _is_asked(self, device: str) -> bool:
+        """Not in every round: all others wait until the deadline for one that does not answer."""
+        return device not in self._silent or self._round >= self._silent[device][0]
+
+    def _note_silent(self, number: int, asked: Sequence[str], answered: Sequence[str]) -> None:
+        for device in asked:
+            if device in answered:
+                self._silent.pop(device, None)
+                self._retries.pop(device, None)
+                continue
+            _, pause = self._silent.get(device, [0, 1])
+            self._silent[device] = [number + 1 + pause, 2 * pause]
+
+    async def _send_space(self, cohort: Cohort, asked: Sequence[str]) -> None:
+        """Every device that is here and does not have the space gets it; the round ends when they have it."""
+        if self._space is None:
+            return
+        present = set(cohort.remaining)
+        due = [one for one in asked if one in present and self._held.get(one) != self._merge_name]
+        due = [one for one in due if self._is_asked(one)]
+        if not due:
+            return
+        for device in due:
+            self._held.pop(device, None)  # it has the space when it says so
+        taken, figures = [], defaultdict[int, list[float]](lambda: [0.0, 0.0])
+        async for answer in cohort.ask("learn", lambda device: self._lesson(cohort, device), to=due):
+            taken.append(answer.device)
+            self._held[answer.device] = self._merge_name
+            _add_up(figures, answer.parts)
+        self._note_silent(cohort.round, due, taken)
+        self._note_poor_classes(cohort, figures)
+
+    def _lesson(self, cohort: Cohort, device: str) -> Parts:
+        assert self._space is not None
+        plan = SpacePlan(
+            merge=self._merge_name,
+            counted=device in self._parts,
+            draw_seed=derive_seed(self.setting.seed, "space", self._merge_name),
+        )
+        return {"plan": plan.to_wire(), "space": self._space}
+
+    def _note_poor_classes(self, notes: Notes, figures: Mapping[int, Sequence[float]]) -> None:
+        """A class that its own rows, left out, are not found in more often than by chance is worth a word."""
+        assert self._space is not None
+        chance = 1 / len(self._space.labels)
+        for label, (right, count) in sorted(figures.items()):
+            if label in self._space.labels and count and right / count <= chance:
+                text = f"class {label}: {right / count:.3f} of its rows are recognised when left out, chance is"
+                notes.event("class-not-recognised", f"{text} {chance:.3f}; features of another kind may tell it apart")
+
+    def is_due(self, present: Mapping[str, str]) -> bool:
+        """Whether a device that is here lacks a space or the server its statistics.
+
+        One that has not answered counts again after a minute, then after two, and so on up to an hour.
+        """
+        return any(self._is_owed(device, version) for device, version in present.items())
+
+    def _is_owed(self, device: str, version: str) -> bool:
+        lacking = self._lacks_statistics(device, version)
+        if not lacking and (self._space is None or self._held.get(device) == self._merge_name):
+            return False
+        if device not in self._silent:
+            return True
+        at, pause = self._retries.setdefault(device, (time.monotonic() + _FIRST_RETRY_SECONDS, _FIRST_RETRY_SECONDS))
+        if time.monotonic() < at:
+            return False
+        pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
+        self._retries[device] = (time.monotonic() + pause, pause)
+        del self._silent[device]
+        return True
+
+    # --- the merge
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Makes the merge again without the device's part; nothing of it is left in the others'."""
+        self._held.pop(device, None)
+        self._silent.pop(device, None)
+        self._retries.pop(device, None)
+        if self._parts.pop(device, None) is not None:
+            self._merge(notes)
+
+    def _merge(self, notes: Notes) -> None:
+        """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
+        parts = {device: part for device, (part, _) in sorted(self._parts.items())}
+        moments = merged_moments(parts, self.config.count_cap, notes)
+        self._space = None if moments is None else self._space_of(moments, notes)
+        self._merge_name = 0
+        if self._space is None:
+            return
+        payload = encode({"space": self._space})
+        sent = decode(payload)["space"]
+        assert isinstance(sent, ClassSpace)
+        self._space, self._merge_name = sent, int.from_bytes(payload.sha256[:8], "big") >> 1
+        notes.report("merged_classes", len(sent.labels))
+        notes.report("shrinkage", float(sent.shrinkage))
+
+    def _space_of(self, moments: Moments, notes: Notes) -> ClassSpace | None:
+        if moments.df < moments.dimensions:
+            text = f"{moments.df} degrees of freedom behind {moments.dimensions} dimensions"
+            notes.event("few-rows", f"{text}: the covariance is shrunk far; more rows or fewer dimensions would help")
+        try:
+            return make_space(moments, self._shrinkage(moments))
+        except KnowledgeError as error:
+            notes.event("no-space", f"there is no class space to send: {error}")
+            return None
+
+    def _shrinkage(self, moments: Moments) -> float:
+        wanted = self.config.shrinkage
+        return shrinkage_rule(moments.dimensions, moments.df) if isinstance(wanted, str) else wanted
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "parts": {device: [_packed_part(part), version] for device, (part, version) in self._parts.items()},
+            "space": None if self._space is None else packed(self._space),
+            "merge": self._merge_name,
+            "held": dict(self._held),
+            "silent": dict(self._silent),
+            "round": self._round,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._parts = {device: (_unpacked_part(part), version) for device, (part, version) in state["parts"].items()}
+        self._space = None if state["space"] is None else unpacked(state["space"])
+        self._merge_name = state["merge"]
+        self._held, self._silent = dict(state["held"]), dict(state["silent"])
+        self._round = state["round"]
+
+    def global_model(self) -> nn.Module | None:
+        """The general answer (3.7), once there is a space."""
+        if self._space is None:
+            return None
+        return SpaceModel(self.fixed, self.setting.classes).to(self.setting.torch_device).take(self._space)
+
+    def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
+        model = self.global_model()
+        return None if model is None else (model, self.setting.input_shape)
+
+
+def _add_up(figures: dict[int, list[float]], parts: Parts) -> None:
+    metrics = parts.get("metrics")
+    for metric in metrics.metrics if isinstance(metrics, Metrics) else []:
+        for one in metric.by_class if metric.name == LEAVE_ONE_OUT else []:
+            figures[one.label][0] += one.sum
+            figures[one.label][1] += one.count
+
+
+def _in_memory(part: SharedStatistics) -> SharedStatistics:
+    """A part of its own memory: what came lies in a file that is deleted after the round."""
+    return _unpacked_part(_packed_part(part))
+
+
+def _packed_part(part: SharedStatistics) -> dict[str, Any]:
+    arrays = {name: value for name, value in vars(part).items() if name != "labels" and value is not None}
+    return {"labels": list(part.labels), **{name: torch.from_numpy(np.array(one)) for name, one in arrays.items()}}
+
+
+def _unpacked_part(state: Mapping[str, Any]) -> SharedStatistics:
+    return SharedStatistics(**{name: one if name == "labels" else one.numpy() for name, one in state.items()})
