@@ -10,6 +10,9 @@ from fleetdistill.wire.v1 import contract_pb2
 MAX_PROFILE_BYTES = 64 << 10
 """What a device says of itself is kept for as long as its run."""
 
+MAX_VERSION_BYTES = 32
+"""Of what names a device's rows."""
+
 
 def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
     """Compares what a device says of itself with the contract.
@@ -20,6 +23,9 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     if profile.ByteSize() > MAX_PROFILE_BYTES:
         text = f"the device's profile has {profile.ByteSize()} bytes, at most {MAX_PROFILE_BYTES} are kept"
         raise RefusedError(Code.TOO_LARGE, f"{text}; name fewer or shorter columns")
+    if len(profile.data_version) > MAX_VERSION_BYTES:
+        text = f"the device's data version has {len(profile.data_version)} bytes, at most {MAX_VERSION_BYTES} are kept"
+        raise RefusedError(Code.TOO_LARGE, f"{text}; update the device's SDK")
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
