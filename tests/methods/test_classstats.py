@@ -453,24 +453,15 @@ def test_a_cap_bounds_what_one_device_counts_for() -> None:
     ]
 
 
+def left_out(label: int, right: int, count: int) -> Metrics:
+    """What a device says of its rows of one class."""
+    by_class = [ClassCount(label=label, sum=right, count=count)]
+    return Metrics(metrics=[Metric(name=LEAVE_ONE_OUT, split="train", sum=right, count=count, by_class=by_class)])
+
+
 def test_what_devices_say_of_a_class_decides_whether_it_is_an_event() -> None:
     played = fleet("ab")
-    played.metrics = {
-        "a": Metrics(
-            metrics=[
-                Metric(
-                    name=LEAVE_ONE_OUT, split="train", sum=1, count=20, by_class=[ClassCount(label=0, sum=1, count=20)]
-                )
-            ]
-        ),
-        "b": Metrics(
-            metrics=[
-                Metric(
-                    name=LEAVE_ONE_OUT, split="train", sum=9, count=9, by_class=[ClassCount(label=1, sum=9, count=9)]
-                )
-            ]
-        ),
-    }
+    played.metrics = {"a": left_out(label=0, right=1, count=20), "b": left_out(label=1, right=9, count=9)}
     played.play()
     texts = [text for kind, text in played.events if kind == "class-not-recognised"]
     assert len(texts) == 1
