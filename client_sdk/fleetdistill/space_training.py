@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05
-_DRAWING_STEPS, _DRAWING_RATE = 30, 0.05
+_DRAWING_STEPS, _DRAWING_RATE, _DRAWN_AT_ONCE = 30, 0.05, 100
 
 
 def draw_in_space(space: ClassSpace, rows: int, seed: int) -> tuple[Array, Array]:
@@ -182,9 +182,8 @@ def draw_images(general: SpaceModel, space: ClassSpace, images_nchw: Tensor, cou
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
     wanted = _widened(rows, general.above.origin.shape[0])[chosen]
     begin = torch.randint(len(images_nchw), (count,), generator=torch.Generator().manual_seed(derive_seed(seed, "own")))
-    return torch.cat(
-        [_inverted(general, *pair) for pair in zip(images_nchw[begin].split(100), wanted.split(100), strict=True)]
-    )
+    batches = zip(images_nchw[begin].split(_DRAWN_AT_ONCE), wanted.split(_DRAWN_AT_ONCE), strict=True)
+    return torch.cat([_inverted(general, images, rows_v) for images, rows_v in batches])
 
 
 def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def test_a_newcomer_alone_is_asked_and_all_get_the_new_space() -> None:
     played.play()
     assert played.steps() == [("summarise", "c"), *(("learn", name) for name in "abc")]
     assert not equal(space_of(played), before)
-    assert played.quorums == [("summarise", None), ("learn", None), ("summarise", 0.0), ("learn", None)]
+    assert played.quorums == [("summarise", None), ("learn", None), ("summarise", 0.0), ("learn", 0.0)]
 
 
 def test_who_leaves_stays_in_the_merge_until_it_is_forgotten() -> None:

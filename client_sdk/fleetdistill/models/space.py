@@ -159,7 +159,8 @@ class SpaceModel(nn.Module):
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Coordinates `[batch, C - 1]` of inputs."""
-        return self.extractor(x).flatten(1) @ self.matrix - self.above.origin
+        features: Tensor = self.extractor(x)
+        return features.flatten(1) @ self.matrix - self.above.origin
 
 
 def _join(model: nn.Module, keys: Any = None) -> None:
