@@ -71,7 +71,7 @@ class FixedFeatures:
 
     def _name(self, inputs: Tensor) -> bytes:
         """SHA-256 of all that the features depend on."""
-        digest = hashlib.sha256(f"{type(self.extractor).__name__} {self.dimensions} {tuple(inputs.shape)}".encode())
+        digest = hashlib.sha256(f"{self.extractor!r} {self.dimensions} {tuple(inputs.shape)}".encode())
         for tensor in [*self.extractor.state_dict().values(), inputs]:
             digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).data)
         return digest.digest()
