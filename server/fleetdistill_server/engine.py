@@ -26,6 +26,7 @@ import torch
 from fleetdistill import failpoints
 from fleetdistill.errors import (
     ConfigurationError,
+    DamagedError,
     FleetDistillError,
     KnowledgeError,
     NoSpaceError,
@@ -39,7 +40,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
-from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.contract import build_method, extractor_payload, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
@@ -155,9 +156,9 @@ class Engine:
         """Publishes the contract, or takes up the state of an earlier start."""
         row = self._row()
         if row["contract"] is None:
-            contract, initial = make_contract(self._config, self.method)
+            contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # who deletes what nothing names yet holds the same lock
-                for payload in (initial, self.method.setting.proxy_payload):
+                for payload in (initial, extractor, self.method.setting.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
                 failpoints.hit("engine.contract.before-commit")
@@ -186,6 +187,19 @@ class Engine:
             self._store.blobs.put(self.method.setting.proxy_payload)  # mends it
         if contract.initial_weights:
             self._store.blobs.open(contract.initial_weights, verify=True)
+        if contract.extractor_file:
+            self._mend_extractor(contract.extractor_file)
+
+    def _mend_extractor(self, sha256: bytes) -> None:
+        """To make the file takes a while, so it is made again only where the one that is there cannot be read."""
+        try:
+            self._store.blobs.open(sha256, verify=True)
+        except DamagedError:
+            made = extractor_payload(self.method)
+            if made is None or made.sha256 != sha256:
+                raise
+            self._store.blobs.doubt()
+            self._store.blobs.put(made)
 
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]

@@ -81,7 +81,7 @@ class Fleet:
         )
         sys.modules["test_device"] = sys.modules[__name__]
         self.store.begin_run(RUN, self.config.fixed_part())
-        contract, initial = make_contract(self.config, build_method(self.config))
+        contract, initial, _ = make_contract(self.config, build_method(self.config))
         self.initial = decode(initial)["initial"]
         self.store.blobs.put(initial)
         self.store.publish_contract(RUN, contract.SerializeToString())

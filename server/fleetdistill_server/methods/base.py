@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from fleetdistill.knowledge import ModelParameters
+from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Exchange, Sizes
@@ -129,17 +129,25 @@ class ServerMethod:
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
 
-        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class.
+        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class; for
+        shared statistics: `means` and `variances`, both in the shape of one class's mean.
         """
         return {}
 
     def least_samples(self) -> Mapping[str, int]:
-        """For each part of an answer that carries class statistics: samples that a class among them must have."""
+        """For each part of an answer with class or shared statistics: samples that a class among them must have."""
         return {}
 
     def most_rows(self) -> Mapping[str, int]:
-        """For each part of an answer that carries shared statistics: most directions among them."""
+        """For each part of an answer with shared statistics: the most directions that it may have."""
         return {}
+
+    def extractor_file(self) -> NetworkFile | None:
+        """The extractor as an ONNX file, for devices without PyTorch; any device of the run may fetch it.
+
+        The same bytes each time, or a store whose copy is damaged cannot be mended.
+        """
+        return None
 
     async def round(self, cohort: Cohort) -> None:
         """One round. Changes the method's own state only."""
