@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetdistill.data_version import digest_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
 from fleetdistill.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
@@ -107,6 +109,14 @@ class Worker:
             sdk_version=VERSION,
             proxy_digest=self.contract.proxy_digest,
         )
+
+    def data_digest(self) -> bytes:
+        """SHA-256 over the training rows."""
+        return self._data_digest
+
+    @cached_property
+    def _data_digest(self) -> bytes:
+        return digest_of(self._data.inputs.cpu().numpy(), self._data.labels.cpu().numpy())
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """One sample's features at the cut, at every other place where the model can be cut, and its embedding."""

@@ -75,6 +75,13 @@ class ServerMethod:
     advice: ClassVar[Mapping[str, str]] = {}
     """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
 
+    picks_devices: ClassVar[bool] = False
+    """Whether its rounds ask only those devices that need something, of all that are present.
+
+    In a run without an end its rounds then have everybody present as their cohort, whatever `devices_per_round` says,
+    and after the first one a single device is enough for a round: a newcomer that comes alone is served.
+    """
+
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config = config
         self.setting = setting
@@ -149,12 +156,23 @@ class ServerMethod:
         """
         return None
 
+    def is_due(self, present: Mapping[str, str]) -> bool:
+        """Whether a round with these devices has anything to do. Asked before each round of a run without an end.
+
+        The answer depends on the method's state and on `present` alone, for it is asked again only when one of the two
+        has changed. By default there always is something to do.
+
+        Args:
+            present: Id to data version, hex, of all devices that are present; empty where a device names none.
+        """
+        return True
+
     async def round(self, cohort: Cohort) -> None:
         """One round. Changes the method's own state only."""
         raise NotImplementedError
 
     async def finish(self, cohort: Cohort) -> None:
-        """Delivers the end result after the last round; by default there is nothing to deliver."""
+        """Delivers the end result after the last round, if there is one; by default there is nothing."""
 
     def forget(self, device: str, notes: Notes) -> None:
         """Drops what is kept of one device; called between rounds. By default there is nothing."""
