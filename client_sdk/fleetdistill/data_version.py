@@ -27,7 +27,7 @@ def digest_of(inputs: np.ndarray, labels: np.ndarray) -> bytes:
     total = hashlib.sha256()
     for array in (inputs, labels):
         total.update(f"{array.dtype.str} {array.shape};".encode())
-        total.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return total.digest()
 
 

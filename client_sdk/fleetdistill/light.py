@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.class_answers import ClassAnswers
 from fleetdistill.data_version import digest_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.figures import Counts, allowed, counts_of, metrics_of, place_of
@@ -208,21 +207,16 @@ class LightWorker:
         scores = self._score(found)
         self._best, verdict = self._judged(scores, list(found))
         figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
-        figures += allowed(self._made.figures, allow)
+        figures += allowed(self._own.made.figures, allow)
         figures += _about(verdict, list(found))
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
         delivered = self._packed_delivery(found, self._best) if verdict.replaced else None
         return Work(answer, self.state(), verdict, delivered, scores)
 
-    @property
-    def _made(self) -> ClassAnswers:
-        """Both answers of the last step."""
-        assert self._own.answers is not None
-        return self._own.answers
-
     def _answers(self) -> dict[str, SpaceAnswer]:
-        made = self._made
+        """Both of the last step."""
+        made = self._own.made
         personal = made.personal
         return {
             GENERAL: SpaceAnswer(space=made.general),

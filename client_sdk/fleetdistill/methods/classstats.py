@@ -78,6 +78,7 @@ class ClassStatsConfig(LocalTraining):
         own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the general answer.
         own_network_epochs: Passes over own rows that it is taught for, at least 1.
         own_network_rate: Learning rate of these, above 0; it falls to a tenth.
+        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, at least 0.
     """
 
     learning_rate: float = 0.02
@@ -95,6 +96,7 @@ class ClassStatsConfig(LocalTraining):
     own_network: str = "kept"
     own_network_epochs: int = 60
     own_network_rate: float = 0.05
+    drawn_images: int = 600
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
@@ -109,6 +111,7 @@ class ClassStatsConfig(LocalTraining):
         check_range("min_samples", self.min_samples, 2)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
+        check_range("drawn_images", self.drawn_images, 0)
         check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
         if self.count_cap:
             check_range("count_cap", self.count_cap, 1)
@@ -211,6 +214,7 @@ class DeviceStatistics:
         space: The fleet's, once there is one.
         plan: What the server said of it.
         answers: Made of it and of own rows.
+        labels: Classes of own rows, `[n]`.
     """
 
     def __init__(self, config: ClassStatsConfig, rows: Callable[[], Array], labels: Array, classes: int) -> None:
@@ -222,7 +226,8 @@ class DeviceStatistics:
             labels: Their classes, `[n]`.
             classes: C.
         """
-        self._config, self._make_rows, self._labels, self._classes = config, rows, labels, classes
+        self._config, self._make_rows, self._classes = config, rows, classes
+        self.labels = labels
         self.space: ClassSpace | None = None
         self.plan: SpacePlan | None = None
         self.answers: ClassAnswers | None = None
@@ -235,19 +240,19 @@ class DeviceStatistics:
     @cached_property
     def moments(self) -> Moments:
         """Of own rows, of all classes that may be sent; the one place where noise would be added."""
-        return moments_of(self.rows, self._labels, self._config.min_samples)
+        return moments_of(self.rows, self.labels, self._config.min_samples)
 
     def summarise(self) -> Answer:
         """Means of own classes and their one covariance (3.3, 3.4): all that ever leaves of the rows."""
         sent = to_wire(self.moments, self._config.rank, self._config.rows_per_direction)
-        return Answer(parts={"statistics": sent}, samples=len(self._labels))
+        return Answer(parts={"statistics": sent}, samples=len(self.labels))
 
     def learn(self, ask: Ask) -> Answer:
         """Takes the fleet's space, and makes both answers of it (3.6 to 3.11)."""
         plan = SpacePlan.of(ask)
         self._take_space(ask, plan)
         found = self._make_answers(plan)
-        return Answer(parts={}, samples=len(self._labels), notes={"own_statistics_kept": int(found.own_kept)})
+        return Answer(parts={}, samples=len(self.labels), notes={"own_statistics_kept": int(found.own_kept)})
 
     def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
         if "space" in ask.parts:
@@ -268,7 +273,7 @@ class DeviceStatistics:
         self.answers = class_answers(
             self.space,
             self.rows,
-            self._labels,
+            self.labels,
             own.labels if plan.counted else (),
             self._classes,
             own if self._config.own_statistics_guard else None,
@@ -280,6 +285,19 @@ class DeviceStatistics:
         self.space = space
         self.plan = None if plan is None else SpacePlan(**plan)
         self.answers = None
+
+    @property
+    def space_and_plan(self) -> tuple[ClassSpace, SpacePlan]:
+        """Of the last step that has taken them."""
+        assert self.space is not None
+        assert self.plan is not None
+        return self.space, self.plan
+
+    @property
+    def made(self) -> ClassAnswers:
+        """The answers of the last step that has made them."""
+        assert self.answers is not None
+        return self.answers
 
     def answers_again(self) -> ClassAnswers | None:
         """The answers; after `restore` they are made anew. None before there is a space."""
@@ -324,18 +342,12 @@ class ClassStatsDevice(DeviceMethod):
     def learn(self, ask: Ask) -> Answer:
         """As `DeviceStatistics`; then trains what is wanted (3.10)."""
         answer = self._own.learn(ask)
-        self.figures = self._made.figures
+        self.figures = self._own.made.figures
         if self.config.predictor == "trained":
             self._train_predictor(ask.seed)
         if self.config.own_network == "taught":
             self._teach_own_network(ask.seed)
         return answer
-
-    @property
-    def _made(self) -> ClassAnswers:
-        """The answers of a step that has made them."""
-        assert self._own.answers is not None
-        return self._own.answers
 
     @cached_property
     def _fixed(self) -> FixedFeatures:
@@ -356,19 +368,18 @@ class ClassStatsDevice(DeviceMethod):
         from fleetdistill.models.space import make_predictor
         from fleetdistill.space_training import train_predictor
 
-        own, classes = self._own, self.local.classes
-        assert own.space is not None
-        assert own.plan is not None
-        rows, labels = coordinates(own.space, own.rows), self.local.data.labels.cpu().numpy()
+        space, plan = self._own.space_and_plan
+        rows, labels, classes = coordinates(space, self._own.rows), self._own.labels, self.local.classes
         self._predictor = make_predictor(self.local.predictor, classes - 1, classes)
-        self.trained = train_predictor(
-            self._predictor, own.space, rows, labels, self.config, classes, own.plan.draw_seed, seed
-        )
+        self.trained = train_predictor(self._predictor, space, rows, labels, self.config, classes, plan.draw_seed, seed)
 
     def _teach_own_network(self, seed: int) -> None:
+        from fleetdistill.models.space import SpaceModel
         from fleetdistill.space_training import teach_network
 
-        self.trained = teach_network(self.local, self.answers()[GENERAL].eval(), self.config, seed)
+        space, plan = self._own.space_and_plan
+        general = SpaceModel(self._fixed, self.local.classes).take(space).eval()
+        self.trained = teach_network(self.local, general, space, self.config, plan.draw_seed, seed)
         self._taught = True
 
     # --- answers
