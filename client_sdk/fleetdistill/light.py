@@ -372,7 +372,7 @@ def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> La
         raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
     with np.errstate(over="ignore"):
         inputs = inputs.astype(np.float32, copy=False)
-    _refuse_rows(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1), "the inputs hold NaN or infinity")
+    _refuse_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs hold NaN or infinity")
     _refuse_rows((labels < 0) | (labels >= classes), f"the labels are not all in [0, {classes}), the run's class list")
     return LabelledArrays(inputs, labels.astype(np.int64))
 
