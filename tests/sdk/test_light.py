@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -289,6 +290,21 @@ def test_killed_at_any_moment_it_goes_on_from_its_directory(point: str, tmp_path
     assert len(begun) == (3 if "first-state" in point else 2), "an answer in the outbox is not made again"
     assert kinds[-1] == "finished"
     assert (answers_in(own)[PERSONAL].argmax(axis=1) == digits(0)[1]).mean() > 0.97
+
+
+@pytest.mark.slow
+def test_the_example_runs_without_torch(tmp_path: Path) -> None:
+    hidden = "import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'onnx', 'safetensors'))"
+    code = f"{hidden}; runpy.run_path({str(ROOT / 'examples/light_device.py')!r}, run_name='__main__')"
+    with serving(tmp_path) as port:
+        own = ["--server", f"127.0.0.1:{port}", "--state-dir", str(tmp_path / "pi"), "--part", "0/3"]
+        command = [sys.executable, "-c", code, *own]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "delivered" in done.stdout
+    known = re.findall(r"the (\w+) answer knows ([\d.]+)%", done.stdout)
+    assert [name for name, _ in known] == [GENERAL, PERSONAL]
+    assert all(float(share) > 90 for _, share in known)
 
 
 # --- answers, verdicts, metrics
