@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fleetdistill.errors import ModelError
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-class AppModels(dict[str, "nn.Module"]):
+class AppModels(dict[str, Any]):
     """A mapping that says what to do where an answer is not there yet; `in` and `get` tell without an error."""
 
-    def __missing__(self, name: str) -> nn.Module:
+    def __missing__(self, name: str) -> Any:
+        if not self:
+            raise ModelError(
+                f"this device has no {name!r} answer, and no other yet: the first ones come with the first round that "
+                f"delivers them; `{name!r} in models` tells whether they are here"
+            )
         raise ModelError(
             f"this device has no {name!r} answer, it has {', '.join(sorted(self))}; a further answer comes with the "
             f"first round that delivers it: until then take models.get({name!r}, device.model)"

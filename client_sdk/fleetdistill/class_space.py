@@ -15,12 +15,13 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.shared_statistics import Moments
 
+BELOW_ALL = 20.0
+"""How far the logit of a class that is not in the space lies below the least of the others."""
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Of which a device takes the best for its personal answer (3.9)."""
 LEAST_SHRINKAGE, MOST_SHRINKAGE = 0.05, 0.5
 _RIDGE = 1e-6
 _SMALLEST_REST = 1e-6  # of 1 - beta E, which a row that is all there is of its class may take to 0
-_BELOW_ALL = 20.0  # how far the logit of a class that is not in the space lies below the least of the others
 
 
 def shrinkage_rule(dimensions: int, df: int) -> float:
@@ -165,7 +166,7 @@ def likelihood(logits_nc: Array, labels_n: Array) -> float:
 
 
 def _in_all_classes(found_nk: Array, labels: list[int], classes: int) -> Array:
-    below = found_nk.min(axis=1, keepdims=True) - _BELOW_ALL
+    below = found_nk.min(axis=1, keepdims=True) - BELOW_ALL
     everywhere = np.repeat(below, classes, axis=1)
     everywhere[:, labels] = found_nk
     return everywhere

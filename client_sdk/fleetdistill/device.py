@@ -43,8 +43,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
-from fleetdistill.methods.base import USUAL_PREDICTOR
-from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire
@@ -96,8 +95,8 @@ class Event:
     """Something the app may want to show.
 
     Attributes:
-        kind: checked-in, proxy, ask, asked-again, scored, answered, refused, dropped, kept, delivered, exported,
-            lost-contact or finished.
+        kind: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped, kept, delivered,
+            exported, lost-contact or finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -207,8 +206,10 @@ class Device:
         return self._storage.directory
 
     @property
-    def model(self) -> nn.Module:
-        """The model for the app to use: the one of the last delivered round, before the first one its own. Loads torch.
+    def model(self) -> Any:
+        """The model for the app to use: the one of the last delivered round, before the first one its own.
+
+        A torch module, which loads torch, or what the app's own `worker` gives.
 
         Its own has, without validation data, the run's initial weights. Where a method gives several, it is the one
         that was best on `validation_data`, without such data `general`.
@@ -216,8 +217,8 @@ class Device:
         return self._ready_worker().delivered_model()
 
     @property
-    def models(self) -> Mapping[str, nn.Module]:
-        """All that the last delivered round gave: `general`, and what the method has beside it. Loads torch.
+    def models(self) -> Mapping[str, Any]:
+        """All that the last delivered round gave: `general`, and what the method has beside it. As `model`'s.
 
         With classstats also `personal`, for the device's own mix of classes, and `own`, the network that the app gave.
         Before the first delivery there is only the app's own, as in `model`: asking for another answer raises
@@ -428,10 +429,11 @@ class Device:
         contract = self._terms.contract
         worker = self._make_worker(contract)
         self._declare(worker)
+        for sha256 in _kept_payloads(worker, contract):
+            if not worker.has_payload(sha256):
+                worker.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
         if not worker.has_state:
             self._restore(worker, contract)
-        if contract.proxy_digest and not worker.has_proxy:
-            worker.take_proxy(decode(self._proxy_payload(contract.proxy_digest)))
         return worker
 
     def _declare(self, worker: DeviceWorker) -> None:
@@ -466,7 +468,7 @@ class Device:
         if saved is not None:
             worker.restore(saved, self._storage.load("delivered.safetensors"))
             return
-        if contract.initial_weights:
+        if contract.initial_weights and contract.initial_weights in worker.wanted_payloads():
             worker.load_initial(decode(self._download(contract.initial_weights)))
         # Kept from the start: a first answer that is dropped leads back here, and the app may keep its first model.
         failpoints.hit("device.first-state.before-save")
@@ -476,18 +478,22 @@ class Device:
         worker.has_state = True
 
     def _download(self, sha256: bytes) -> Payload:
-        """A payload of the run; what is kept besides is the run's proxy set."""
+        """A payload of the run; what is kept besides is what the worker works with."""
         assert self._terms is not None
-        return self._downloads.fetch(self._link, self._identity, sha256, keep=[self._terms.contract.proxy_digest])
+        assert self._worker is not None
+        keep = _kept_payloads(self._worker, self._terms.contract)
+        return self._downloads.fetch(self._link, self._identity, sha256, keep)
 
-    def _proxy_payload(self, sha256: bytes) -> Payload:
-        """The run's proxy set: the one that is kept here, or fetched, once."""
+    def _kept_payload(self, sha256: bytes, contract: contract_pb2.Contract) -> Payload:
+        """A payload that the worker works with: the one that is kept here, or fetched, once."""
         kept = self._downloads.held(sha256)
         if kept is not None:
             return kept
         payload = self._download(sha256)
+        kind = "proxy" if sha256 == contract.proxy_digest else "extractor"
+        what = "proxy set" if kind == "proxy" else "extractor file"
         values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
-        self._tell("proxy", 0, f"fetched the run's proxy set {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
+        self._tell(kind, 0, f"fetched the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
         return payload
 
     def _answer(self, ask: service_pb2.Ask) -> None:
@@ -801,6 +807,11 @@ def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
 def _check_computes(model: object, data: object, worker: object) -> None:
     if (model is None or data is None) if worker is None else (model is not None or data is not None):
         raise ConfigurationError("a Device needs model= and data=, or worker= alone for an app that computes by itself")
+
+
+def _kept_payloads(worker: DeviceWorker, contract: contract_pb2.Contract) -> list[bytes]:
+    """What the worker works with for as long as it lives; the initial weights are used once."""
+    return [one for one in worker.wanted_payloads() if one != contract.initial_weights]
 
 
 def _check_columns(allow: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.figures import Counts
 from fleetdistill.model import in_mode
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,38 +66,6 @@ class TrainingReport:
     steps: int
     mean_loss: float
     samples_seen: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Counts:
-    """How a model did on labelled data. Counts, not rates, so that devices can be added up.
-
-    Attributes:
-        correct: Samples whose best class is their label.
-        count: Samples scored.
-        loss_sum: Sum of the cross-entropy over the samples.
-        confusion: `[classes, classes]` int64 on the CPU: samples of each true class (row) given each class (column).
-    """
-
-    correct: int
-    count: int
-    loss_sum: float
-    confusion: Tensor
-
-    @property
-    def accuracy(self) -> float:
-        """Share of correct samples, NaN if there were none."""
-        return self.correct / self.count if self.count else math.nan
-
-    @property
-    def per_class_correct(self) -> Tensor:
-        """`[classes]`, correct samples of each true class (TP)."""
-        return self.confusion.diagonal()
-
-    @property
-    def per_class_count(self) -> Tensor:
-        """`[classes]`, samples of each true class (TP + FN)."""
-        return self.confusion.sum(dim=1)
 
 
 def as_tensor_data(data: object, classes: int) -> TensorData:
@@ -257,7 +226,7 @@ def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int =
         correct=int((best == labels).sum()),
         count=len(labels),
         loss_sum=float(functional.cross_entropy(logits.double(), labels, reduction="sum")),
-        confusion=pairs.reshape(classes, classes),
+        confusion=pairs.reshape(classes, classes).numpy(),
     )
 
 

@@ -20,15 +20,10 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
 import tempfile
 import threading
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +32,18 @@ from torch import Tensor, nn
 
 from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
+from fleetdistill.knowledge import Array
+from fleetdistill.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
 
 _FEATURES_TOLERANCE = 1e-3  # logarithms of numbers near 0 differ more than logits
 _OPSET = 18  # fixed, so that a newer torch does not shut out the onnxruntime that a fleet already has
+_PYTORCH = Reference(
+    "PyTorch",
+    "the model fixes the batch size in Python code, take it from tensors instead",
+    "look for Python code in forward() that depends on data, for randomness in eval mode, or for logits that are not "
+    "finite",
+)
 _exporting = threading.Lock()  # torch's exporter and Python's warning filters are global state
-
-
-@dataclass(frozen=True, slots=True)
-class OnnxReport:
-    """What an export produced.
-
-    Attributes:
-        path: The file.
-        max_difference: Largest absolute difference between a logit of onnxruntime's and of PyTorch's.
-        samples: Real samples that were compared.
-        bytes: Size of the file.
-    """
-
-    path: Path
-    max_difference: float
-    samples: int
-    bytes: int
 
 
 def export_onnx(
@@ -88,15 +74,15 @@ def export_onnx(
     path = Path(path)
     _check_arguments(path, samples, metadata, tolerance)
     batches = _batches(samples)
-    with _exporting, torch.no_grad(), _temporary_beside(path) as temporary:
+    with _exporting, torch.no_grad(), temporary_beside(path) as temporary:
         twin = _twin(model)
-        with _doing("running the model in PyTorch"):
+        with doing("running the model in PyTorch"):
             expected = [twin(batch) for batch in batches]
         _check_logits(expected[-1], batches[-1])
         _trace(twin, batches[-1], temporary)
-        size = _finish(temporary, {**_facts(samples, expected[-1]), **metadata})
-        difference = _compare(temporary, batches, expected, tolerance)
-        with _doing(f"writing {path}"):
+        size = finish(temporary, {**facts(samples.shape[1:], expected[-1].shape[1]), **metadata})
+        difference = compare(temporary, _arrays(batches), _arrays(expected), tolerance, _PYTORCH)
+        with doing(f"writing {path}"):
             rename_durably(temporary, path)
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
 
@@ -117,34 +103,12 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
     batches = _batches(samples)
     with _exporting, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         path, twin = Path(folder) / "extractor.onnx", _twin(module)
-        with _doing("running the extractor in PyTorch"):
+        with doing("running the extractor in PyTorch"):
             expected = [twin(batch) for batch in batches]
         _trace(twin, batches[-1], path, "features")
-        _finish(path, {})
-        _compare(path, batches, expected, _FEATURES_TOLERANCE, "features")
+        finish(path, {})
+        compare(path, _arrays(batches), _arrays(expected), _FEATURES_TOLERANCE, _PYTORCH, "features")
         return path.read_bytes()
-
-
-def copy_onnx(source: Path, path: Path) -> None:
-    """Puts an exported file under a second name too, in the same directory and in one step.
-
-    Raises:
-        ExportError: It could not be written.
-    """
-    with _doing(f"writing {path}"), _temporary_beside(path) as temporary:
-        shutil.copyfile(source, temporary)
-        rename_durably(temporary, path)
-
-
-@contextmanager
-def _doing(what: str) -> Iterator[None]:
-    """Turns whatever torch, onnx, onnxruntime or the disk raise into an `ExportError` that says what was going on."""
-    try:
-        yield
-    except ImportError as error:
-        raise ExportError(f"{what} needs {error.name}; install fleetdistill[onnx]") from error
-    except Exception as error:
-        raise ExportError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 def _check_arguments(path: Path, samples: Tensor, metadata: Mapping[str, str], tolerance: float) -> None:
@@ -174,14 +138,14 @@ def _check_logits(logits: Any, batch: Tensor) -> None:
 
 def _twin(model: nn.Module) -> nn.Module:
     """A copy in eval mode, float32 and plain memory format on the CPU."""
-    with _doing("copying the model to the CPU"):
+    with doing("copying the model to the CPU"):
         twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
         return twin.to(memory_format=torch.contiguous_format).eval()
 
 
 def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -> None:
     """Writes the graph that one batch takes, with a free batch size."""
-    with _doing("tracing the model"), warnings.catch_warnings():
+    with doing("tracing the model"), warnings.catch_warnings():
         # Only what torch says about its own exporter: a warning about the model's code is for the app to read.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
         warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # of padding; it folds the rest
@@ -198,71 +162,5 @@ def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -
         )
 
 
-def _facts(samples: Tensor, logits: Tensor) -> dict[str, str]:
-    try:
-        release = version("fleetdistill")
-    except PackageNotFoundError:  # runs from a source tree that is not installed
-        release = "unknown"
-    return {
-        "classes": str(logits.shape[1]),
-        "input_shape": ",".join(str(size) for size in samples.shape[1:]),
-        "fleetdistill_version": release,
-    }
-
-
-@contextmanager
-def _temporary_beside(path: Path) -> Iterator[Path]:
-    """A name in the same directory, so that the rename is atomic; nothing is left there afterwards."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _finish(path: Path, metadata: Mapping[str, str]) -> int:
-    """Adds the metadata to an exported file and has it checked; its size in bytes."""
-    with _doing("checking the exported model"):
-        import onnx
-
-        proto = onnx.load(path)
-        onnx.helper.set_model_props(proto, dict(metadata))
-        onnx.checker.check_model(proto, full_check=True)
-        data: bytes = proto.SerializeToString()
-    with _doing(f"writing {path}"), path.open("wb") as file:
-        file.write(data)
-    return len(data)
-
-
-def _compare(
-    path: Path, batches: list[Tensor], expected: list[Tensor], tolerance: float, output: str = "logits"
-) -> float:
-    with _doing("loading the exported model into onnxruntime"):
-        session = _session(path)
-    worst = 0.0
-    for batch, logits in zip(batches, expected, strict=True):
-        with _doing(f"running the exported model in onnxruntime on a batch of {len(batch)}"):
-            answer = torch.from_numpy(session.run([output], {"input": batch.numpy()})[0])
-        if answer.shape != logits.shape:
-            raise ExportError(
-                f"onnxruntime answers shape {tuple(answer.shape)} to a batch of {len(logits)}, PyTorch "
-                f"{tuple(logits.shape)}; the model fixes the batch size in Python code, take it from tensors instead"
-            )
-        difference = float((answer - logits).abs().max())
-        if not difference <= tolerance * max(1.0, float(logits.abs().max())):  # "not <=" so that NaN fails
-            raise ExportError(
-                f"onnxruntime differs from PyTorch by {difference:.3g} on a batch of {len(logits)} real samples, "
-                f"allowed is {tolerance:.3g}; look for Python code in forward() that depends on data, for "
-                "randomness in eval mode, or for logits that are not finite"
-            )
-        worst = max(worst, difference)
-    return worst
-
-
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors come as exceptions; do not print them as well
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
+    return [one.numpy() for one in tensors]

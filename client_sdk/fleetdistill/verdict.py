@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from fleetdistill.knowledge import Metric
@@ -25,7 +26,7 @@ class Verdict:
     Attributes:
         replaced: It is; false: the app keeps what it has, and training goes on.
         accuracy: Of the round's model on the app's validation data, in [0, 1]; None without such data.
-        accuracy_in_use: Of the app's model until then.
+        accuracy_in_use: Of the app's model until then; None where it had none.
         answer: Name of the answer that the app's model becomes, where the round gives several; else empty.
     """
 
@@ -39,7 +40,8 @@ class Verdict:
         """One sentence for a person."""
         if self.accuracy is None:
             return "the app's model is replaced"
-        before = f"{self.accuracy:.3f} on validation data, {self.accuracy_in_use:.3f} before"
+        in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"
+        before = f"{self.accuracy:.3f} on validation data, {in_use} before"
         return f"the app's model is replaced: {before}" if self.replaced else f"the app keeps its model: {before}"
 
     @property
@@ -50,3 +52,25 @@ class Verdict:
     def metric(self, name: str) -> Metric:
         """What the server is told, under a name of `VERDICTS`."""
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
+
+
+def judge(found: Mapping[str, float], in_use: float | None) -> tuple[str, Verdict]:
+    """The best of a round's answers, and whether the app's model becomes it.
+
+    Args:
+        found: Accuracy on the app's validation data of each answer, by name; of equals the first is the best.
+        in_use: That of the app's model; None where it has none yet.
+    """
+    best = max(found, key=lambda name: found[name])
+    replaced = in_use is None or found[best] >= in_use
+    return best, Verdict(replaced, found[best], in_use, best if replaced and len(found) > 1 else "")
+
+
+def picked(names: Iterable[str], verdict: Verdict) -> list[Metric]:
+    """Which answer the app's model becomes, where there is a choice."""
+    known = list(names)
+    return [
+        Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == verdict.answer), count=1)
+        for name in known
+        if len(known) > 1
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer
@@ -17,10 +17,8 @@ from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from fleetdistill.local_training import Counts
-    from fleetdistill.onnx_export import OnnxReport
+    from fleetdistill.figures import Counts
+    from fleetdistill.onnx_file import OnnxReport
 
 
 @dataclass(frozen=True)
@@ -57,18 +55,23 @@ class DeviceWorker(Protocol):
     contract: contract_pb2.Contract
     has_state: bool
 
-    @property
-    def has_proxy(self) -> bool:
-        """Whether it has the run's proxy set; asked only where the run has one."""
-
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         """What the device says of itself at check-in; the same bytes each time for the same model and data."""
 
-    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
-        """Takes the run's proxy set, whose payload was held against the contract's digest."""
+    def wanted_payloads(self) -> Sequence[bytes]:
+        """Digests of the contract's payloads that it works with: initial weights, proxy set, extractor file.
+
+        The device fetches no other, and keeps all but the initial weights, which are used once.
+        """
+
+    def has_payload(self, sha256: bytes) -> bool:
+        """Whether it has taken a payload that it wants; never asked about the initial weights."""
+
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
+        """Takes a payload that it wants, whose bytes were held against the contract's digest; before any state."""
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Takes the weights that every device of the run starts from."""
+        """Takes the weights that every device of the run starts from, if it wants them and has no state yet."""
 
     def state(self) -> bytes:
         """All that the next answer depends on."""
@@ -85,10 +88,10 @@ class DeviceWorker(Protocol):
     def deliver(self, verdict: Verdict) -> None:
         """Carries out the verdict on the last answer, which has its receipt."""
 
-    def delivered_model(self) -> nn.Module:
+    def delivered_model(self) -> Any:
         """What `Device.model` returns."""
 
-    def delivered_models(self) -> Mapping[str, nn.Module]:
+    def delivered_models(self) -> Mapping[str, Any]:
         """What `Device.models` returns."""
 
     def delivered_state(self) -> bytes:

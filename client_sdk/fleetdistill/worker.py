@@ -16,17 +16,20 @@ from torch import nn
 
 from fleetdistill.data_version import digest_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
-from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
-from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
+from fleetdistill.figures import Counts, allowed, metrics_of, place_of
+from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
+from fleetdistill.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, GENERAL, USUAL_PREDICTOR, Ask, Local
+from fleetdistill.methods.base import CUT, DELIVER, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.models.space import MakePredictor, SpaceModel
-from fleetdistill.onnx_export import OnnxReport, copy_onnx, export_onnx
+from fleetdistill.names import USUAL_PREDICTOR
+from fleetdistill.onnx_export import export_onnx
+from fleetdistill.onnx_file import OnnxReport, copy_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters, state_tensors
-from fleetdistill.verdict import PICKED, REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict
+from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -142,12 +145,15 @@ class Worker:
             self._delivered[self._own].load_state_dict(self._module.state_dict())
         self.has_state = True
 
-    @property
-    def has_proxy(self) -> bool:
+    def wanted_payloads(self) -> Sequence[bytes]:
+        """Initial weights and proxy set, where the run has them."""
+        return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
+
+    def has_payload(self, sha256: bytes) -> bool:
         """Whether the method has the run's proxy set."""
         return self._method.local.proxy is not None
 
-    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
         """Takes the run's proxy set, whose payload was held against the contract's digest."""
         proxy = proxy_data(proxy_of(parts), self.contract.input_shape, self._classes)
         local, digest = self._method.local, self.contract.proxy_digest
@@ -203,14 +209,14 @@ class Worker:
             scores = self._score(models) if measured else {}
             verdict = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
-            metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)
+            metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
         ]
-        figures += _allowed(self._method.figures, allow)
+        figures += allowed(self._method.figures, allow)
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
             figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
-            figures += _picked(models, verdict)
+            figures += picked(models, verdict)
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
         delivered = self._delivery(models, self._best) if verdict is not None and verdict.replaced else None
@@ -219,7 +225,7 @@ class Worker:
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}
         return {
-            _place(split, name): _counts(model, data, self._classes)
+            place_of(split, name): _counts(model, data, self._classes)
             for name, model in models.items()
             for split, data in given.items()
         }
@@ -244,15 +250,13 @@ class Worker:
         if data is None:
             return Verdict(replaced=True, answer=self._best if len(models) > 1 else "")
         found = {
-            name: (scores.get(_place(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
+            name: (scores.get(place_of(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
             for name, model in models.items()
         }
-        self._best = max(found, key=lambda name: found[name])  # of equals the first
         if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
             self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        replaced = found[self._best] >= self._delivered_accuracy
-        answer = self._best if replaced and len(models) > 1 else ""
-        return Verdict(replaced, found[self._best], self._delivered_accuracy, answer)
+        self._best, verdict = judge(found, self._delivered_accuracy)
+        return verdict
 
     def deliver(self, verdict: Verdict) -> None:
         """Carries out the verdict on the last answer, which has its receipt."""
@@ -312,26 +316,12 @@ class Worker:
         return replace(in_use, path=path, max_difference=max(one.max_difference for one in reports.values()))
 
 
-def _picked(models: Mapping[str, nn.Module], verdict: Verdict) -> list[Metric]:
-    """Which answer the app's model becomes, where there is a choice."""
-    return [
-        Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == verdict.answer), count=1)
-        for name in models
-        if len(models) > 1
-    ]
-
-
 def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:
     """How a model does; where its extractor is fixed, from features that are kept."""
     if isinstance(model, SpaceModel):
         rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
         return evaluate(model.above, TensorData(rows, data.labels), classes)
     return evaluate(model, data, classes)
-
-
-def _place(split: str, name: str) -> str:
-    """Key of an answer's figures: the general one's is the split alone."""
-    return split if name == GENERAL else f"{split}/{name}"
 
 
 def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
@@ -345,27 +335,7 @@ def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
     return loaded
 
 
-def _metrics(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
-    split, _, name = place.partition("/")
-    of = f"{name}/" if name else ""
-    by_class = _by_class(counts) if "counts" in allow else []  # they tell how many samples of a class there are
-    return [
-        Metric(name=f"{of}accuracy", split=split, sum=counts.correct, count=counts.count, by_class=by_class),
-        Metric(name=f"{of}loss", split=split, sum=counts.loss_sum, count=counts.count),
-    ]
-
-
-def _allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
-    """Without the counts by class where the app keeps these back."""
-    return [one if "counts" in allow else replace(one, by_class=[]) for one in figures]
-
-
 def _training_loss(trained: TrainingReport) -> Metric:
     """The mean of the loss over the samples that training saw; with distillation it is of all terms together."""
     seen = trained.samples_seen
     return Metric(name="loss", split="train", sum=trained.mean_loss * seen, count=seen)
-
-
-def _by_class(counts: Counts) -> list[ClassCount]:
-    pairs = zip(counts.per_class_correct.tolist(), counts.per_class_count.tolist(), strict=True)
-    return [ClassCount(label=label, sum=hit, count=all_) for label, (hit, all_) in enumerate(pairs) if all_]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, ExportError
 from fleetdistill.knowledge import SampleKnowledge
-from fleetdistill.onnx_export import OnnxReport, export_onnx
+from fleetdistill.onnx_export import export_onnx
+from fleetdistill.onnx_file import OnnxReport
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2

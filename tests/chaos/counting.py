@@ -84,7 +84,6 @@ class CountingWorker:
     def __init__(self, contract: contract_pb2.Contract) -> None:
         self.contract = contract
         self.has_state = False
-        self.has_proxy = False
         config = device_methods.config_from_plan(contract.method, read_plan(contract.config))
         self._method: Any = device_methods.device_class(contract.method)(config, None)  # type: ignore[arg-type]
 
@@ -100,8 +99,14 @@ class CountingWorker:
             sdk_version="chaos",
         )
 
-    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
-        """A counting run has no proxy set."""
+    def wanted_payloads(self) -> Sequence[bytes]:
+        return []
+
+    def has_payload(self, sha256: bytes) -> bool:
+        return False
+
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
+        """A counting run has none."""
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
         """A counting run has no initial weights."""

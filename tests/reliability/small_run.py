@@ -59,8 +59,6 @@ class ParrotWorker:
     So an answer whose state is lost, or counts twice, makes another end of the run.
     """
 
-    has_proxy = False
-
     def __init__(self, name: str, contract: contract_pb2.Contract) -> None:
         self.contract = contract
         self.has_state = False
@@ -77,8 +75,14 @@ class ParrotWorker:
             allowed_columns=sorted(allow),
         )
 
-    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
-        raise AssertionError("this run has no proxy set")
+    def wanted_payloads(self) -> Sequence[bytes]:
+        return [self.contract.initial_weights]
+
+    def has_payload(self, sha256: bytes) -> bool:
+        return False
+
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
+        raise AssertionError("this worker wants the initial weights alone")
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
         assert parts

@@ -204,7 +204,7 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
         link = CountingLink(desk)
         with make_device(spec, link) as device:
             worker = device._ready_worker()
-            assert worker.has_proxy
+            assert worker.has_payload(digest)
             proxy = worker._method.local.proxy
             assert proxy is not None
             assert len(proxy) == 80

@@ -26,7 +26,7 @@ class SmallWorker:
     def __init__(self, contract: contract_pb2.Contract, rows: int = 4) -> None:
         self.contract = contract
         self.has_state = False
-        self.has_proxy = False
+        self.taken: list[bytes] = []
         self.rows = rows
         self.count = 0
         self.asked: list[service_pb2.Ask] = []
@@ -34,8 +34,14 @@ class SmallWorker:
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         return make_profile(proxy_digest=self.contract.proxy_digest, samples=self.rows)
 
-    def take_proxy(self, parts: Mapping[str, Kind]) -> None:
-        self.has_proxy = True
+    def wanted_payloads(self) -> Sequence[bytes]:
+        return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
+
+    def has_payload(self, sha256: bytes) -> bool:
+        return sha256 in self.taken
+
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
+        self.taken.append(sha256)
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
         """Starts from nothing."""

@@ -10,7 +10,7 @@ With `features = "averaged"` the method has another form, `fleetdistill.methods.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -212,6 +212,105 @@ def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
         raise DataError(f"scattering needs images in [0, 1], got {low:g} to {high:g}; scale them, or {way_out}")
 
 
+class DeviceStatistics:
+    """What a device makes of its rows and of the fleet's space: the steps but for training, with PyTorch or without.
+
+    Attributes:
+        space: The fleet's, once there is one.
+        plan: What the server said of it.
+        answers: Made of it and of own rows.
+        labels: Classes of own rows, `[n]`.
+    """
+
+    def __init__(self, config: ClassStatsConfig, rows: Callable[[], Array], labels: Array, classes: int) -> None:
+        """Computes nothing yet.
+
+        Args:
+            config: Of the contract.
+            rows: Gives the projected features of all own rows, `[n, D]`.
+            labels: Their classes, `[n]`.
+            classes: C.
+        """
+        self._config, self._make_rows, self._classes = config, rows, classes
+        self.labels = labels
+        self.space: ClassSpace | None = None
+        self.plan: SpacePlan | None = None
+        self.answers: ClassAnswers | None = None
+
+    @cached_property
+    def rows(self) -> Array:
+        """Projected features of all own rows."""
+        return self._make_rows()
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Of own rows, of all classes that may be sent; the one place where noise would be added."""
+        return moments_of(self.rows, self.labels, self._config.min_samples)
+
+    def summarise(self) -> Answer:
+        """Means of own classes and their one covariance (3.3, 3.4): all that ever leaves of the rows."""
+        sent = to_wire(self.moments, self._config.rank, self._config.rows_per_direction)
+        return Answer(parts={"statistics": sent}, samples=len(self.labels))
+
+    def learn(self, ask: Ask) -> Answer:
+        """Takes the fleet's space, and makes both answers of it (3.6 to 3.11)."""
+        plan = SpacePlan.of(ask)
+        self._take_space(ask, plan)
+        found = self._make_answers(plan)
+        return Answer(parts={}, samples=len(self.labels), notes={"own_statistics_kept": int(found.own_kept)})
+
+    def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
+        if "space" in ask.parts:
+            space = ask.part("space", ClassSpace)
+            check_space(space, self.rows.shape[1], self._classes)
+            self.space = copied(space)
+        elif self.plan is None or self.plan.merge != plan.merge:
+            held = "none" if self.plan is None else self.plan.merge
+            raise CannotAnswer(
+                f"step {ask.step!r} is about class space {plan.merge}, this device has {held}; the server sends it "
+                "with the next ask"
+            )
+        self.plan = plan
+
+    def _make_answers(self, plan: SpacePlan) -> ClassAnswers:
+        assert self.space is not None
+        own = self.moments
+        self.answers = class_answers(
+            self.space,
+            self.rows,
+            self.labels,
+            own.labels if plan.counted else (),
+            self._classes,
+            own if self._config.own_statistics_guard else None,
+        )
+        return self.answers
+
+    def restore(self, space: ClassSpace | None, plan: Mapping[str, Any] | None) -> None:
+        """Takes up a space and its plan that were kept; the answers are made of them when they are asked for."""
+        self.space = space
+        self.plan = None if plan is None else SpacePlan(**plan)
+        self.answers = None
+
+    @property
+    def space_and_plan(self) -> tuple[ClassSpace, SpacePlan]:
+        """Of the last step that has taken them."""
+        assert self.space is not None
+        assert self.plan is not None
+        return self.space, self.plan
+
+    @property
+    def made(self) -> ClassAnswers:
+        """The answers of the last step that has made them."""
+        assert self.answers is not None
+        return self.answers
+
+    def answers_again(self) -> ClassAnswers | None:
+        """The answers; after `restore` they are made anew. None before there is a space."""
+        if self.answers is None and self.plan is not None:
+            return self._make_answers(self.plan)
+        return self.answers
+
+
 class ClassStatsDevice(DeviceMethod):
     """Device half. The network that the app gave is an answer of its own beside the two of the space."""
 
@@ -223,9 +322,8 @@ class ClassStatsDevice(DeviceMethod):
         super().__init__(config, local)
         if config.features == SCATTERING:
             check_images(local.data.inputs.numpy(), tuple(local.data.inputs.shape[1:]))
-        self._space: ClassSpace | None = None
-        self._plan: SpacePlan | None = None
-        self._answers: ClassAnswers | None = None
+        labels = local.data.labels.cpu().numpy()
+        self._own = DeviceStatistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
         self._taught = False
 
@@ -242,51 +340,19 @@ class ClassStatsDevice(DeviceMethod):
 
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
-        """Means of own classes and their one covariance (3.3, 3.4): all that ever leaves of the rows."""
-        sent = to_wire(self._moments, self.config.rank, self.config.rows_per_direction)
-        return Answer(parts={"statistics": sent}, samples=len(self.local.data))
+        """As `DeviceStatistics`."""
+        return self._own.summarise()
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """Takes the fleet's space, and makes both answers of it (3.6 to 3.11)."""
-        plan = SpacePlan.of(ask)
-        self._take_space(ask, plan)
-        self._make_answers(plan)
-        assert self._answers is not None
+        """As `DeviceStatistics`; then trains what is wanted (3.10)."""
+        answer = self._own.learn(ask)
+        self.figures = self._own.made.figures
         if self.config.predictor == "trained":
-            self._train_predictor(plan, ask.seed)
+            self._train_predictor(ask.seed)
         if self.config.own_network == "taught":
-            self._teach_own_network(plan, ask.seed)
-        notes = {"own_statistics_kept": int(self._answers.own_kept)}
-        return Answer(parts={}, samples=len(self.local.data), notes=notes)
-
-    def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
-        if "space" in ask.parts:
-            space = ask.part("space", ClassSpace)
-            check_space(space, self._fixed.dimensions, self.local.classes)
-            self._space = copied(space)
-        elif self._plan is None or self._plan.merge != plan.merge:
-            held = "none" if self._plan is None else self._plan.merge
-            raise CannotAnswer(
-                f"step {ask.step!r} is about class space {plan.merge}, this device has {held}; the server sends it "
-                "with the next ask"
-            )
-        self._plan = plan
-
-    def _make_answers(self, plan: SpacePlan) -> None:
-        assert self._space is not None
-        own = self._moments
-        self._answers = class_answers(
-            self._space,
-            self._rows,
-            self._labels,
-            own.labels if plan.counted else (),
-            self.local.classes,
-            own if self.config.own_statistics_guard else None,
-        )
-        self.figures = self._answers.figures
-
-    # --- own rows
+            self._teach_own_network(ask.seed)
+        return answer
 
     @cached_property
     def _fixed(self) -> FixedFeatures:
@@ -302,40 +368,24 @@ class ClassStatsDevice(DeviceMethod):
         dimensions = self.config.dimensions_for(shape, features)
         return FixedFeatures(extractor, features, dimensions, self.local.torch_device)
 
-    @cached_property
-    def _rows(self) -> Array:
-        """Projected features of all own rows."""
-        return self._fixed.of(self.local.data.inputs)
-
-    @cached_property
-    def _labels(self) -> Array:
-        return self.local.data.labels.cpu().numpy()
-
-    @cached_property
-    def _moments(self) -> Moments:
-        """Of own rows, of all classes that may be sent; the one place where noise would be added."""
-        return moments_of(self._rows, self._labels, self.config.min_samples)
-
     # --- training, where it is wanted
 
-    def _train_predictor(self, plan: SpacePlan, seed: int) -> None:
+    def _train_predictor(self, seed: int) -> None:
         from fleetdistill.models.space import make_predictor
         from fleetdistill.space_training import train_predictor
 
-        assert self._space is not None
-        classes, rows = self.local.classes, coordinates(self._space, self._rows)
+        space, plan = self._own.space_and_plan
+        rows, labels, classes = coordinates(space, self._own.rows), self._own.labels, self.local.classes
         self._predictor = make_predictor(self.local.predictor, classes - 1, classes)
-        self.trained = train_predictor(
-            self._predictor, self._space, rows, self._labels, self.config, classes, plan.draw_seed, seed
-        )
+        self.trained = train_predictor(self._predictor, space, rows, labels, self.config, classes, plan.draw_seed, seed)
 
-    def _teach_own_network(self, plan: SpacePlan, seed: int) -> None:
+    def _teach_own_network(self, seed: int) -> None:
         from fleetdistill.models.space import SpaceModel
         from fleetdistill.space_training import teach_network
 
-        assert self._space is not None
-        general = SpaceModel(self._fixed, self.local.classes).take(self._space).eval()
-        self.trained = teach_network(self.local, general, self._space, self.config, plan.draw_seed, seed)
+        space, plan = self._own.space_and_plan
+        general = SpaceModel(self._fixed, self.local.classes).take(space).eval()
+        self.trained = teach_network(self.local, general, space, self.config, plan.draw_seed, seed)
         self._taught = True
 
     # --- answers
@@ -345,12 +395,13 @@ class ClassStatsDevice(DeviceMethod):
         from fleetdistill.models.space import SpaceModel
 
         own = {OWN: self.local.model} if self._taught else {}
-        if self._answers is None:
+        made = self._own.answers
+        if made is None:
             return own
-        trained, personal = self._predictor, self._answers.personal
-        for_own = None if self._answers.own_kept else trained  # a trained predictor knows the fleet's space alone
+        trained, personal = self._predictor, made.personal
+        for_own = None if made.own_kept else trained  # a trained predictor knows the fleet's space alone
         temperature = 1.0 if for_own is not None else personal.temperature
-        general = SpaceModel(self._fixed, self.local.classes, trained).take(self._answers.general)
+        general = SpaceModel(self._fixed, self.local.classes, trained).take(made.general)
         personally = SpaceModel(self._fixed, self.local.classes, copy.deepcopy(for_own))
         return {GENERAL: general, PERSONAL: personally.take(personal.space, temperature, personal.prior), **own}
 
@@ -359,8 +410,8 @@ class ClassStatsDevice(DeviceMethod):
     def state_dict(self) -> dict[str, Any]:
         """The fleet's space and its plan; answers are made of them and of own rows again."""
         return {
-            "space": None if self._space is None else packed(self._space),
-            "plan": None if self._plan is None else dict(self._plan.to_wire().values),
+            "space": None if self._own.space is None else packed(self._own.space),
+            "plan": None if self._own.plan is None else dict(self._own.plan.to_wire().values),
             "predictor": None if self._predictor is None else self._predictor.state_dict(),
             "taught": self._taught,
         }
@@ -369,11 +420,9 @@ class ClassStatsDevice(DeviceMethod):
         """Restores what `state_dict` gave."""
         from fleetdistill.models.space import make_predictor
 
-        self._space = None if state["space"] is None else unpacked(state["space"])
-        self._plan = None if state["plan"] is None else SpacePlan(**state["plan"])
-        self._taught, self._answers, self._predictor = state["taught"], None, None
-        if self._plan is not None:
-            self._make_answers(self._plan)
+        self._own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
+        self._own.answers_again()
+        self._taught, self._predictor = state["taught"], None
         if state["predictor"] is not None:
             self._predictor = make_predictor(self.local.predictor, self.local.classes - 1, self.local.classes)
             self._predictor.load_state_dict(state["predictor"])
@@ -381,7 +430,8 @@ class ClassStatsDevice(DeviceMethod):
 
 def copied(space: ClassSpace) -> ClassSpace:
     """A space of its own memory: what came may lie in a file that is deleted."""
-    return unpacked(packed(space))
+    arrays = {name: np.array(value) for name, value in vars(space).items() if name != "labels"}
+    return ClassSpace(labels=list(space.labels), **arrays)
 
 
 def packed(space: ClassSpace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fleetdistill.class_space import BELOW_ALL
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.knowledge import Array, ClassSpace
@@ -31,7 +32,6 @@ PREDICTORS: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 """Predictors that come along, and the widths of their hidden layers."""
-_BELOW_ALL = 20.0
 
 
 def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn.Module:
@@ -79,7 +79,7 @@ class ClosedForm(nn.Module):
     def forward(self, v: Tensor) -> Tensor:
         """Logits `[batch, C]` of coordinates `[batch, q]`."""
         logits = v @ self.centres.T - self.centres.square().sum(dim=1) / 2
-        below = logits.masked_fill(~self.present, torch.inf).amin(dim=1, keepdim=True) - _BELOW_ALL
+        below = logits.masked_fill(~self.present, torch.inf).amin(dim=1, keepdim=True) - BELOW_ALL
         return torch.where(self.present, logits, below)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, ModelError
+from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.local_training import Counts, TensorData, as_tensor_data, evaluate, train_epochs
+from fleetdistill.local_training import TensorData, as_tensor_data, evaluate, train_epochs
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import check_local_model
 from fleetdistill.seeds import derive_seed

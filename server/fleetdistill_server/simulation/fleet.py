@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.local_training import Counts
 from fleetdistill.model import parameter_count
 from fleetdistill.models import build_model
 from fleetdistill_server.contract import build_method

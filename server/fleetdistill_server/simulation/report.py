@@ -219,7 +219,7 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     fleet_cc = done.history.devices[spec.name][-1]
     alone = done.controls.alone.get(spec.name)
-    alone_cc = alone[-1].confusion.numpy() if alone else None
+    alone_cc = alone[-1].confusion if alone else None
     own_traffic = [one for one in traffic if one["device"] == spec.name]
     exported = json.loads(spec.exported_file.read_text())
     return DeviceReport(
@@ -293,7 +293,7 @@ def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict
 
     found = {"fleet": last(history)}
     if controls.alone:
-        alone_kcc = [controls.alone[name][-1].confusion.numpy() for name in history.devices]
+        alone_kcc = [controls.alone[name][-1].confusion for name in history.devices]
         found["alone"] = fleet_figures(alone_kcc, samples_jc, None)
     if controls.fedavg is not None:
         found["fedavg"] = last(controls.fedavg.history)

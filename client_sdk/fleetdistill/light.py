@@ -1,0 +1,382 @@
+"""A device without PyTorch: numpy, and onnxruntime for the extractor that the server hands out.
+
+    device = Device(server=..., worker=light_worker((images, labels)), state_dir=..., export_onnx="never")
+
+It takes part in runs of class statistics whose extractor is fixed, beside devices with PyTorch, and has the same two
+answers, in closed form. Nothing here imports torch, onnx (but for an export) or safetensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetdistill.data_version import digest_of
+from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
+from fleetdistill.figures import Counts, allowed, counts_of, metrics_of, place_of
+from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
+from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers
+from fleetdistill.methods import config_from_plan
+from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
+from fleetdistill.methods.classstats import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
+from fleetdistill.onnx_extractor import OnnxExtractor, extractor_of
+from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
+from fleetdistill.version import VERSION
+from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.work import MakeWorker, Work
+
+if TYPE_CHECKING:
+    from fleetdistill.onnx_file import OnnxReport
+
+METHOD = "classstats"
+_MODEL_NAME = "light"
+_SAMPLES_COMPARED = 64
+_WITH_TORCH = "let this device run with PyTorch: Device(model=..., data=...) with fleetdistill[train] installed"
+
+
+def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = None) -> MakeWorker:
+    """What `Device(worker=...)` takes on a device without PyTorch.
+
+    Args:
+        data: Private training data: `(inputs, labels)` as numpy arrays, or a function that returns them. Inputs are
+            floats `[N, *input_shape]`, finite, images of scattering in [0, 1]; labels are integers in `[0, classes)`.
+        test_data: Data whose figures are reported to the server.
+        validation_data: Data that decide whether an answer replaces the one in use.
+
+    Returns:
+        A function of the contract. It raises ConfigurationError for a run that such a device cannot take part in, and
+        DataError for data that do not fit the run.
+    """
+    return lambda contract: LightWorker(contract, data, test_data, validation_data)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledArrays:
+    """Labelled samples in memory: `[N, *input_shape]` float32 and `[N]` int64."""
+
+    inputs: Array
+    labels: Array
+
+
+class LightWorker:
+    """Does a device's computing in numpy: a `fleetdistill.work.DeviceWorker`. See `light_worker`.
+
+    Attributes:
+        contract: The run's terms.
+        has_state: Whether the device's committed state is loaded.
+    """
+
+    def __init__(self, contract: contract_pb2.Contract, data: Any, test_data: Any, validation_data: Any) -> None:
+        self.contract = contract
+        self.has_state = False
+        self._config = _config_of(contract)
+        self._classes = len(contract.classes)
+        given = {"train": data, "test": test_data, SPLIT: validation_data}
+        self._data = {
+            split: _load(one, contract, self._config.features, "data" if split == "train" else f"{split}_data")
+            for split, one in given.items()
+            if one is not None or split == "train"
+        }
+        self._rows: dict[str, Array] = {}
+        self._extractor: OnnxExtractor | None = None
+        self._own = DeviceStatistics(
+            self._config, lambda: self._rows_of("train"), self._data["train"].labels, self._classes
+        )
+        self._delivered: dict[str, LightModel] = {}
+        self._in_use = ""
+        self._best = ""  # among the answers of the last ask
+        self._delivered_accuracy: float | None = None
+
+    def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
+        """What the device says of itself at check-in.
+
+        Extractor and features are the contract's, because it is the contract's own file that this device runs; the
+        file is held against them when it is here. A device is let in before it may download.
+        """
+        return contract_pb2.DeviceProfile(
+            model_name=_MODEL_NAME,
+            extractor_fingerprint=self.contract.extractor_fingerprint,
+            samples=len(self._data["train"].labels),
+            classes=self._classes,
+            input_shape=self.contract.input_shape,
+            features=self.contract.features,
+            knowledge_types=KNOWLEDGE_TYPES,
+            allowed_columns=sorted(allow),
+            sdk_version=VERSION,
+        )
+
+    def data_digest(self) -> bytes:
+        """SHA-256 over the training rows."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
+        return digest_of(self._data["train"].inputs, self._data["train"].labels)
+
+    # --- the extractor
+
+    def wanted_payloads(self) -> Sequence[bytes]:
+        """The extractor's file alone: the run's initial weights are in it."""
+        return [self.contract.extractor_file]
+
+    def has_payload(self, sha256: bytes) -> bool:
+        """Whether the extractor is here."""
+        return self._extractor is not None
+
+    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
+        """Takes the extractor's file."""
+        found = extractor_of(parts, self.contract.input_shape, self.contract.threads)
+        declared = {one.name: prod(one.shape) for one in self.contract.features}
+        if declared.get(CUT, found.features) != found.features:
+            raise WireError(
+                f"the run's extractor file makes {found.features} numbers of an input, its contract says "
+                f"{declared[CUT]}; the server's operator has to mend it"
+            )
+        self._extractor = found
+
+    @property
+    def _ready_extractor(self) -> OnnxExtractor:
+        if self._extractor is None:
+            raise ModelError("the run's extractor file is not here yet; let the device take a step first")
+        return self._extractor
+
+    def _rows_of(self, split: str) -> Array:
+        """Projected features of own data, computed once."""
+        if split not in self._rows:
+            extractor = self._ready_extractor
+            dimensions = self._config.dimensions_for(tuple(self.contract.input_shape), extractor.features)
+            self._rows[split] = extractor.projected(self._data[split].inputs, dimensions)
+        return self._rows[split]
+
+    # --- state
+
+    def load_initial(self, parts: Mapping[str, Kind]) -> None:
+        """Not called: the weights that others start from are in the extractor's file."""
+
+    def state(self) -> bytes:
+        """The fleet's space and its plan; all else is made of them and of own rows."""
+        spaces = {} if self._own.space is None else {"space": self._own.space}
+        plan = None if self._own.plan is None else dict(self._own.plan.to_wire().values)
+        return pack_answers({"plan": plan}, spaces, {})
+
+    def restore(self, saved: bytes, delivered: bytes | None) -> None:
+        """Takes up committed state, and the delivered answers; how good those are on today's data is judged anew."""
+        try:
+            outline, spaces, _ = unpack_answers(saved)
+            self._own.restore(spaces.get("space"), outline["plan"])
+            if delivered is not None:
+                self._restore_delivered(*unpack_answers(delivered))
+        except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+            raise StateError(f"the saved state is damaged ({error}); remove it to start afresh") from error
+        self._delivered_accuracy = None
+        self.has_state = True
+
+    def _restore_delivered(
+        self, outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]
+    ) -> None:
+        kept = {
+            name: SpaceAnswer(space=spaces[name], temperature=temperature, prior=priors.get(name))
+            for name, temperature in outline["temperatures"].items()
+        }
+        self._fill(kept)
+        self._in_use = outline["in_use"]
+
+    def forget_state(self) -> None:
+        """What was learned since the last receipt does not count; the committed state is loaded again before use."""
+        self.has_state = False
+
+    # --- work
+
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+        """Sends the statistics of own rows, or takes the fleet's space and says how its answers do on own data."""
+        if ask.step == "summarise":
+            return Work(self._own.summarise(), self.state())
+        if ask.step != "learn":
+            raise WireError(f"a device without PyTorch has no step {ask.step!r}; is the SDK older than the server?")
+        answer = self._own.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
+        if self._config.predictor == "trained":
+            answer = replace(answer, notes={**answer.notes, "closed_form_instead": 1})
+        found = self._answers()
+        scores = self._score(found)
+        self._best, verdict = self._judged(scores, list(found))
+        figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
+        figures += allowed(self._own.made.figures, allow)
+        figures += _about(verdict, list(found))
+        if "metrics" in allow:
+            answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
+        delivered = self._packed_delivery(found, self._best) if verdict.replaced else None
+        return Work(answer, self.state(), verdict, delivered, scores)
+
+    def _answers(self) -> dict[str, SpaceAnswer]:
+        """Both of the last step."""
+        made = self._own.made
+        personal = made.personal
+        return {
+            GENERAL: SpaceAnswer(space=made.general),
+            PERSONAL: SpaceAnswer(space=personal.space, temperature=personal.temperature, prior=personal.prior),
+        }
+
+    def _score(self, found: Mapping[str, SpaceAnswer]) -> dict[str, Counts]:
+        return {
+            place_of(split, name): self._counts(self._model(answer), split)
+            for name, answer in found.items()
+            for split in self._data
+            if split != "train"
+        }
+
+    def _counts(self, model: LightModel, split: str) -> Counts:
+        return counts_of(model.of_rows(self._rows_of(split)), self._data[split].labels, self._classes)
+
+    def _model(self, answer: SpaceAnswer) -> LightModel:
+        return LightModel(self._ready_extractor, self.contract.input_shape, self._classes, answer)
+
+    # --- delivery
+
+    def _judged(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Verdict]:
+        """As with PyTorch; but before the first answer nothing is in use that it could be worse than."""
+        if SPLIT not in self._data:
+            return names[0], Verdict(replaced=True, answer=names[0])
+        if self._delivered_accuracy is None and self._delivered:
+            self._delivered_accuracy = self._counts(self.delivered_model(), SPLIT).accuracy
+        return judge({name: scores[place_of(SPLIT, name)].accuracy for name in names}, self._delivered_accuracy)
+
+    def deliver(self, verdict: Verdict) -> None:
+        """Carries out the verdict on the last answer, which has its receipt."""
+        if verdict.replaced:
+            self._fill(self._answers())
+            self._in_use, self._delivered_accuracy = self._best, verdict.accuracy
+
+    def _fill(self, answers: Mapping[str, SpaceAnswer]) -> None:
+        """A model that the app holds already is filled, not replaced."""
+        for name, answer in answers.items():
+            if name in self._delivered:
+                self._delivered[name].answer = answer
+            else:
+                self._delivered[name] = self._model(answer)
+
+    def delivered_model(self) -> LightModel:
+        """The answer that is in use."""
+        if not self._delivered:
+            raise ModelError(
+                "this device has no answer yet: without PyTorch there is none before the fleet's first space; run the "
+                f"device until its event 'delivered', or ask whether {GENERAL!r} is in device.models"
+            )
+        return self._delivered[self._in_use]
+
+    def delivered_models(self) -> Mapping[str, LightModel]:
+        """Both answers, once they are here."""
+        return dict(self._delivered)
+
+    def delivered_state(self) -> bytes:
+        """The app's answers, as `restore` takes them."""
+        return self._packed_delivery({}, self._in_use)
+
+    def _packed_delivery(self, answers: Mapping[str, SpaceAnswer], in_use: str) -> bytes:
+        kept = {**{name: model.answer for name, model in self._delivered.items()}, **answers}
+        outline = {"in_use": in_use, "temperatures": {name: one.temperature for name, one in kept.items()}}
+        priors = {name: one.prior for name, one in kept.items() if one.prior is not None}
+        return pack_answers(outline, {name: one.space for name, one in kept.items()}, priors)
+
+    def export(self, path: Path, number: int) -> OnnxReport:
+        """Writes both answers as ONNX, image to logits, and compares each with this device on its own samples.
+
+        `path` becomes a copy of the one in use.
+
+        Raises:
+            ExportError: The package `onnx` is not installed, or a file would not answer like the device.
+        """
+        from fleetdistill.light_export import export_answers
+
+        metadata = {
+            "run": self.contract.run,
+            "round": str(number),
+            "method": self.contract.method,
+            "class_names": ",".join(self.contract.classes),
+        }
+        self.delivered_model()  # raises where there is none
+        return export_answers(self._delivered, self._in_use, path, self._samples_to_compare, metadata)
+
+    @property
+    def _samples_to_compare(self) -> Array:
+        return self._data["train"].inputs[:_SAMPLES_COMPARED]
+
+
+def _about(verdict: Verdict, names: Sequence[str]) -> list[Metric]:
+    return [] if verdict.accuracy is None else [verdict.metric(REPLACED), *picked(names, verdict)]
+
+
+def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
+    """Raises ConfigurationError for a run that a device without PyTorch cannot take part in.
+
+    With `predictor = "trained"` it takes part in closed form: what it sends is the same, and its answers are those of
+    a device that trains none. With `own_network = "taught"` it has no network to teach.
+    """
+    plan = read_plan(contract.config)
+    if contract.method != METHOD or plan.values.get("features") == "averaged":
+        features = "" if contract.method != METHOD else ", features 'averaged'"
+        raise ConfigurationError(
+            f"run {contract.run!r} has method {contract.method!r}{features}; without PyTorch a device takes part in "
+            f"{METHOD!r} with features 'scattering' or 'model': {_WITH_TORCH}"
+        )
+    if not contract.extractor_file:
+        raise ConfigurationError(
+            f"run {contract.run!r} hands out no extractor as a file, because its server could not export it or is "
+            f"older; export works with fleetdistill[onnx] on the server. Or {_WITH_TORCH}"
+        )
+    found = config_from_plan(contract.method, plan)
+    assert isinstance(found, ClassStatsConfig)
+    return found
+
+
+def _load(data: Any, contract: contract_pb2.Contract, features: str, name: str) -> LabelledArrays:
+    try:
+        given = data() if callable(data) else data
+        found = labelled_arrays(given, tuple(contract.input_shape), len(contract.classes))
+        if features == SCATTERING and len(found.labels):
+            check_images(found.inputs, found.inputs.shape[1:])
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+    if not len(found.labels) and name != "test_data":
+        raise DataError(f"{name} has no samples; a device needs at least one")
+    return found
+
+
+def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> LabelledArrays:
+    """An app's arrays, checked.
+
+    Args:
+        data: `(inputs [N, *input_shape], labels [N])`. Inputs of any float type become float32.
+        input_shape: Of one input of the run.
+        classes: C of the run.
+
+    Raises:
+        DataError: They are of another kind or shape, of unequal length, not finite, or a label is outside [0, C).
+    """
+    if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, np.ndarray) for one in data)):
+        raise DataError(f"the data are a {type(data).__name__}; give a tuple (inputs, labels) of numpy arrays")
+    inputs, labels = data
+    if not np.issubdtype(inputs.dtype, np.floating):
+        raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
+    if inputs.ndim == 0 or inputs.shape[1:] != input_shape:
+        raise DataError(f"the inputs have shape {list(inputs.shape)}, the run wants {['n', *input_shape]}")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
+        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers of [samples]")
+    if len(inputs) != len(labels):
+        raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
+    with np.errstate(over="ignore"):
+        inputs = inputs.astype(np.float32, copy=False)
+    _refuse_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs hold NaN or infinity")
+    _refuse_rows((labels < 0) | (labels >= classes), f"the labels are not all in [0, {classes}), the run's class list")
+    return LabelledArrays(inputs, labels.astype(np.int64))
+
+
+def _refuse_rows(bad_n: Array, text: str) -> None:
+    if bad_n.any():
+        raise DataError(f"{text}, first at row {int(bad_n.argmax())}; correct or drop such samples")

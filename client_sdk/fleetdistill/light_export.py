@@ -1,0 +1,151 @@
+"""Answers of a device without PyTorch as files of ONNX: from an image to logits, in one graph.
+
+The graph is that of the run's extractor, with a few operators behind it. Needs the package `onnx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetdistill.class_space import BELOW_ALL
+from fleetdistill.durable import rename_durably
+from fleetdistill.errors import ExportError
+from fleetdistill.knowledge import Array
+from fleetdistill.light_answers import LightModel
+from fleetdistill.onnx_file import OnnxReport, Reference, compare, copy_onnx, doing, facts, finish, temporary_beside
+
+_TOLERANCE = 1e-4
+_LEAST_OPSET = 18  # of ReduceMin with its axes as an input; the server's exports have it
+_OWN = "fleetdistill_"  # how the names of what is added begin
+_REFERENCE = Reference(
+    "this device",
+    "the extractor's file does not take batches of any size; the server's operator has to mend it",
+    "the extractor's file answers otherwise than it did; the server's operator has to mend it",
+)
+
+
+def export_answers(
+    models: Mapping[str, LightModel], in_use: str, path: Path, samples: Array, metadata: Mapping[str, str]
+) -> OnnxReport:
+    """Writes each answer beside `path` under its name, and the one in use at `path`.
+
+    Args:
+        models: The answers by name.
+        in_use: One of these names.
+        path: File to write; its directory must exist.
+        samples: Real inputs, `[n, *input_shape]`, n >= 1, on which each file is compared with its answer.
+        metadata: As `fleetdistill.onnx_export.export_onnx`.
+
+    Returns:
+        About the file at `path`, with the largest difference of all.
+
+    Raises:
+        ExportError: `onnx` is not installed, or a file would not answer like the device.
+    """
+    _check_onnx()
+    reports = {
+        name: _export(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
+        for name, model in models.items()
+    }
+    copy_onnx(reports[in_use].path, path)
+    return replace(reports[in_use], path=path, max_difference=max(one.max_difference for one in reports.values()))
+
+
+def _check_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise ExportError(
+            "writing ONNX files needs the package onnx: pip install 'fleetdistill[onnx]', or say "
+            'Device(export_onnx="never"); device.model answers without any file'
+        ) from error
+
+
+def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str, str]) -> OnnxReport:
+    batches = [samples[:1], samples if len(samples) > 1 else np.concatenate([samples, samples])]
+    expected = [model(batch) for batch in batches]
+    with temporary_beside(path) as temporary:
+        with doing("building the answer's graph"):
+            temporary.write_bytes(_graph_of(model).SerializeToString())
+        size = finish(temporary, {**facts(samples.shape[1:], model.classes), **metadata})
+        difference = compare(temporary, batches, expected, _TOLERANCE, _REFERENCE)
+        with doing(f"writing {path}"):
+            rename_durably(temporary, path)
+    return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
+
+
+def _graph_of(model: LightModel) -> Any:
+    """The extractor's graph with projection, space and closed form behind it (3.2, 3.6, 3.7, 3.9)."""
+    import onnx
+
+    proto = onnx.load_model_from_string(model.extractor.data)
+    (opset,) = (one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
+    if opset < _LEAST_OPSET:
+        raise ExportError(f"the extractor's file has opset {opset}, an answer needs {_LEAST_OPSET} or newer")
+    added = _Chain(proto.graph)
+    added.then("Flatten", axis=1)
+    space = model.answer.space
+    centres = space.centres.astype(np.float64)
+    added.then("MatMul", model.matrix())
+    added.then("Sub", space.origin)
+    added.then("MatMul", centres.T)
+    added.then("Sub", np.square(centres).sum(axis=1) / 2)
+    added.in_all_classes(space.labels, model.classes)
+    added.then("Div", np.array(model.answer.temperature))
+    added.then("Add", np.zeros(model.classes) if model.answer.prior is None else np.log(model.answer.prior))
+    added.end("logits", model.classes)
+    return proto
+
+
+class _Chain:
+    """Operators behind a graph's output, each on what the one before gives."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._value = graph.output[0].name
+        self._count = 0
+
+    def then(self, operator: str, constant: Array | None = None, **attributes: Any) -> None:
+        """Adds an operator, with a constant in float32 as its second input."""
+        inputs = [self._value] if constant is None else [self._value, self._constant(constant.astype(np.float32))]
+        self._value = self._node(operator, inputs, **attributes)
+
+    def in_all_classes(self, labels: list[int], classes: int) -> None:
+        """From a column for each class of the space to one for each of the run; absent ones lie below all others."""
+        least = self._node("ReduceMin", [self._value, self._constant(np.array([1], np.int64))], keepdims=1)
+        below = self._node("Sub", [least, self._constant(np.array(BELOW_ALL, np.float32))])
+        wide = self._node("Concat", [self._value, below], axis=1)
+        place = {label: number for number, label in enumerate(labels)}
+        columns = np.array([place.get(label, len(labels)) for label in range(classes)], np.int64)
+        self._value = self._node("Gather", [wide, self._constant(columns)], axis=1)
+
+    def end(self, name: str, classes: int) -> None:
+        """Makes the last value the graph's only output."""
+        from onnx import TensorProto, helper
+
+        self._graph.node.append(helper.make_node("Identity", [self._value], [name]))
+        del self._graph.output[:]
+        self._graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", classes]))
+
+    def _node(self, operator: str, inputs: list[str], **attributes: Any) -> str:
+        from onnx import helper
+
+        name = self._name()
+        self._graph.node.append(helper.make_node(operator, inputs, [name], name=name, **attributes))
+        return name
+
+    def _constant(self, array: Array) -> str:
+        from onnx import numpy_helper
+
+        name = self._name()
+        self._graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"{_OWN}{self._count}"

@@ -1,0 +1,734 @@
+"""A device without PyTorch: what it loads, that it agrees with one that has PyTorch, and what it refuses."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from onnx import TensorProto, helper, numpy_helper
+from sklearn.datasets import load_digits
+from support.processes import wait_until
+
+from fleetdistill import COLUMNS, Device
+from fleetdistill.class_space import make_space
+from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
+from fleetdistill.failpoints import VARIABLE
+from fleetdistill.knowledge import Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
+from fleetdistill.light import LightWorker, light_worker
+from fleetdistill.light_answers import unpack_answers
+from fleetdistill.local_training import TensorData
+from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
+from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice, SpacePlan
+from fleetdistill.model import check_local_model, split_sequential
+from fleetdistill.models import build_model
+from fleetdistill.shared_statistics import from_wire, merge
+from fleetdistill.state_file import unpack_state
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.links import as_toml, device_processes
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+from fleetdistill_server.supervisor import Supervisor
+
+ROOT = Path(__file__).parents[2]
+CHILD = ROOT / "tests/support/light_process.py"
+RUN, CLASSES, SHAPE = "light", 10, (1, 8, 8)
+ASK = service_pb2.Ask(round=1, step="learn", seed=3)
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@functools.cache
+def digits(part: int) -> Pair:
+    """A third of them."""
+    whole = load_digits()
+    return (whole.images[part::3, None] / 16).astype(np.float32), whole.target[part::3]
+
+
+def classes_below(limit: int, data: Pair) -> Pair:
+    return data[0][data[1] < limit], data[1][data[1] < limit]
+
+
+def config_of(method: Mapping[str, Any] | None = None, **run: Any) -> RunConfig:
+    return run_config(
+        {
+            "run": {"name": RUN, "method": "classstats", "rounds": 1, "min_devices": 1, **run},
+            "contract": {"classes": CLASSES, "input_shape": list(SHAPE)},
+            "model": {"extractor": "digits_extractor"},
+            "method": dict(method or {}),
+            "server": {"torch_device": "cpu", "listen": "127.0.0.1:0"},
+        }
+    )
+
+
+class Offered:
+    """A run's contract, and the extractor's file that it names."""
+
+    def __init__(self, **method: Any) -> None:
+        self.half = build_method(config_of(method))
+        self.contract, _, payload = make_contract(config_of(method), self.half)
+        assert payload is not None
+        self.parts = decode(payload)
+        file = self.parts["extractor"]
+        assert isinstance(file, NetworkFile)
+        self.file = file.onnx.tobytes()
+
+    def worker(self, data: Any = None, **more: Any) -> LightWorker:
+        """With its extractor."""
+        made = light_worker(digits(0) if data is None else data, **more)(self.contract)
+        assert isinstance(made, LightWorker)
+        made.take_payload(self.contract.extractor_file, self.parts)
+        return made
+
+
+@pytest.fixture(scope="module")
+def offered() -> Offered:
+    return Offered()
+
+
+def torch_half(data: Pair) -> ClassStatsDevice:
+    """The device half with PyTorch on the same rows."""
+    module = build_model("digits_linear")
+    tensors = TensorData(torch.from_numpy(data[0]), torch.from_numpy(data[1]))
+    local = Local(
+        model=module,
+        taps=check_local_model(module),
+        data=tensors,
+        classes=CLASSES,
+        torch_device=torch.device("cpu"),
+    )
+    return ClassStatsDevice(ClassStatsConfig(), local)
+
+
+def space_of(*data: Pair) -> ClassSpace:
+    """What the server makes of devices with these rows, as it travels."""
+    parts = []
+    for one in data:
+        sent = torch_half(one).handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
+        found = decode(encode({"statistics": sent}))["statistics"]
+        assert isinstance(found, SharedStatistics)
+        parts.append(from_wire(found))
+    space = decode(encode({"space": make_space(merge(parts), 0.1)}))["space"]
+    assert isinstance(space, ClassSpace)
+    return space
+
+
+@pytest.fixture(scope="module")
+def space() -> ClassSpace:
+    return space_of(digits(0), digits(1))
+
+
+def lesson(space: ClassSpace, merge: int = 5) -> dict[str, Any]:
+    plan = SpacePlan(merge=merge, counted=True, draw_seed=1).to_wire()
+    return decode(encode({"plan": plan, "space": space}))  # type: ignore[return-value]
+
+
+def learned(worker: LightWorker, space: ClassSpace, allow: Any = COLUMNS) -> Any:
+    work = worker.answer(ASK, lesson(space), allow)
+    assert work.verdict is not None
+    worker.deliver(work.verdict)
+    return work
+
+
+# --- what it loads
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = os.pathsep.join(str(ROOT / name) for name in ("client_sdk", "server", "tests"))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+
+
+def save(data: Pair, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "data.npz", inputs=data[0], labels=data[1])
+    return folder
+
+
+def test_a_whole_exchange_loads_no_torch(offered: Offered, space: ClassSpace, tmp_path: Path) -> None:
+    save(digits(0), tmp_path)
+    (tmp_path / "contract.bin").write_bytes(offered.contract.SerializeToString())
+    (tmp_path / "extractor.onnx").write_bytes(offered.file)
+    np.savez(tmp_path / "space.npz", **vars(space))
+    done = subprocess.run(
+        [sys.executable, str(CHILD), "played", str(tmp_path)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads((tmp_path / "modules.json").read_text()))
+    assert not loaded & {"torch", "torchvision", "onnx", "safetensors", "fleetdistill_server"}
+    assert {"numpy", "onnxruntime", "fleetdistill"} <= loaded
+    assert (answers_in(tmp_path)[GENERAL].argmax(axis=1) == digits(0)[1]).mean() > 0.97
+
+
+def answers_in(folder: Path) -> dict[str, Array]:
+    with np.load(folder / "logits.npz") as arrays:
+        return dict(arrays)
+
+
+# --- over gRPC
+
+
+@contextlib.contextmanager
+def serving(work: Path, **run: Any) -> Iterator[int]:
+    """A server of its own; gives its port."""
+    config = config_of(**run)
+    config = config.model_copy(update={"server": config.server.model_copy(update={"store": str(work / "store")})})
+    file = work / "run.toml"
+    file.write_text(as_toml(config))
+    supervisor = Supervisor(file, config, log=work / "server.log")
+    thread = threading.Thread(target=supervisor.serve)
+    thread.start()
+    try:
+        wait_until(lambda: supervisor.port is not None, "the server to listen")
+        assert supervisor.port is not None
+        yield supervisor.port
+    finally:
+        supervisor.stop()
+        thread.join()
+
+
+def start_light(folder: Path, port: int, **more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(CHILD), "served", str(folder), f"127.0.0.1:{port}"]
+    return subprocess.Popen(command, env=environment(**more))
+
+
+def events_in(folder: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def spec_of(name: str, data: Pair, work: Path) -> DeviceSpec:
+    file = work / f"{name}.npz"
+    np.savez(file, inputs=data[0], labels=data[1])
+    return DeviceSpec(
+        name=name,
+        model="digits_linear",
+        seed=1,
+        classes=CLASSES,
+        data_file=str(file),
+        test_file=str(file),
+        state_dir=str(work / name),
+        run=RUN,
+        validation_file="",
+    )
+
+
+@pytest.mark.slow
+def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    own = save(digits(0), tmp_path / "light")
+    specs = [spec_of("twin", digits(0), tmp_path), spec_of("other", digits(1), tmp_path)]
+    with serving(tmp_path, min_devices=3) as port, device_processes(specs, port) as processes:
+        light = start_light(own, port)
+        assert [process.wait(120) for process in (light, *processes)] == [0, 0, 0]
+    assert not set(json.loads((own / "modules.json").read_text())) & {"torch", "onnx", "safetensors"}
+    _, spaces, _ = unpack_answers((own / "state/state.safetensors").read_bytes())
+    for spec in specs:
+        state = unpack_state((Path(spec.state_dir) / "state.safetensors").read_bytes())["method"]["space"]
+        assert state["labels"] == spaces["space"].labels
+        for name in ("directions", "origin", "centres", "counts", "df"):
+            assert np.array_equal(state[name].numpy(), getattr(spaces["space"], name)), name
+    found = answers_in(own)
+    assert sorted(found) == [GENERAL, PERSONAL]
+    for name, logits in found.items():
+        session = onnxruntime.InferenceSession(str(tmp_path / "twin" / f"{name}.onnx"))
+        assert_same(session.run(["logits"], {"input": digits(0)[0]})[0], logits)
+    kinds = [kind for kind, _, _ in events_in(own)]
+    assert kinds.count("extractor") == 1
+    assert [kind for kind in kinds if kind in ("delivered", "finished")] == ["delivered", "finished"]
+
+
+def assert_same(expected: Array, found: Array) -> None:
+    """To a thousandth of the logits' scale; other classes only where the first two are as near as that."""
+    close = 1e-3 * np.abs(expected).max()
+    assert_allclose(found, expected, atol=close)
+    two = np.sort(expected, axis=1)[:, -2:]
+    differs = found.argmax(axis=1) != expected.argmax(axis=1)
+    assert not (differs & (two[:, 1] - two[:, 0] > close)).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        "device.first-state.after-save=kill",
+        "device.outbox.after-manifest=kill",
+        "device.upload.after-receipt=kill@2",
+        "device.promote.between-renames=kill@2",
+    ],
+)
+def test_killed_at_any_moment_it_goes_on_from_its_directory(point: str, tmp_path: Path) -> None:
+    own = save(digits(0), tmp_path / "light")
+    with serving(tmp_path) as port:
+        killed = start_light(own, port, **{VARIABLE: point})
+        assert killed.wait(60) == -signal.SIGKILL
+        assert start_light(own, port).wait(60) == 0
+    kinds = [kind for kind, _, _ in events_in(own)]
+    assert kinds.count("extractor") == 1, "the file is kept, and fetched once"
+    begun = [text for kind, _, text in events_in(own) if kind == "ask" and text.startswith("round")]
+    assert len(begun) == (3 if "first-state" in point else 2), "an answer in the outbox is not made again"
+    assert kinds[-1] == "finished"
+    assert (answers_in(own)[PERSONAL].argmax(axis=1) == digits(0)[1]).mean() > 0.97
+
+
+@pytest.mark.slow
+def test_the_example_runs_without_torch(tmp_path: Path) -> None:
+    hidden = "import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'onnx', 'safetensors'))"
+    code = f"{hidden}; runpy.run_path({str(ROOT / 'examples/light_device.py')!r}, run_name='__main__')"
+    with serving(tmp_path) as port:
+        own = ["--server", f"127.0.0.1:{port}", "--state-dir", str(tmp_path / "pi"), "--part", "0/3"]
+        command = [sys.executable, "-c", code, *own]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "delivered" in done.stdout
+    known = re.findall(r"the (\w+) answer knows ([\d.]+)%", done.stdout)
+    assert [name for name, _ in known] == [GENERAL, PERSONAL]
+    assert all(float(share) > 90 for _, share in known)
+
+
+# --- answers, verdicts, metrics
+
+
+def test_it_answers_as_a_device_with_torch_does(offered: Offered, space: ClassSpace) -> None:
+    half, worker = torch_half(digits(0)), offered.worker()
+    half.handle(Ask(round=1, step="learn", seed=3, parts=lesson(space)))
+    work = learned(worker, space)
+    unseen = digits(2)[0]
+    for name, model in half.answers().items():
+        with torch.no_grad():
+            expected = model.eval()(torch.from_numpy(unseen)).numpy()
+        found = worker.delivered_models()[name]
+        assert_same(expected, found(unseen))
+        assert np.array_equal(found.predict(unseen), found(unseen).argmax(axis=1))
+    figures = {metric.name: metric for metric in work.answer.parts["metrics"].metrics}
+    for metric in half.figures:
+        assert asdict(figures[metric.name]) == asdict(metric)
+
+
+def test_it_sends_what_a_device_with_torch_sends(offered: Offered) -> None:
+    ask = Ask(round=1, step="summarise", seed=1)
+    sent = torch_half(digits(0)).handle(ask).parts["statistics"]
+    work = offered.worker().answer(service_pb2.Ask(round=1, step="summarise"), {}, COLUMNS)
+    own = work.answer.parts["statistics"]
+    assert isinstance(own, SharedStatistics)
+    assert isinstance(sent, SharedStatistics)
+    assert work.answer.samples == len(digits(0)[1])
+    assert own.labels == sent.labels
+    for name in ("counts", "df"):
+        assert np.array_equal(getattr(own, name), getattr(sent, name))
+    assert own.means is not None
+    assert sent.means is not None
+    assert_allclose(own.means.astype(float), sent.means.astype(float), atol=2e-3)
+
+
+def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: Path) -> None:
+    store = Store.in_memory()
+    store.begin_run(RUN, config_of().fixed_part())
+    store.blobs.put(encode(offered.parts))
+    store.publish_contract(RUN, offered.contract.SerializeToString())
+    link = MemoryLink(Desk(store))
+    with Device(server=link, worker=light_worker(digits(0)), state_dir=tmp_path, export_onnx="never") as device:
+        with pytest.raises(ModelError, match=r"no answer yet.*before the fleet's first space.*'delivered'"):
+            _ = device.model
+        assert GENERAL not in device.models
+        with pytest.raises(ModelError, match="no 'general' answer, and no other yet"):
+            device.models[GENERAL]
+    store.close()
+
+
+def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> None:
+    worker = Offered(own_statistics_guard=False).worker(validation_data=digits(2))
+    first = learned(worker, space)
+    assert first.verdict.replaced
+    assert first.verdict.accuracy_in_use is None
+    assert first.verdict.text.endswith("on validation data, none before")
+    before = worker.delivered_model()(digits(2)[0])
+    poor = replace(space, centres=np.roll(space.centres, 1, axis=0))
+    second = learned(worker, poor)
+    assert not second.verdict.replaced
+    assert second.delivered is None
+    assert np.array_equal(worker.delivered_model()(digits(2)[0]), before)
+
+
+def test_what_is_in_use_is_the_better_one(offered: Offered, space: ClassSpace) -> None:
+    worker = offered.worker(classes_below(2, digits(0)), validation_data=classes_below(2, digits(2)))
+    work = learned(worker, space)
+    found = {name: counts.accuracy for name, counts in work.scores.items()}
+    expected = PERSONAL if found["validation/personal"] > found["validation"] else GENERAL
+    assert work.verdict.answer == expected
+    assert worker.delivered_model() is worker.delivered_models()[expected]
+
+
+@pytest.mark.parametrize(("allow", "told_by_class"), [(("metrics",), False), (("metrics", "counts"), True)])
+def test_figures_by_class_leave_only_with_consent(
+    offered: Offered, space: ClassSpace, allow: tuple[str, ...], told_by_class: bool
+) -> None:
+    work = learned(offered.worker(test_data=digits(1), validation_data=digits(2)), space, allow)
+    sent = work.answer.parts["metrics"]
+    assert isinstance(sent, Metrics)
+    names = {(metric.name, metric.split) for metric in sent.metrics}
+    assert {("accuracy", "test"), ("personal/accuracy", "validation"), ("leave_one_out", "train")} <= names
+    assert {("replaced", "validation"), ("picked/general", "validation")} <= names
+    assert any(metric.by_class for metric in sent.metrics) is told_by_class
+
+
+def test_without_consent_no_figure_leaves(offered: Offered, space: ClassSpace) -> None:
+    work = learned(offered.worker(test_data=digits(1)), space, ("features", "counts"))
+    assert work.answer.parts == {}
+    assert set(work.scores) == {"test", "test/personal"}, "the app is told"
+
+
+def test_a_device_that_the_operator_lets_train_says_that_it_answers_in_closed_form(space: ClassSpace) -> None:
+    trains = Offered(predictor="trained", own_network="taught")
+    work = learned(trains.worker(), space)
+    assert work.answer.notes["closed_form_instead"] == 1
+
+
+def test_a_restart_goes_on_with_the_same_answers(offered: Offered, space: ClassSpace) -> None:
+    worker = offered.worker(validation_data=digits(2))
+    learned(worker, space)
+    again = offered.worker(validation_data=digits(2))
+    again.restore(worker.state(), worker.delivered_state())
+    for name, model in worker.delivered_models().items():
+        assert np.array_equal(again.delivered_models()[name](digits(2)[0]), model(digits(2)[0]))
+    assert again.state() == worker.state()
+    held = again.delivered_model()
+    work = learned(again, space)
+    assert work.verdict.accuracy_in_use == work.verdict.accuracy
+    assert again.delivered_model() is held, "the app's model is filled, not replaced"
+
+
+def test_a_damaged_state_is_said_to_be(offered: Offered, space: ClassSpace) -> None:
+    worker = offered.worker()
+    learned(worker, space)
+    saved = worker.state()
+    for damaged in (b"", saved[:-40], b"\0" * 100, saved.replace(b"outline", b"outlaws")):
+        with pytest.raises(FleetDistillError, match="saved state is damaged"):
+            offered.worker().restore(damaged, None)
+
+
+# --- what it refuses
+
+
+def test_it_wants_the_extractor_alone(offered: Offered) -> None:
+    contract = contract_pb2.Contract.FromString(offered.contract.SerializeToString())
+    contract.initial_weights, contract.proxy_digest = b"i" * 32, b"p" * 32
+    assert light_worker(digits(0))(contract).wanted_payloads() == [contract.extractor_file]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"method": "fedavg"},
+            "has method 'fedavg'; without PyTorch .*'classstats' with features 'scattering'",
+        ),
+        ({"extractor_file": b""}, "hands out no extractor as a file.*fleetdistill.onnx"),
+    ],
+)
+def test_a_run_that_it_cannot_take_part_in_is_refused(offered: Offered, changes: dict[str, Any], says: str) -> None:
+    contract = contract_pb2.Contract.FromString(offered.contract.SerializeToString())
+    for name, value in changes.items():
+        setattr(contract, name, value)
+    with pytest.raises(ConfigurationError, match=says):
+        light_worker(digits(0))(contract)
+
+
+def test_an_averaged_extractor_needs_torch() -> None:
+    config = config_of({"features": "averaged"}, rounds=10)
+    contract = make_contract(config, build_method(config))[0]
+    with pytest.raises(ConfigurationError, match=r"features 'averaged'.*let this device run with PyTorch"):
+        light_worker(digits(0))(contract)
+
+
+def changed(at: tuple[int, ...], value: float) -> np.ndarray:
+    inputs = digits(0)[0].copy()
+    inputs[at] = value
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ([1, 2], "data: the data are a list; give a tuple"),
+        ((digits(0)[0][:, 0], digits(0)[1]), r"the inputs have shape \[599, 8, 8\], the run wants \['n', 1, 8, 8\]"),
+        ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected float32; scale images"),
+        ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),
+        ((digits(0)[0], digits(0)[1] * 1.0), "the labels are float64"),
+        ((digits(0)[0], digits(0)[1] - 1), r"labels are not all in \[0, 10\).*first at row 0"),
+        ((digits(0)[0], digits(0)[1] + 1), r"labels are not all in \[0, 10\)"),
+        ((changed((4, 0, 1, 1), np.nan), digits(0)[1]), "NaN or infinity, first at row 4"),
+        ((changed((4, 0, 1, 1), 255), digits(0)[1]), r"images in \[0, 1\], got 0 to 255"),
+        ((digits(0)[0][:0], digits(0)[1][:0]), "data has no samples"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(offered: Offered, data: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        light_worker(lambda: data)(offered.contract)
+
+
+def test_it_says_which_data_do_not_fit(offered: Offered) -> None:
+    with pytest.raises(DataError, match="validation_data: the data are a str"):
+        light_worker(digits(0), validation_data="x")(offered.contract)
+
+
+# --- hostile files and spaces
+
+
+def file_of(
+    nodes: list[Any] | None = None,
+    weights: list[Any] | None = None,
+    inputs: tuple[str, ...] = ("input",),
+    opset: str = "",
+) -> bytes:
+    """An ONNX file of a few operators; by default one that gives the input as it is."""
+    graph = helper.make_graph(
+        nodes or [helper.make_node("Flatten", ["input"], ["features"])],
+        "g",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *SHAPE]) for name in inputs],
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, None)],
+        weights or [],
+    )
+    imports = [helper.make_opsetid("", 18), *([helper.make_opsetid(opset, 1)] if opset else [])]
+    made = helper.make_model(graph, opset_imports=imports)
+    made.ir_version = 9
+    return bytes(made.SerializeToString())
+
+
+def outside(location: str) -> Any:
+    found = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[64, 4], data_location=TensorProto.EXTERNAL)
+    found.external_data.add(key="location", value=location)
+    return found
+
+
+def constant(name: str, array: Any) -> Any:
+    return numpy_helper.from_array(np.asarray(array), name)
+
+
+FLATTEN = helper.make_node("Flatten", ["input"], ["flat"])
+WEIGHED = [FLATTEN, helper.make_node("MatMul", ["flat", "w"], ["features"])]
+INNER = helper.make_graph(
+    [helper.make_node("Identity", ["w"], ["out"])],
+    "inner",
+    [],
+    [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)],
+    [outside("data.npz")],
+)
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "not ONNX": (b"not a file of ONNX at all", "no ONNX"),
+    "empty": (b"", "no ONNX"),
+    "text": (b"\x7fELF" + bytes(1000), "no ONNX"),
+    "cut off": (file_of()[:-10], "no ONNX"),
+    "a number where the graph is": (b"\x38\x01", "no ONNX"),
+    "weights of a file": (file_of(WEIGHED, [outside("data.npz")]), "weights outside of itself"),
+    "weights of memory": (file_of(WEIGHED, [outside("*/_ORT_MEM_ADDR_/*")]), "weights outside of itself"),
+    "weights outside within a branch": (
+        file_of(
+            [FLATTEN, helper.make_node("If", ["c"], ["w"], then_branch=INNER, else_branch=INNER), WEIGHED[1]],
+            [constant("c", np.array(True))],
+        ),
+        "weights outside of itself",
+    ),
+    "a library's operator": (
+        file_of([helper.make_node("Gelu", ["input"], ["features"], domain="com.microsoft")], opset="com.microsoft"),
+        "operator of 'com.microsoft'",
+    ),
+    "two inputs": (file_of(inputs=("input", "more")), r"inputs \['input', 'more'\]"),
+    "another input's name": (
+        file_of([helper.make_node("Flatten", ["x"], ["features"])], inputs=("x",)),
+        "expected 'input'",
+    ),
+    "a shape that is not the run's": (
+        file_of([helper.make_node("Reshape", ["input", "s"], ["features"])], [constant("s", np.array([-1, 9]))]),
+        r"does not take inputs of shape \[1, 8, 8\]",
+    ),
+    "one row for all": (
+        file_of([helper.make_node("ReduceSum", ["input", "a"], ["features"], keepdims=1)], [constant("a", [0])]),
+        "expected one row for each input",
+    ),
+    "no axis of features": (
+        file_of([helper.make_node("ReduceSum", ["input", "a"], ["features"], keepdims=0)], [constant("a", [1, 2, 3])]),
+        "expected float32",
+    ),
+    "whole numbers": (
+        file_of([FLATTEN, helper.make_node("Cast", ["flat"], ["features"], to=TensorProto.INT64)]),
+        "int64",
+    ),
+    "no numbers": (file_of(WEIGHED, [constant("w", np.ones((64, 0), "f"))]), "no ONNX|expected one row"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_file_is_refused(offered: Offered, what: str) -> None:
+    data, says = HOSTILE[what]
+    worker = light_worker(digits(0))(offered.contract)
+    with pytest.raises(WireError, match=says):
+        worker.take_payload(b"", {"extractor": NetworkFile(onnx=np.frombuffer(data, np.uint8))})
+    assert not worker.has_payload(b"")
+
+
+def test_every_cut_and_flip_of_a_file_is_an_error_of_ours_or_none(offered: Offered) -> None:
+    rng = np.random.default_rng(0)
+    plain = file_of(WEIGHED, [constant("w", np.ones((64, 4), "f"))])
+    for number in range(60):
+        data = bytearray(plain[: rng.integers(len(plain))] if number % 3 == 0 else plain)
+        for at in rng.integers(max(len(data), 1), size=number % 3):
+            data[at] ^= 1 << rng.integers(8)
+        worker = light_worker(digits(0))(offered.contract)
+        with contextlib.suppress(FleetDistillError):
+            worker.take_payload(b"", {"extractor": NetworkFile(onnx=np.frombuffer(bytes(data), np.uint8))})
+            worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, COLUMNS)
+
+
+def test_features_that_are_not_finite_decline_the_ask(offered: Offered) -> None:
+    nodes = [FLATTEN, helper.make_node("Log", ["flat"], ["features"])]
+    worker = light_worker(digits(0))(offered.contract)
+    file = NetworkFile(onnx=np.frombuffer(file_of(nodes), np.uint8))
+    worker.take_payload(b"", {"extractor": file})
+    with pytest.raises(WireError, match="makes numbers of row 0 that are not finite"):
+        worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, COLUMNS)
+
+
+@pytest.mark.parametrize("parts", [{}, {"extractor": Plan(values={})}])
+def test_a_payload_without_a_file_is_refused(offered: Offered, parts: Any) -> None:
+    with pytest.raises(WireError, match="expected a NetworkFile"):
+        light_worker(digits(0))(offered.contract).take_payload(b"", parts)
+
+
+def test_a_file_of_other_features_than_the_contract_s_is_refused(offered: Offered) -> None:
+    given = Offered(features="model")
+    worker = light_worker(digits(0))(given.contract)
+    profile = worker.profile(COLUMNS)
+    assert profile.extractor_fingerprint == given.contract.extractor_fingerprint != ""
+    assert [one.name for one in profile.features] == ["cut"]
+    with pytest.raises(WireError, match="makes 1296 numbers of an input, its contract says"):
+        worker.take_payload(b"", offered.parts)
+    worker.take_payload(b"", given.parts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"directions": np.full((256, 9), np.nan, np.float16)},
+        {"directions": np.zeros((12, 9), np.float16)},
+        {"centres": np.zeros((10, 3), np.float16)},
+        {"labels": [0] * 10},
+        {"labels": list(range(1, 11))},
+        {"df": np.array(0)},
+        {"shrinkage": np.array(2.0)},
+        {"counts": np.zeros(10, np.int32)},
+    ],
+    ids=str,
+)
+def test_a_hostile_space_is_refused_and_changes_nothing(
+    offered: Offered, space: ClassSpace, changes: dict[str, Any]
+) -> None:
+    worker = offered.worker()
+    learned(worker, space)
+    before = worker.state(), worker.delivered_model()(digits(1)[0])
+    with pytest.raises(WireError, match="the class space"):
+        worker.answer(ASK, {**lesson(space), "space": replace(space, **changes)}, COLUMNS)
+    assert worker.state() == before[0]
+    assert np.array_equal(worker.delivered_model()(digits(1)[0]), before[1])
+
+
+def test_a_space_of_some_classes_gives_all_of_them_a_logit(offered: Offered) -> None:
+    some = classes_below(4, digits(0))
+    worker = offered.worker(some)
+    learned(worker, space_of(some))
+    found = worker.delivered_models()[GENERAL](digits(1)[0])
+    assert found.shape == (len(digits(1)[1]), CLASSES)
+    assert (found[:, :4].min(axis=1) > found[:, 4:].max(axis=1)).all()
+
+
+@pytest.mark.parametrize("step", ["deliver", "train"])
+def test_a_step_that_it_does_not_know_is_declined(offered: Offered, step: str) -> None:
+    with pytest.raises(WireError, match=f"no step '{step}'"):
+        offered.worker().answer(service_pb2.Ask(round=1, step=step), {}, COLUMNS)
+
+
+@pytest.mark.parametrize("inputs", [np.zeros(SHAPE, "f"), np.zeros((2, 3, 8, 8), "f"), np.float32(1)])
+def test_inputs_of_another_shape_are_refused(offered: Offered, space: ClassSpace, inputs: Any) -> None:
+    worker = offered.worker()
+    learned(worker, space)
+    with pytest.raises(DataError, match="one image is a batch of 1"):
+        worker.delivered_model()(inputs)
+
+
+# --- export
+
+
+@pytest.mark.parametrize("classes_known", [CLASSES, 4])
+def test_both_answers_are_exported_and_agree(offered: Offered, tmp_path: Path, classes_known: int) -> None:
+    data = classes_below(classes_known, digits(0))
+    worker = offered.worker(data, validation_data=digits(2))
+    work = learned(worker, space_of(data))
+    report = worker.export(tmp_path / "model.onnx", 3)
+    assert report.path == tmp_path / "model.onnx"
+    assert report.samples == 64
+    for name, model in worker.delivered_models().items():
+        file = tmp_path / f"{name}.onnx"
+        metadata = {one.key: one.value for one in onnx.load(file).metadata_props}
+        assert metadata["answer"] == name
+        assert (metadata["run"], metadata["round"], metadata["classes"]) == (RUN, "3", "10")
+        for batch in (digits(1)[0][:1], digits(1)[0]):
+            logits = onnxruntime.InferenceSession(str(file)).run(["logits"], {"input": batch})[0]
+            assert_same(model(batch), logits)
+    in_use = work.verdict.answer
+    assert (tmp_path / "model.onnx").read_bytes() == (tmp_path / f"{in_use}.onnx").read_bytes()
+
+
+def test_without_onnx_an_export_says_what_to_install(
+    offered: Offered, space: ClassSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = offered.worker()
+    learned(worker, space)
+    known = builtins.__import__
+
+    def without_onnx(name: str, *more: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "onnx":
+            raise ModuleNotFoundError("No module named 'onnx'", name="onnx")
+        return known(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without_onnx)
+    with pytest.raises(
+        ExportError, match=r"pip install 'fleetdistill\[onnx\]', or say Device\(export_onnx=\"never\"\)"
+    ):
+        worker.export(tmp_path / "model.onnx", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_of_a_given_extractor_serves_too(tmp_path: Path) -> None:
+    given = Offered(features="model")
+    worker = given.worker()
+    summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, COLUMNS).answer.parts["statistics"]
+    found = decode(encode({"statistics": summary}))["statistics"]
+    assert isinstance(found, SharedStatistics)
+    learned(worker, make_space(from_wire(found), 0.1))
+    module = split_sequential(torch.nn.Sequential(given.half.extractor, torch.nn.Flatten()), 1)
+    with torch.no_grad():
+        expected = module.eval()(torch.from_numpy(digits(1)[0])).numpy()
+    assert_allclose(worker.delivered_model().extractor.of(digits(1)[0]), expected, atol=1e-5)
+    assert (worker.delivered_models()[GENERAL].predict(digits(1)[0]) == digits(1)[1]).mean() > 0.8
+    worker.export(tmp_path / "model.onnx", 1)

@@ -1,0 +1,110 @@
+"""A device without PyTorch in a process of its own, in which importing torch, onnx or safetensors fails.
+
+    python light_process.py played FOLDER               plays a whole exchange from files, without a server
+    python light_process.py served FOLDER 127.0.0.1:1   takes part in a run over gRPC
+
+FOLDER has data.npz, and for an exchange from files contract.bin, extractor.onnx and space.npz. What comes of it goes
+there too. Imports nothing that a Raspberry Pi would not have.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BLOCKED = ("torch", "torchvision", "onnx", "safetensors", "fleetdistill_server", "sklearn", "scipy")
+
+
+class Blocked(importlib.abc.MetaPathFinder):
+    """Makes the import of these packages fail, as where they are not installed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
+        if fullname.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{fullname} is blocked", name=fullname)
+
+
+sys.meta_path.insert(0, Blocked())
+
+import numpy as np  # noqa: E402
+
+from fleetdistill import Device, Event  # noqa: E402
+from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
+from fleetdistill.light import LightWorker, light_worker  # noqa: E402
+from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def arrays_of(file: Path) -> Pair:
+    with np.load(file) as arrays:
+        return arrays["inputs"], arrays["labels"]
+
+
+def played(folder: Path) -> None:
+    """Profile, extractor, both steps, delivery, a restart from bytes, and answers."""
+    contract = contract_pb2.Contract.FromString((folder / "contract.bin").read_bytes())
+    data = arrays_of(folder / "data.npz")
+    worker = light_worker(lambda: data, test_data=data, validation_data=data)(contract)
+    assert isinstance(worker, LightWorker)
+    worker.profile(["metrics"])
+    take_extractor(worker, folder)
+    summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"])
+    assert isinstance(summary.answer.parts["statistics"], SharedStatistics)
+    with np.load(folder / "space.npz") as arrays:
+        space = ClassSpace(**{**arrays, "labels": arrays["labels"].tolist()})
+    from fleetdistill.methods.classstats import SpacePlan
+
+    parts = {"space": space, "plan": SpacePlan(merge=5, counted=True, draw_seed=1).to_wire()}
+    work = worker.answer(service_pb2.Ask(round=1, step="learn"), parts, ["metrics"])
+    assert work.verdict is not None
+    assert work.delivered is not None
+    worker.deliver(work.verdict)
+    again = light_worker(data)(contract)
+    take_extractor(again, folder)
+    again.restore(work.state, work.delivered)
+    assert np.array_equal(again.delivered_model()(data[0]), worker.delivered_model()(data[0]))
+    note_answers(folder, worker.delivered_models(), data)
+
+
+def take_extractor(worker: Any, folder: Path) -> None:
+    (sha256,) = worker.wanted_payloads()
+    assert not worker.has_payload(sha256)
+    file = NetworkFile(onnx=np.frombuffer((folder / "extractor.onnx").read_bytes(), np.uint8))
+    worker.take_payload(sha256, {"extractor": file})
+    assert worker.has_payload(sha256)
+
+
+def served(folder: Path, server: str) -> None:
+    """Takes part until the run is over; every event is kept at once, for a process that is killed."""
+    data = arrays_of(folder / "data.npz")
+
+    def note(event: Event) -> None:
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps([event.kind, event.round, event.text]) + "\n")
+
+    with Device(
+        server=server,
+        worker=light_worker(data, test_data=data),
+        state_dir=folder / "state",
+        device_id="light",
+        export_onnx="never",
+        on_event=note,
+    ) as device:
+        signal.signal(signal.SIGTERM, lambda number, frame: device.stop())
+        device.run()
+        note_answers(folder, device.models, data)
+
+
+def note_answers(folder: Path, models: Any, data: Pair) -> None:
+    np.savez(folder / "logits.npz", **{name: model(data[0]) for name, model in models.items()})
+    loaded = sorted({name.partition(".")[0] for name in sys.modules})
+    (folder / "modules.json").write_text(json.dumps(loaded))
+
+
+if __name__ == "__main__":
+    {"played": played, "served": served}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
