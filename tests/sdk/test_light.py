@@ -304,7 +304,7 @@ def test_the_example_runs_without_torch(tmp_path: Path) -> None:
     assert "delivered" in done.stdout
     known = re.findall(r"the (\w+) answer knows ([\d.]+)%", done.stdout)
     assert [name for name, _ in known] == [GENERAL, PERSONAL]
-    assert all(float(share) > 90 for _, share in known)
+    assert all(float(share) > 80 for _, share in known), "59 digits of writers that it has not seen"
 
 
 # --- answers, verdicts, metrics
