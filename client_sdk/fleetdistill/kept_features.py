@@ -5,6 +5,7 @@ What is kept depends on extractor and rows alone, so the devices of a process sh
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import threading
@@ -30,13 +31,17 @@ class FixedFeatures:
     """Inputs to projected features z (oneshot.md, 3.1 and 3.2).
 
     Args:
-        extractor: On the device where it computes; its weights do not change any more.
+        extractor: On the CPU; its weights do not change any more.
         features: F, numbers that it makes of one input.
         dimensions: D.
+        torch_device: Where to compute.
     """
 
-    def __init__(self, extractor: nn.Module, features: int, dimensions: int) -> None:
+    def __init__(
+        self, extractor: nn.Module, features: int, dimensions: int, torch_device: torch.device | str = "cpu"
+    ) -> None:
         self.extractor = extractor
+        self._torch_device = torch.device(torch_device)
         self.features = features
         self.dimensions = min(features, dimensions)
 
@@ -56,17 +61,17 @@ class FixedFeatures:
         return made
 
     def _make(self, inputs: Tensor) -> Array:
-        signs = projection_tensor(self.features, self.dimensions)
-        made = extract(
-            lambda x: self.extractor(x).flatten(1) @ signs.to(x.device), inputs, _BATCH, model=self.extractor
-        )
+        where = self._torch_device
+        extractor = self.extractor if where.type == "cpu" else copy.deepcopy(self.extractor).to(where)
+        signs = projection_tensor(self.features, self.dimensions).to(where)
+        made = extract(lambda x: extractor(x.to(where)).flatten(1) @ signs, inputs, _BATCH, model=extractor)
         rows: Array = made.numpy()
         rows.flags.writeable = False
         return rows
 
     def _name(self, inputs: Tensor) -> bytes:
         """SHA-256 of all that the features depend on."""
-        digest = hashlib.sha256(f"{type(self.extractor).__name__} {self.dimensions} {tuple(inputs.shape)}".encode())
+        digest = hashlib.sha256(f"{self.extractor!r} {self.dimensions} {tuple(inputs.shape)}".encode())
         for tensor in [*self.extractor.state_dict().values(), inputs]:
             digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).data)
         return digest.digest()

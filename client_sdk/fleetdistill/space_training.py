@@ -143,14 +143,16 @@ def teach_network(
     optimizer = make_local_optimizer(config, local.model.parameters())
     passes = config.own_network_epochs
 
+    where = local.torch_device
+
     def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
         _set_rate(optimizer, config.own_network_rate * _FALLS_TO ** (epoch / max(passes - 1, 1)))
-        moved = _moved(own[rows_b], generator)
+        moved = _moved(own[rows_b.cpu()], generator)
         images = moved if order is None else torch.cat([moved, drawn[[next(order) for _ in range(len(rows_b))]]])
         with torch.no_grad():
-            soft = soft_targets(general(images), _TAUGHT_AT)
-        logits = local.model(images)
-        of_labels = functional.cross_entropy(logits[: len(rows_b)], labels[rows_b])
+            soft = soft_targets(general(images), _TAUGHT_AT).to(where)
+        logits = local.model(images.to(where))
+        of_labels = functional.cross_entropy(logits[: len(rows_b)], labels[rows_b.cpu()].to(where))
         return [(1 - _TAUGHT_WEIGHT) * of_labels + _TAUGHT_WEIGHT * distillation_loss(logits, soft, _TAUGHT_AT)]
 
     return train_steps(
@@ -161,7 +163,7 @@ def teach_network(
         optimizer=optimizer,
         losses=losses,
         generator=torch.Generator().manual_seed(seed),
-        device="cpu",
+        device=where,
     )
 
 

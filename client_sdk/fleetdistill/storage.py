@@ -5,7 +5,7 @@
     profile.bin             the last accepted profile, so that an idle device needs no torch
     rows.txt                which rows its data version names: hex of the version, and of a digest of what the app gave
     state.safetensors       state after the last answer that has a receipt
-    downloads/              payloads by their digest: proxy set, extractor file, the last ask's, the one under way
+    downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, the one under way
     delivered.safetensors   the model that the app uses
     model.onnx              the same as ONNX, where the app wants it
     model.onnx.due          the round whose delivered model is still to be exported

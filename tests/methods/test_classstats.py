@@ -144,6 +144,10 @@ def statistics_of(half: ClassStatsDevice) -> SharedStatistics:
         ({"own_network_epochs": 0}, "own_network_epochs must be >= 1"),
         ({"own_network_rate": 0.0}, "own_network_rate must be > 0"),
         ({"drawn_images": -1}, "drawn_images must be >= 0"),
+        (
+            {"own_network": "taught", "features": "model"},
+            "draws images through the scattering, and features is 'model'",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:

@@ -115,6 +115,11 @@ class ClassStatsConfig(LocalTraining):
         check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
         if self.count_cap:
             check_range("count_cap", self.count_cap, 1)
+        if self.own_network == "taught" and self.features != SCATTERING:
+            raise ConfigurationError(
+                f"own_network = 'taught' draws images through the scattering, and features is {self.features!r}; take "
+                "own_network = 'kept', or features = 'scattering'"
+            )
         self._check_shrinkage()
 
     def _check_shrinkage(self) -> None:
@@ -358,9 +363,10 @@ class ClassStatsDevice(DeviceMethod):
         shape = tuple(self.local.data.inputs.shape[1:])
         given = self.config.features == "model"
         extractor = copy.deepcopy(self.local.taps.extractor) if given else build_model(SCATTERING, input_shape=shape)
-        extractor = extractor.to(self.local.torch_device).eval()
+        extractor = extractor.cpu().eval()
         features = prod(output_shape(extractor, shape))
-        return FixedFeatures(extractor, features, self.config.dimensions_for(shape, features))
+        dimensions = self.config.dimensions_for(shape, features)
+        return FixedFeatures(extractor, features, dimensions, self.local.torch_device)
 
     # --- training, where it is wanted
 

@@ -61,7 +61,7 @@ class ClassStatsServer(ServerMethod):
     def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
         super().__init__(config, setting)
         self.same_extractor = config.features == "model"  # type: ignore[misc]  # the other one is the SDK's own
-        self.extractor = self._extractor().to(setting.torch_device).eval()
+        self.extractor = self._extractor().cpu().eval()  # nothing here is worth a GPU
         self._feature_shape = output_shape(self.extractor, setting.input_shape)
         features = prod(self._feature_shape)
         self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(setting.input_shape, features))
@@ -298,7 +298,7 @@ class ClassStatsServer(ServerMethod):
         """The general answer (3.7), once there is a space."""
         if self._space is None:
             return None
-        return SpaceModel(self.fixed, self.setting.classes).to(self.setting.torch_device).take(self._space)
+        return SpaceModel(self.fixed, self.setting.classes).take(self._space)
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()
