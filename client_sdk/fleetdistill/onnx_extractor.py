@@ -22,7 +22,7 @@ from fleetdistill.projection import projection
 PART = "extractor"
 """Name of the only part of the payload that carries an extractor's file."""
 _INPUT = "input"
-_BATCH = 32
+_BATCH = 8  # of 28x28 images, 18 MB less than 32 need, and no slower
 _ADVICE = "the server's operator has to mend it"
 _STANDARD = (b"", b"ai.onnx")  # names of the domain of standard operators
 _DEEPEST = 50

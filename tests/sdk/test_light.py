@@ -294,7 +294,7 @@ def test_killed_at_any_moment_it_goes_on_from_its_directory(point: str, tmp_path
 
 @pytest.mark.slow
 def test_the_example_runs_without_torch(tmp_path: Path) -> None:
-    hidden = "import runpy, sys; sys.modules |= dict.fromkeys(('torch', 'onnx', 'safetensors'))"
+    hidden = "import runpy; from support.without_torch import TORCH, block; block(*TORCH)"
     code = f"{hidden}; runpy.run_path({str(ROOT / 'examples/light_device.py')!r}, run_name='__main__')"
     with serving(tmp_path) as port:
         own = ["--server", f"127.0.0.1:{port}", "--state-dir", str(tmp_path / "pi"), "--part", "0/3"]
@@ -304,7 +304,7 @@ def test_the_example_runs_without_torch(tmp_path: Path) -> None:
     assert "delivered" in done.stdout
     known = re.findall(r"the (\w+) answer knows ([\d.]+)%", done.stdout)
     assert [name for name, _ in known] == [GENERAL, PERSONAL]
-    assert all(float(share) > 90 for _, share in known)
+    assert all(float(share) > 80 for _, share in known), "59 digits of writers that it has not seen"
 
 
 # --- answers, verdicts, metrics
@@ -354,6 +354,40 @@ def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: P
         assert GENERAL not in device.models
         with pytest.raises(ModelError, match="no 'general' answer, and no other yet"):
             device.models[GENERAL]
+    store.close()
+
+
+class CountingLink(MemoryLink):
+    """Notes which payloads are asked for."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk)
+        self.wanted: list[bytes] = []
+
+    def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
+        self.wanted.append(sha256)
+        return super().download(identity, sha256, first_byte)
+
+
+def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
+    config, store = config_of({"features": "model"}), Store.in_memory()
+    contract, initial, file = make_contract(config, build_method(config))
+    store.begin_run(RUN, config.fixed_part())
+    for payload in (initial, file):
+        assert payload is not None
+        store.blobs.put(payload)
+    store.publish_contract(RUN, contract.SerializeToString())
+    kinds: dict[str, Any] = {
+        "light": {"worker": light_worker(digits(0))},
+        "torch": {"model": build_model("digits_cnn_small"), "data": digits(0)},
+    }
+    for name, expected in (("light", contract.extractor_file), ("torch", contract.initial_weights)):
+        link = CountingLink(Desk(store))
+        for fetched in ([expected], []):  # a new device; the same one started again
+            link.wanted.clear()
+            with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
+                device._ready_worker()
+            assert link.wanted == fetched
     store.close()
 
 

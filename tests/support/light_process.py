@@ -9,26 +9,15 @@ there too. Imports nothing that a Raspberry Pi would not have.
 
 from __future__ import annotations
 
-import importlib.abc
 import json
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BLOCKED = ("torch", "torchvision", "onnx", "safetensors", "fleetdistill_server", "sklearn", "scipy")
+from support.without_torch import TORCH, block
 
-
-class Blocked(importlib.abc.MetaPathFinder):
-    """Makes the import of these packages fail, as where they are not installed."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
-        if fullname.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"{fullname} is blocked", name=fullname)
-
-
-sys.meta_path.insert(0, Blocked())
+block(*TORCH, "sklearn", "scipy")
 
 import numpy as np  # noqa: E402
 
