@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -78,6 +78,8 @@ class ClassStatsConfig(LocalTraining):
         own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the personal answer.
         own_network_epochs: Passes over own rows that it is taught for, at least 1.
     """
+
+    usual_rounds: ClassVar[int] = 1
 
     learning_rate: float = 0.02
     features: str = SCATTERING
