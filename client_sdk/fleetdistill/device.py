@@ -28,6 +28,7 @@ from google.protobuf.message import DecodeError
 from fleetdistill import failpoints
 from fleetdistill.app_models import AppModels
 from fleetdistill.credentials import is_enrolled
+from fleetdistill.data_version import data_version, digest_of_given
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -190,6 +191,7 @@ class Device:
         self._terms: service_pb2.CheckInResponse | None = None
         self._worker: DeviceWorker | None = None
         self._declared = False  # whether the server knows the worker's profile
+        self._rows_known = False  # whether the server knows the version of the app's rows
         self._in_memory: Pending | None = None  # the answer whose state the worker holds
         self._stopped = threading.Event()
         self._closed = False
@@ -222,6 +224,26 @@ class Device:
         another answer raises ModelError, `in` and `get` tell without.
         """
         return AppModels(self._ready_worker().delivered_models())
+
+    def replace_data(self, data: Any = None) -> None:
+        """Says that the app's rows are others now. The next `step` checks in with them before it asks for work.
+
+        An answer that waits for its receipt is settled first: it was made of the rows of before. What the device has
+        learned stays; the worker is made anew and goes on from it, so `model` and `models` give other objects from now
+        on. May also be called from within `on_event`. Data that do not fit raise DataError from that step on.
+
+        Args:
+            data: The rows, as `Device(data=...)` takes them. None in an app with a worker of its own: its function is
+                called again.
+
+        Raises:
+            ConfigurationError: There are data and a worker of the app's own, or neither.
+        """
+        if (data is None) is (self._make is None):
+            raise ConfigurationError("replace_data takes the new data, or none in an app that gave worker=")
+        self._storage.forget_rows()  # first: an app that dies now tells of its rows after its restart
+        self._data, self._worker, self._in_memory = data, None, None
+        self._declared = self._rows_known = False
 
     def run(self) -> None:
         """Takes part until the run is over or `stop` is called. Waits out a server that is away.
@@ -273,6 +295,7 @@ class Device:
             self._settle(pending)
             return Step.ANSWERED
         self._tell_outcome()  # an earlier process's, which ended before it had told the app
+        self._tell_of_other_rows()
         self._export_due()
         response = self._link.next_ask(self._identity, wait_seconds)
         match response.WhichOneof("next"):
@@ -352,17 +375,28 @@ class Device:
         failpoints.hit("device.check-in.before-save")
         self._save_identity(profile)
         failpoints.hit("device.check-in.after-save")
+        if self._worker is not None:
+            self._note_rows(profile)
         self._terms = terms
         self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
 
     def _profile_of(self, worker: DeviceWorker) -> contract_pb2.DeviceProfile:
+        # Not above: it loads methods, and the front, which imports this package, must know none.
+        from fleetdistill.work import NamesRows
+
         profile = worker.profile(self._allow)
         _set_compressions(profile)
+        if isinstance(worker, NamesRows):
+            profile.data_version = data_version(self._identity.secret, worker.data_digest())
         return profile
 
     def _save_identity(self, profile: contract_pb2.DeviceProfile) -> None:
         self._storage.save_identity(_identity_file(self._identity))
         self._storage.save("profile.bin", profile.SerializeToString())
+
+    def _note_rows(self, profile: contract_pb2.DeviceProfile) -> None:
+        self._storage.note_rows(profile.data_version, digest_of_given(self._data))
+        self._rows_known = True
 
     # --- work
 
@@ -411,7 +445,21 @@ class Device:
         if profile.SerializeToString() != self._storage.load("profile.bin"):
             self._link.check_in(self._identity, profile)
             self._save_identity(profile)
+        self._note_rows(profile)
         self._declared = True
+
+    def _tell_of_other_rows(self) -> None:
+        """Checks in again where the app's rows are not those that the server knows of.
+
+        Arrays are compared by their digest, so that an idle device whose rows are the same needs no torch.
+        """
+        if self._rows_known:
+            return
+        profile = _profile_in(self._storage.load("profile.bin"))
+        if profile is None or not self._storage.names_rows(profile.data_version, digest_of_given(self._data)):
+            assert self._terms is not None  # checked in by `_step`
+            self._declare(self._make_worker(self._terms.contract))
+        self._rows_known = True
 
     def _restore(self, worker: DeviceWorker, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")

@@ -30,7 +30,7 @@ class PartKind:
     Attributes:
         tells: Columns that it may hold of a device, which the app must allow; None for what never leaves a device.
         travels_in: Number type of its floats on the wire; None for the run's knowledge type.
-        exact: Names of fields whose floats travel as they are.
+        exact: Names of fields whose floats travel in float64.
     """
 
     tells: ClassVar[tuple[str, ...] | None] = None

@@ -3,6 +3,7 @@
     lock                    held while a Device is open
     device.json             id, run, secret; the format of the whole directory, and which SDK wrote it
     profile.bin             the last accepted profile, so that an idle device needs no torch
+    rows.txt                which rows its data version names: hex of the version, and of a digest of what the app gave
     state.safetensors       state after the last answer that has a receipt
     downloads/              payloads by their digest: the run's proxy set, the last ask's, the one under way
     delivered.safetensors   the model that the app uses
@@ -159,6 +160,31 @@ class Storage:
         """Removes a file of the state directory, if it is there."""
         with disk_errors(self.directory):
             (self.directory / name).unlink(missing_ok=True)
+
+    # --- rows
+
+    def note_rows(self, version: bytes, digest: bytes | None) -> None:
+        """Keeps which rows a profile's data version names; the digest is that of what the app gave, if it has one.
+
+        Not fsynced, and not kept on a full disk: without it the rows are only looked at once more than is needed.
+        """
+        self._write_rows(f"{version.hex()}\n{(digest or b'').hex()}")
+
+    def names_rows(self, version: bytes, digest: bytes | None) -> bool:
+        """Whether this data version names the app's rows; without a digest they are, unless `forget_rows` was told."""
+        noted = self.load("rows.txt")
+        if noted is None:
+            return digest is None
+        known, separator, given = noted.decode(errors="replace").partition("\n")
+        return bool(separator) and known == version.hex() and digest in (None, _from_hex(given))
+
+    def forget_rows(self) -> None:
+        """The app has other rows: no version names them yet, and a restart will know."""
+        self._write_rows("")
+
+    def _write_rows(self, text: str) -> None:
+        with contextlib.suppress(NoRoomError), disk_errors(self.directory):
+            (self.directory / "rows.txt").write_text(text)
 
     # --- outbox
 
@@ -340,6 +366,14 @@ class _FileSource:
     def read(self, start: int, size: int) -> bytes:
         self._file.seek(start)
         return self._file.read(size)
+
+
+def _from_hex(text: str) -> bytes:
+    """The bytes, or none where the text is no hex."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
 
 
 def _json_object(path: Path, data: bytes) -> dict[str, Any]:

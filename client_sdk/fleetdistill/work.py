@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer
@@ -99,6 +99,14 @@ class DeviceWorker(Protocol):
 
         Where an app has several, each is written beside it under its name.
         """
+
+
+@runtime_checkable
+class NamesRows(Protocol):
+    """What a `DeviceWorker` may do beside: then the server learns when the device has other rows than before."""
+
+    def data_digest(self) -> bytes:
+        """SHA-256 over all training inputs and labels: the same bytes for the same rows. It stays on the device."""
 
 
 MakeWorker = Callable[[contract_pb2.Contract], DeviceWorker]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetdistill.data_version import digest_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
@@ -105,6 +107,14 @@ class Worker:
             proxy_digest=self.contract.proxy_digest,
         )
 
+    def data_digest(self) -> bytes:
+        """SHA-256 over the training rows."""
+        return self._data_digest
+
+    @cached_property
+    def _data_digest(self) -> bytes:
+        return digest_of(self._data.inputs.cpu().numpy(), self._data.labels.cpu().numpy())
+
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """One sample's features at the cut, at every other place where the model can be cut, and its embedding."""
         probe = self._data.inputs[:1].to(next(self._module.parameters()).device)
@@ -195,7 +205,7 @@ class Worker:
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in _metrics(place, counts, allow)
         ]
-        figures += [_without_counts(found, allow) for found in self._method.figures]
+        figures += _allowed(self._method.figures, allow)
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if verdict is not None and verdict.accuracy is not None:
@@ -345,8 +355,9 @@ def _metrics(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
     ]
 
 
-def _without_counts(metric: Metric, allow: Sequence[str]) -> Metric:
-    return metric if "counts" in allow else replace(metric, by_class=[])
+def _allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
+    """Without the counts by class where the app keeps these back."""
+    return [one if "counts" in allow else replace(one, by_class=[]) for one in figures]
 
 
 def _training_loss(trained: TrainingReport) -> Metric:

@@ -9,6 +9,8 @@ from fleetdistill.wire.v1 import contract_pb2
 
 MAX_PROFILE_BYTES = 64 << 10
 """What a device says of itself is kept for as long as its run."""
+MAX_VERSION_BYTES = 32
+"""A name of a device's data is a digest."""
 
 
 def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
@@ -20,6 +22,11 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     if profile.ByteSize() > MAX_PROFILE_BYTES:
         text = f"the device's profile has {profile.ByteSize()} bytes, at most {MAX_PROFILE_BYTES} are kept"
         raise RefusedError(Code.TOO_LARGE, f"{text}; name fewer or shorter columns")
+    if len(profile.data_version) > MAX_VERSION_BYTES:
+        text = (
+            f"the profile's data_version has {len(profile.data_version)} bytes, at most {MAX_VERSION_BYTES} are taken"
+        )
+        raise RefusedError(Code.BAD_MESSAGE, f"{text}; name the data with a digest")
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:

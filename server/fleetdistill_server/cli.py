@@ -86,6 +86,11 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
     loaded = load_run_config(config)
     _check_listen(loaded.server, insecure)
+    if until_finished and not loaded.run.rounds:
+        raise ConfigurationError(
+            f"[run] rounds is 0, so run {loaded.run.name!r} has no end that --until-finished could wait for; leave the "
+            "option out, and stop the server with Ctrl-C or SIGTERM"
+        )
     supervisor = Supervisor(config, loaded, on_listening=lambda port: typer.echo(_where(loaded, supervisor)))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: supervisor.stop())

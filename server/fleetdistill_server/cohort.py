@@ -106,6 +106,10 @@ class Cohort:
         round: Number of the round, from 1, short rounds included.
         completed: Rounds completed before this one.
         devices: Ids of the cohort in bytewise order.
+        data_versions: For each device of the cohort the version of its data, hex; empty where it names none. It is
+            what its profile said when the round was started, also when the round is played again, so an answer of this
+            round is made of the rows of that version or of newer ones: a method that keeps it with the answer's part
+            may ask once more than is needed, never once less.
         figures: What `report` was told.
         used: Asks whose answers were handed to the method.
     """
@@ -119,10 +123,12 @@ class Cohort:
         number: int,
         completed: int,
         devices: Sequence[str],
+        data_versions: Mapping[str, str] | None = None,
     ) -> None:
         self.round = number
         self.completed = completed
         self.devices = tuple(devices)
+        self.data_versions = {device: (data_versions or {}).get(device, "") for device in self.devices}
         self.figures: dict[str, Any] = {}
         self.used: list[int] = []
         self._store = store
@@ -194,16 +200,6 @@ class Cohort:
         count = max(1, math.floor(ratio * len(self.devices) + 1e-9))
         order = torch.randperm(len(self.devices), generator=self.generator("participants"))
         return sorted(self.devices[number] for number in order[:count].tolist())
-
-    @cached_property
-    def data_versions(self) -> Mapping[str, str]:
-        """Device id to the name of the rows that it has, hex; empty where it gives none."""
-        profiles = {row["device"]: row["profile"] for row in self._store.devices(self._terms.run)}
-        return {
-            device: contract_pb2.DeviceProfile.FromString(profiles[device]).data_version.hex()
-            for device in self.devices
-            if device in profiles
-        }
 
     def model_fingerprint(self, device: str) -> str:
         """Which model a device has said that it runs, as `fleetdistill.model.fingerprint` names it."""

@@ -22,20 +22,29 @@ def build_method(config: RunConfig) -> ServerMethod:
     return server_class(config.run.method, settings)(settings, Setting.of(config))
 
 
-def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2.Contract, Payload | None]:
-    """The terms of a run, and the weights that its devices start from, if the method gives any.
+def extractor_payload(method: ServerMethod) -> Payload | None:
+    """The extractor as a file, as devices fetch it; None if the method gives none."""
+    file = method.extractor_file()
+    return None if file is None else encode({"extractor": file})
+
+
+def make_contract(
+    config: RunConfig, method: ServerMethod
+) -> tuple[contract_pb2.Contract, Payload | None, Payload | None]:
+    """The terms of a run, and if the method gives any, the weights that devices start from and the extractor as a file.
 
     Raises:
         ConfigurationError: The method needs a proxy set and the run has none.
     """
     start = method.initial()
     initial = None if start is None else encode({"initial": start})
+    extractor = extractor_payload(method)
     needs = method.requirements()
     setting = method.setting
     if needs.proxy_set and setting.proxy is None:
         text = "needs a labelled proxy set on the server and every device; register one as [proxy] in run.toml"
         raise ConfigurationError(f"{config.run.method} {text}")
-    return contract_pb2.Contract(
+    contract = contract_pb2.Contract(
         run=config.run.name,
         method=config.run.method,
         config=encode({"config": config_to_plan(method.config)}).parts.parts[0].plan,
@@ -53,6 +62,7 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
         seed=config.run.seed,
         threads=config.run.threads,
         max_upload_bytes=config.server.max_upload_bytes,
+        extractor_file=extractor.sha256 if extractor else b"",
         uploads=[
             contract_pb2.PartShapes(
                 part=part,
@@ -62,4 +72,5 @@ def make_contract(config: RunConfig, method: ServerMethod) -> tuple[contract_pb2
             )
             for part, tensors in method.uploads().items()
         ],
-    ), initial
+    )
+    return contract, initial, extractor

@@ -329,7 +329,7 @@ class Desk:
         run, device = self.authenticate(request.identity)
         wanted = request.sha256
         contract = self.contract(run)
-        for_all = wanted in {contract.initial_weights, contract.proxy_digest} - {b""}
+        for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
         ask = self.store.next_ask(run, device) if for_all else self.store.ask_naming(run, device, wanted)
         if not wanted or not (for_all or ask):
             raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")

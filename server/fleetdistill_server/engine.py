@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from fleetdistill import failpoints
 from fleetdistill.errors import (
     ConfigurationError,
+    DamagedError,
     FleetDistillError,
     KnowledgeError,
     NoSpaceError,
@@ -39,7 +41,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
-from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.contract import build_method, extractor_payload, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
@@ -59,7 +61,7 @@ _LONGEST_FAILURE = 1000
 
 
 class Engine:
-    """Runs one run to its end.
+    """Runs one run to its end, or without one until it is stopped.
 
     Args:
         store: Where the run lives.
@@ -81,6 +83,8 @@ class Engine:
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
         self._checkpoint: bytes | None = None  # whose state the method has, or goes on from
+        self._endless = config.run.rounds == 0
+        self._unanswered = 0  # rounds in a row
         self._terms = RoundTerms(
             run=self._name,
             seed=config.run.seed,
@@ -92,7 +96,7 @@ class Engine:
         )
 
     async def run(self) -> None:
-        """Completes the rounds that the run still lacks.
+        """Completes the rounds that the run still lacks; where it wants no number of them, it returns never.
 
         Raises:
             RunError: Another engine took the run over, or `most_short_rounds` fell short.
@@ -100,10 +104,12 @@ class Engine:
         """
         torch.set_num_threads(self._config.run.threads)
         self._prepare()
-        while self._completed() < self._config.run.rounds:
+        while self._endless or self._completed() < self._config.run.rounds:
             cohort = await self._next_cohort()
             if not await self._round(cohort):
                 await self._after_short_round(self._store.short_rounds_in_a_row(self._name))
+            elif self._endless:
+                await self._after_round_without_end(cohort)
         while not self._end():
             await self._waker.wait()
         self._waker.wake_other()
@@ -132,12 +138,19 @@ class Engine:
         if short % 10 == 0:
             logger.warning("%s", text)
         if self._most_short_rounds is None:
-            await self._pause(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(short - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS))
+            await self._pause(short)
 
-    async def _pause(self, seconds: float) -> None:
-        """Waits, but not when other devices are present than before: with them a round may reach its quorum."""
-        before, until = self._store.present_devices(self._name), time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and self._store.present_devices(self._name) == before:
+    async def _after_round_without_end(self, cohort: Cohort) -> None:
+        """Pauses after rounds that nobody answered: a device that never does must not make round after round."""
+        self._unanswered = 0 if cohort.used else self._unanswered + 1
+        if self._unanswered:
+            await self._pause(self._unanswered)
+
+    async def _pause(self, failures: int) -> None:
+        """Waits the longer the more failed, but not when other devices, or devices with other data, come meanwhile."""
+        seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS)
+        before, until = self._store.present_profiles(self._name), time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self._store.present_profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def _forget(self) -> None:
@@ -155,9 +168,9 @@ class Engine:
         """Publishes the contract, or takes up the state of an earlier start."""
         row = self._row()
         if row["contract"] is None:
-            contract, initial = make_contract(self._config, self.method)
+            contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # who deletes what nothing names yet holds the same lock
-                for payload in (initial, self.method.setting.proxy_payload):
+                for payload in (initial, extractor, self.method.setting.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
                 failpoints.hit("engine.contract.before-commit")
@@ -186,6 +199,19 @@ class Engine:
             self._store.blobs.put(self.method.setting.proxy_payload)  # mends it
         if contract.initial_weights:
             self._store.blobs.open(contract.initial_weights, verify=True)
+        if contract.extractor_file:
+            self._mend_extractor(contract.extractor_file)
+
+    def _mend_extractor(self, sha256: bytes) -> None:
+        """To make the file takes a while, so it is made again only where the one that is there cannot be read."""
+        try:
+            self._store.blobs.open(sha256, verify=True)
+        except DamagedError:
+            made = extractor_payload(self.method)
+            if made is None or made.sha256 != sha256:
+                raise
+            self._store.blobs.doubt()
+            self._store.blobs.put(made)
 
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]
@@ -199,40 +225,74 @@ class Engine:
         self._checkpoint = checkpoint
 
     async def _next_cohort(self) -> Cohort:
-        """The open round of before a crash, or a new one as soon as enough devices are present."""
+        """The open round of before a crash, or a new one as soon as enough devices are present and it is due."""
         row = self._store.open_round(self._name)
         if row is not None:
-            return self._cohort(row["round"], row["cohort"])
-        self._forget()
-        present = -1
-        while len(devices := self._store.present_devices(self._name)) < self._config.run.min_devices:
-            if len(devices) != present:
-                present = len(devices)
-                logger.info("waiting for %d devices, %d present", self._config.run.min_devices, present)
-            await self._waker.wait()
-            self._forget()
+            return self._cohort(row["round"], row["cohort"], row["data_versions"])
+        present = await self._until_due()
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
-            if self._row()["checkpoint"] != self._checkpoint:  # a device was forgotten, here or by a command
-                self._restore()
-            chosen = self._chosen(devices)
-            number = self._store.start_round(self._name, chosen)
+            self._take_up_newest()
+            chosen = self._chosen(list(present))
+            versions = {device: present[device] for device in chosen if present[device]}
+            number = self._store.start_round(self._name, chosen, versions)
             failpoints.hit("engine.start.before-commit")
         failpoints.hit("engine.start.after-commit")
-        return self._cohort(number, chosen)
+        return self._cohort(number, chosen, versions)
+
+    async def _until_due(self) -> Mapping[str, str]:
+        """Waits for enough devices, and in a run without an end for work; who is present then, with data versions.
+
+        Meanwhile devices are forgotten, and nothing else is done: a run may wait for months.
+        """
+        looked_at: tuple[object, ...] = ()
+        told = ""
+        while True:
+            self._forget()
+            self._take_up_newest()
+            profiles = self._store.present_profiles(self._name)
+            enough = len(profiles) >= self._needed_devices()
+            if enough and (self._checkpoint, profiles) != looked_at:
+                looked_at = (self._checkpoint, profiles)
+                present = {device: _data_version(profile) for device, profile in profiles.items()}
+                if not self._endless or self.method.is_due(present):
+                    return present
+            waits = "nothing to do until devices come, go or have other data"
+            text = waits if enough else f"waiting for {self._needed_devices()} devices, {len(profiles)} present"
+            if text != told:
+                logger.info("%s", text)
+                told = text
+            await self._waker.wait()
+
+    def _needed_devices(self) -> int:
+        """How many must be present for a round to begin."""
+        alone = self._endless and self.method.picks_devices and self._completed() > 0
+        return 1 if alone else self._config.run.min_devices
+
+    def _take_up_newest(self) -> None:
+        """The method goes on from the run's state: a device may have been forgotten, here or by a command."""
+        if self._row()["checkpoint"] != self._checkpoint:
+            self._restore()
 
     def _chosen(self, present: list[str]) -> list[str]:
         """Who is asked: everybody, or as many as a round wants and some more, for those that will not answer."""
         settings = self._config.run
         count = math.ceil(settings.devices_per_round * settings.over_selection - 1e-9)
-        if not 0 < count < len(present):
+        picks_itself = self._endless and self.method.picks_devices
+        if picks_itself or not 0 < count < len(present):
             return present
         seed = derive_seed(settings.seed, self._row()["next_round"], "devices", "server")
         return sorted(random.Random(seed).sample(present, count))
 
-    def _cohort(self, number: int, devices: list[str]) -> Cohort:
+    def _cohort(self, number: int, devices: list[str], data_versions: Mapping[str, str]) -> Cohort:
         return Cohort(
-            self._store, self._terms, self._waker, number=number, completed=self._completed(), devices=devices
+            self._store,
+            self._terms,
+            self._waker,
+            number=number,
+            completed=self._completed(),
+            devices=devices,
+            data_versions=data_versions,
         )
 
     async def _round(self, cohort: Cohort) -> bool:
@@ -272,7 +332,8 @@ class Engine:
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
         free_after_round(self._store, self._name, last)
-        logger.info("round %d closed, %d of %d", cohort.round, cohort.completed + 1, self._config.run.rounds)
+        of = f" of {self._config.run.rounds}" if not self._endless else ""
+        logger.info("round %d closed, %d%s", cohort.round, cohort.completed + 1, of)
 
     def _score(self, cohort: Cohort) -> None:
         """Scores the global model on the operator's data, where the run has both."""
@@ -296,6 +357,10 @@ class Engine:
 
     def _completed(self) -> int:
         return int(self._row()["completed_rounds"])
+
+
+def _data_version(profile: bytes) -> str:
+    return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
 
 
 def load_evaluation(file: str, classes: int) -> TensorData:

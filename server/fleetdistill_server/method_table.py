@@ -40,6 +40,7 @@ _SAYS: Mapping[str, Callable[[str], str]] = {
     "distillation_gradient": lambda columns: "gradients on own samples",
     "model_parameters": lambda columns: "model",
     "class_statistics": lambda columns: "class moments and counts",
+    "shared_statistics": lambda columns: "class moments and counts",
     "soft_predictions": lambda columns: "predictions on drawn rows",
     "generator": lambda columns: "generator",
     "discriminator": lambda columns: "discriminator",

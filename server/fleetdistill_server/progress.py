@@ -11,7 +11,8 @@ class Progress:
     """A run as it stands, as plain rows.
 
     Attributes:
-        run: run, method, status, reason, completed_rounds, wanted_rounds, and how many devices are present.
+        run: run, method, status, reason, completed_rounds, wanted_rounds (None until stopped), and how many devices
+            are present.
         rounds: Every round: status, devices, answers, what became of them, figures and bytes as they travelled.
         steps: The steps of the newest round: how many devices were asked, have answered, and are out.
         events: Those after the known one.

@@ -257,7 +257,7 @@ def _whole(row: Row) -> set[bytes]:
 
 def _named_by(contract: bytes) -> set[bytes]:
     read = contract_pb2.Contract.FromString(contract)
-    return {read.initial_weights, read.proxy_digest} - {b""}
+    return {read.initial_weights, read.proxy_digest, read.extractor_file} - {b""}
 
 
 def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) -> list[bytes]:

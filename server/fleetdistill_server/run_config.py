@@ -35,7 +35,7 @@ class RunSection(_Section):
 
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     method: str = "feddkc"
-    rounds: Annotated[int, Field(ge=1, lt=2**32)] = 30
+    rounds: Annotated[int, Field(ge=0, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_devices: Annotated[int, Field(ge=1)] = 2
     devices_per_round: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -235,3 +235,10 @@ def m008_payloads_given_up(db: Database) -> None:
         "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL AND NOT given_up UNION ALL "
         "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id WHERE u.quarantined_at IS NULL",
     )
+
+
+@migrations()
+def m009_data_versions(db: Database) -> None:
+    # JSON: device id to the data version, hex, that its profile named when the round was started; NULL where none did,
+    # and once the round has ended.
+    db.execute("ALTER TABLE rounds ADD COLUMN data_versions TEXT")

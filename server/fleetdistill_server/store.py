@@ -231,6 +231,15 @@ class Store:
         )
         return [row["device"] for row in rows]
 
+    def present_profiles(self, run: str) -> dict[str, bytes]:
+        """Serialized profiles of the devices that are checked in, by id in bytewise order."""
+        rows = self._rows(
+            "SELECT device, profile FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL "
+            "ORDER BY device",
+            run,
+        )
+        return {row["device"]: row["profile"] for row in rows}
+
     def ask_to_forget(self, run: str, device: str) -> bool:
         """Notes that a device is to be forgotten, and closes its open asks. False if the run has no such device."""
         with self.transaction():
@@ -331,17 +340,26 @@ class Store:
     # --- rounds
 
     def open_round(self, run: str) -> Row | None:
-        """The round that is under way, if any, with its cohort as a list."""
+        """The round that is under way, if any, with its cohort as a list and its data versions as a dictionary."""
         row = self._row("SELECT * FROM rounds WHERE run = ? AND status = 'open'", run)
-        return None if row is None else {**row, "cohort": json.loads(row["cohort"])}
+        if row is None:
+            return None
+        return {**row, "cohort": json.loads(row["cohort"]), "data_versions": json.loads(row["data_versions"] or "{}")}
 
-    def start_round(self, run: str, cohort: Sequence[str]) -> int:
-        """Opens the next round; returns its number, counted from 1 over all rounds, short ones included."""
+    def start_round(self, run: str, cohort: Sequence[str], data_versions: Mapping[str, str] | None = None) -> int:
+        """Opens the next round; returns its number, counted from 1 over all rounds, short ones included.
+
+        Args:
+            run: The run.
+            cohort: Ids of its devices.
+            data_versions: What `open_round` gives until the round has ended.
+        """
         with self.transaction():
             number = int(self._value("SELECT next_round FROM runs WHERE name = ?", run))
             self._write("UPDATE runs SET next_round = ? WHERE name = ?", number + 1, run)
             row = {"run": run, "round": number, "status": "open", "cohort": json.dumps(list(cohort))}
-            self._insert("rounds", {**row, "started_at": time.time()})
+            versions = json.dumps(dict(data_versions)) if data_versions else None
+            self._insert("rounds", {**row, "data_versions": versions, "started_at": time.time()})
         return number
 
     def close_round(
@@ -376,7 +394,8 @@ class Store:
         self, run: str, number: int, status: str, reason: str | None, unused: str, figures: Mapping[str, Any]
     ) -> None:
         self._write(
-            "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ? WHERE run = ? AND round = ?",
+            "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "
+            "WHERE run = ? AND round = ?",
             *(status, reason, json.dumps(figures), time.time(), run, number),
         )
         self._write(
@@ -795,7 +814,7 @@ class Store:
         if row is None:
             return None
         config = json.loads(row.pop("config")).get("run", {})
-        said = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds")}
+        said = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
         return Progress(
             run={**said, "reason": row["reason"] or ""},
             rounds=self._rows(ROUND_PROGRESS, run),

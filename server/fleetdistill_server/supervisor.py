@@ -26,7 +26,9 @@ from fleetdistill_server.wakeups import Ends, make_pair
 
 logger = logging.getLogger(__name__)
 MAX_RESTARTS = 5
-"""Engine failures without a completed round between them after which the run is stopped."""
+"""Engine failures without a completed round, or a steady time, between them after which the run is stopped."""
+_STEADY_SECONDS = 3600.0
+"""An engine that has lived so long is past the point where the one before it failed: runs may idle for months."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _NO_SPACE_SECONDS = 10.0
@@ -44,6 +46,7 @@ class Child:
         self._log = log
         self._keep_output = keep_output
         self.failures = 0
+        self.started = time.monotonic()
         self.process = self._start()
 
     def restart(self) -> None:
@@ -54,6 +57,7 @@ class Child:
 
     def start_again(self) -> None:
         """Starts the process again after it ended, at once."""
+        self.started = time.monotonic()
         self.process = self._start()
 
     def stop(self) -> None:
@@ -257,6 +261,8 @@ class Supervisor:
         completed = int(row["completed_rounds"]) if row else 0
         if completed > self._completed:
             self._completed, engine.failures = completed, 0
+        if time.monotonic() - engine.started >= _STEADY_SECONDS:
+            engine.failures = 0
 
     def _run_is_over(self) -> bool:
         row = self.store.run(self._config.run.name)

@@ -20,6 +20,8 @@ from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
 from fleetdistill_server.store import Row, Store
 
+UNTIL_STOPPED = "until stopped"
+"""What people read of a run that wants no number of rounds."""
 _FURTHER = "/accuracy"
 """How the name of a further answer's accuracy ends; before it is the answer's."""
 _MOST_ANSWERS = 4
@@ -47,9 +49,10 @@ class View:
 
     def tables(self) -> list[Table | str]:
         """Everything as tables."""
-        facts = ["\n".join(f"{name}: {value}" for name, value in self.facts.items())] if self.facts else []
-        lists = self.lists.items()
-        return [*facts, *(_table(title, rows) if rows else f"{title} (0)" for title, rows in lists)]
+        told = _for_people(self.facts)
+        facts = ["\n".join(f"{name}: {value}" for name, value in told.items())] if told else []
+        lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
+        return [*facts, *(_table(title, rows) if rows else f"{title} (0)" for title, rows in lists.items())]
 
 
 def runs(store: Store, served: str | None = None) -> View:
@@ -108,7 +111,7 @@ def _run_row(row: Row, served: str | None) -> Row:
         "status": row["status"] + (" (no server)" if idle else ""),
         "reason": row["reason"] or "",
         "completed_rounds": row["completed_rounds"],
-        "wanted_rounds": config.get("run", {}).get("rounds"),
+        "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
         "started": when(row["created_at"]),
     }
@@ -268,6 +271,11 @@ def _forgotten(row: Row) -> str | None:
 def when(seconds: float) -> str:
     """A moment as people read it, ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _for_people(row: Row) -> Row:
+    """A row with words where a script has None."""
+    return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

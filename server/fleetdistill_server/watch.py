@@ -21,7 +21,7 @@ from rich.text import Text
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.traffic import readable_bytes
-from fleetdistill_server.views import printable
+from fleetdistill_server.views import UNTIL_STOPPED, printable
 
 LOOK_SECONDS = 0.5
 _OVER = ("finished", "stopped")
@@ -207,7 +207,8 @@ def sentence(change: Row) -> str:
 
 def _sentence(change: Row) -> str:
     if change["kind"] == "run":
-        of = f"{change['completed_rounds']} of {change['wanted_rounds']} rounds"
+        done, wanted = change["completed_rounds"], change["wanted_rounds"]
+        of = f"{done} rounds completed, {UNTIL_STOPPED}" if wanted is None else f"{done} of {wanted} rounds"
         reason = f": {change['reason']}" if change["reason"] else ""
         said = f"run {change['run']} ({change['method']}): {change['status']}{reason}"
         return f"{said}, {of}, {change['present']} devices present"

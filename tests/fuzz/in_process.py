@@ -15,6 +15,8 @@ from fuzz.specimens import Specimen, contract_for, specimens
 from wire_samples import make_identity, make_profile
 
 from fleetdistill.errors import RefusedError, WireError
+from fleetdistill.knowledge import SharedStatistics
+from fleetdistill.shared_statistics import from_wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import Slot, digest, slots
@@ -150,6 +152,9 @@ def _assert_readable(header: knowledge_pb2.PayloadHeader, data: bytes) -> None:
     for slot in places:
         if slot.dtype.kind == "f":
             assert np.isfinite(np.frombuffer(data[slot.start : slot.stop], slot.dtype)).all(), slot.path
+    for part in decoded.values():
+        if isinstance(part, SharedStatistics):
+            assert np.isfinite(from_wire(part).covariance).all()
 
 
 class DeskTarget:

@@ -8,14 +8,17 @@ import numpy as np
 from wire_samples import CLASSES, make_contract, make_knowledge, make_metrics
 
 from fleetdistill import knowledge as k
+from fleetdistill.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _PROXY_SAMPLES = 5
 _DIGEST = bytes(range(32))
+_STATISTICS = ("class_statistics", "shared_statistics")
+_MOST_ROWS = 4
 _DECLARED = (
-    "class_statistics",
+    *_STATISTICS,
     "model_parameters",
     "distillation_gradient",
     "generator",
@@ -60,12 +63,15 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         directions=np.ones((2, 3, 4), np.float32),
         variances=np.ones((2, 4), np.float32),
     )
+    rows, labels = np.random.default_rng(0).random((16, 4)), np.repeat([0, 2], 8)
+    shared = to_wire(moments_of(rows, labels), rank=3)
     return {
         "sample_knowledge": {"knowledge": make_knowledge(), "metrics": make_metrics()},
         "model_parameters": {"model": _weights()},
         "proxy_knowledge": {"proxy": proxy},
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
         "class_statistics": {"statistics": statistics},
+        "shared_statistics": {"moments": shared},
         "soft_predictions": {"soft": k.SoftPredictions(noise_seed=3, values=values)},
         "distillation_gradient": {"gradient": gradient},
         "generator": {
@@ -106,8 +112,12 @@ def contract_for(all_of_them: dict[str, Specimen]) -> contract_pb2.Contract:
 def _declare(contract: contract_pb2.Contract, part: knowledge_pb2.Part) -> None:
     if any(known.part == part.name for known in contract.uploads):
         return
-    of_a_class = part.WhichOneof("kind") == "class_statistics"
-    shapes = contract.uploads.add(part=part.name, least_samples=5 if of_a_class else 0)
+    kind = part.WhichOneof("kind")
+    shapes = contract.uploads.add(part=part.name, least_samples=5 if kind in _STATISTICS else 0)
+    if kind == "shared_statistics":
+        shapes.most_rows = _MOST_ROWS
+        shapes.tensors.extend([contract_pb2.NamedShape(name=name, shape=(4,)) for name in ("means", "variances")])
+        return
     for slot in slots(knowledge_pb2.Parts(parts=[part])):
-        shape = slot.shape[1:] if of_a_class else slot.shape
+        shape = slot.shape[1:] if kind == "class_statistics" else slot.shape
         shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=shape)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import own_peak_memory
 
+from fleetdistill.wire.codec import KINDS
 from fleetdistill_server import ingest
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.ingest import Ingest
@@ -49,6 +50,11 @@ def test_many_uploads_in_process() -> None:
     assert sent >= 30_000
     assert target.outcomes.keys() >= MUST_OCCUR
     assert own_peak_memory() - before < MOST_GROWTH
+
+
+def test_every_kind_that_a_device_can_send_is_fuzzed() -> None:
+    sent = {part.WhichOneof("kind") for one in specimens().values() for part in one.payload.parts.parts}
+    assert sent == {name for name, kind in KINDS.items() if kind.tells is not None} | {"plan"}
 
 
 def test_every_call_in_process() -> None:

@@ -113,7 +113,7 @@ def test_a_run_without_a_round_after_the_extractors_is_refused_before_it_starts(
     values: dict[str, Any] = {
         "run": {"name": "short", "method": "classstats", "rounds": rounds},
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
-        "method": {"extractor_rounds": extractor_rounds},
+        "method": {"features": "averaged", "extractor_rounds": extractor_rounds},
     }
     with pytest.raises(ConfigurationError, match=rf"rounds is {rounds}, .* run at least {extractor_rounds + 1} rounds"):
         run_config(values)
@@ -264,7 +264,7 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
         return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
 
     monkeypatch.setattr("fleetdistill.methods.classstats.to_wire", boastful)
-    prepared = prepare(replace(RUNS["classstats"], train_limit=120), tmp_path / "work")
+    prepared = prepare(replace(RUNS["classstats averaged"], train_limit=120), tmp_path / "work")
     store = Store.in_memory()
 
     def stop() -> None:
@@ -898,7 +898,7 @@ class Forgetting:
     """A run on the disk whose first device is to be forgotten while it is under way."""
 
     def __init__(self, directory: Path, rounds: int) -> None:
-        wanted = replace(RUNS["classstats"], devices=3, rounds=rounds, train_limit=300, alpha=10.0)
+        wanted = replace(RUNS["classstats averaged"], devices=3, rounds=rounds, train_limit=300, alpha=10.0)
         config, specs, work = prepare(wanted, directory / "work")
         terms = config.run.model_copy(update={"min_devices": 2})  # those that are left are enough
         self.prepared = config.model_copy(update={"run": terms}), specs, work
@@ -1077,7 +1077,7 @@ def devices_of(prepared: Any, stack: ExitStack, desk: Desk) -> list[Device]:
 
 
 def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_path: Path) -> None:
-    prepared = prepare(RUNS["classstats"], tmp_path / "work")
+    prepared = prepare(RUNS["classstats averaged"], tmp_path / "work")
     store = Store.in_memory()
     delivered: list[tuple[dict[str, Any], nn.Module]] = []
     with ExitStack() as stack:
@@ -1137,7 +1137,9 @@ def _outputs(device: Device, inputs: Array) -> dict[str, Tensor]:
 
 
 def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: Path) -> None:
-    wanted = replace(SMALL, method="classstats", rounds=3, settings={"extractor_rounds": 1}, out=tmp_path)
+    wanted = replace(
+        SMALL, method="classstats", rounds=3, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path
+    )
     report = simulate(wanted)
     assert set(report.further) == {PERSONAL}
     assert {set(one.further) == {PERSONAL} for one in report.devices} == {True}
@@ -1154,7 +1156,9 @@ def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: P
 
 
 def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tmp_path: Path) -> None:
-    wanted = replace(SMALL, method="classstats", rounds=2, settings={"extractor_rounds": 1}, out=tmp_path)
+    wanted = replace(
+        SMALL, method="classstats", rounds=2, settings={"features": "averaged", "extractor_rounds": 1}, out=tmp_path
+    )
     report = simulate(replace(wanted, with_alone=True))
     console = Console(width=118, record=True, file=StringIO())
     console.print(report_table(report))
@@ -1171,7 +1175,7 @@ def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tm
 def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_path: Path) -> None:
     wanted = Simulation(
         method="classstats",
-        settings={"extractor_rounds": 1},
+        settings={"features": "averaged", "extractor_rounds": 1},
         devices=3,
         rounds=4,
         train_limit=300,

@@ -234,7 +234,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
             "run": {"name": RUN, "method": "classstats", "rounds": 3, "min_devices": 3},
             "contract": {"classes": CLASSES, "input_shape": [3, 16, 16]},
             "model": {"extractor": f"{__name__}:{request.param}", "server": "digits_server"},
-            "method": {"extractor_rounds": 0},
+            "method": {"features": "averaged", "extractor_rounds": 0},
             "server": {"torch_device": "cpu"},
         }
     )
@@ -246,7 +246,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def publish(config: RunConfig, store: Store) -> None:
     """What the engine does before it waits for devices."""
     store.begin_run(RUN, config.fixed_part())
-    contract, initial = make_contract(config, build_method(config))
+    contract, initial, _ = make_contract(config, build_method(config))
     assert initial is not None
     store.blobs.put(initial)
     store.publish_contract(RUN, contract.SerializeToString())

@@ -40,8 +40,8 @@ def open_run(prepared: Prepared) -> tuple[Store, Contract]:
     """A store whose run waits for devices, as the engine leaves it before its first round."""
     config, store = prepared[0], Store.in_memory()
     method = build_method(config)
-    contract, initial = make_contract(config, method)
-    for payload in (initial, method.setting.proxy_payload):
+    contract, initial, extractor = make_contract(config, method)
+    for payload in (initial, extractor, method.setting.proxy_payload):
         if payload is not None:
             store.blobs.put(payload)
     store.begin_run(RUN, config.fixed_part())

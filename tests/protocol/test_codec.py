@@ -43,7 +43,7 @@ from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.ingest import Ingest
 
-FLOAT32 = np.float32
+FLOAT16, FLOAT32 = np.float16, np.float32
 MODEL = k.ModelParameters(
     parameters={"conv.weight": np.arange(6, dtype=FLOAT32).reshape(1, 2, 3), "bias": f32([0.5])},
     buffers={"count": np.array(7, np.int64), "mean": np.zeros((0, 4), FLOAT32)},
@@ -68,6 +68,26 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         variances=np.zeros((2, 4), FLOAT32),
     ),
     "soft_predictions": k.SoftPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
+    "shared_statistics": k.SharedStatistics(
+        labels=[2, 0],
+        counts=np.int32([5, 9]),
+        means=np.ones((2, 4), FLOAT16),
+        directions=np.int8([[-127, 0, 5, 127]]),
+        steps=np.full(1, 0.5, FLOAT16),
+        variances=np.zeros(4, FLOAT16),
+        df=np.array(12, np.int32),
+    ),
+    "class_space": k.ClassSpace(
+        labels=[0, 2],
+        counts=np.int32([9, 5]),
+        directions=np.ones((4, 1), FLOAT16),
+        origin=np.zeros(1, FLOAT16),
+        centres=np.full((2, 1), -0.5, FLOAT16),
+        df=np.array(2**40, np.int64),
+        shrinkage=np.array(0.1, np.float64),
+        outside=np.array(1e300, np.float64),
+    ),
+    "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1
     ),
@@ -182,6 +202,57 @@ def test_only_knowledge_travels_in_the_knowledge_type() -> None:
         "teacher/sample_ids": "int64",
         "teacher/values": "float16",
     }
+
+
+@pytest.mark.parametrize("knowledge_type", [np.float32, np.float16, np.uint8])
+def test_statistics_of_one_exchange_travel_in_types_of_their_own(knowledge_type: type) -> None:
+    """Whatever the run's knowledge type is, and in whatever type they were computed."""
+    space = ONE_OF_EACH["class_space"]
+    wide = {name: getattr(space, name).astype(np.float64) for name in ("directions", "origin", "centres")}
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], variances=np.zeros(4))
+    parts = {"moments": moments, "space": dataclasses.replace(space, **wide), "file": ONE_OF_EACH["network_file"]}
+    types = {slot.path: slot.dtype.name for slot in encode(parts, knowledge_type).slots}
+    assert types == {
+        "moments/counts": "int32",
+        "moments/means": "float16",
+        "moments/directions": "int8",
+        "moments/steps": "float16",
+        "moments/variances": "float16",
+        "moments/df": "int32",
+        "space/counts": "int32",
+        "space/directions": "float16",
+        "space/origin": "float16",
+        "space/centres": "float16",
+        "space/df": "int64",
+        "space/shrinkage": "float64",
+        "space/outside": "float64",
+        "file/onnx": "uint8",
+    }
+
+
+@pytest.mark.parametrize("number", [0.1, 5e-324, np.nextafter(1.0, 0.0), 1e300])
+def test_scalars_of_a_class_space_are_exact_in_float64(number: float) -> None:
+    """float16 would make 0.1 of it 0.09998, and infinity of 1e300."""
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=np.array(number), outside=np.array(number))
+    (found,) = decode(over_the_wire(encode({"x": sent}, np.float16))).values()
+    assert isinstance(found, k.ClassSpace)
+    assert [found.shrinkage.dtype, found.shrinkage.shape] == [np.dtype("<f8"), ()]
+    assert (float(found.shrinkage), float(found.outside)) == (number, number)
+
+
+@pytest.mark.parametrize("exact", [np.array(0.25, np.float32), 0.25])
+def test_scalars_of_a_class_space_are_float64_whatever_they_were(exact: Any) -> None:
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=exact)
+    types = {slot.path: slot.dtype.name for slot in encode({"x": sent}).slots}
+    assert types["x/shrinkage"] == "float64"
+
+
+def test_every_int8_and_a_scalar_beyond_32_bits_come_back() -> None:
+    every = np.arange(-128, 128).astype(np.int8)[None]
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], directions=every)
+    space = dataclasses.replace(ONE_OF_EACH["class_space"], df=np.array(2**62 + 1, np.int64))
+    found = decode(over_the_wire(encode({"moments": moments, "space": space})))
+    assert_same(found, {"moments": moments, "space": space})
 
 
 def test_float64_parameters_travel_as_the_nearest_float32() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from support.live_front import (
     upload_name,
     write_asks,
 )
+from support.refusal_table import documented, documented_refusals
 from wire_samples import make_profile
 
 from fleetdistill.knowledge import ClassStatistics, Kind, SoftPredictions
@@ -31,7 +31,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store import Store
 
 RANK, SIZE, LEAST, SAMPLES = 3, 4, 5, 15
-PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text(encoding="utf-8")
+TITLE = "Class statistics and soft predictions"
 _numbers = itertools.count(1)
 
 
@@ -151,7 +151,7 @@ def test_hostile_statistics_are_refused_with_the_documented_code(case: str, stor
     assert refusal.status is grpc.StatusCode.INVALID_ARGUMENT
     assert (refusal.reason, refusal.details["device"]) == (code, client.device)
     assert refusal.text == f"device {client.device}: {sentence}"
-    assert (documented(sentence), code) in table()
+    assert (documented(sentence), code) in documented_refusals(TITLE)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,4 @@ def test_hostile_predictions_are_refused_too(
         send(store, client, "predictions", "soft_predictions", predictions(*rows))
     (refusal,) = found
     assert (refusal.reason, refusal.text) == ("bad-value", f"device {client.device}: {sentence}")
-    assert (documented(sentence), "bad-value") in table()
-
-
-def table() -> set[tuple[str, str]]:
-    """What docs/protocol.md says of these kinds: sentence, with numbers and names left out, and code."""
-    section = PAGE.split("### Class statistics")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| .* \| `([a-z-]+)` \| (.*) \|$", section, re.MULTILINE)
-    return {(documented(sentence), code) for code, sentence in rows}
-
-
-def documented(sentence: str) -> str:
-    """A sentence without its numbers and the name of this contract's method."""
-    return re.sub(r"-?\d[\d.]*", "0", sentence.replace("feddkc", "METHOD"))
+    assert (documented(sentence), "bad-value") in documented_refusals(TITLE)

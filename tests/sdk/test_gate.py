@@ -30,6 +30,7 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.WeightedPredictions(noise_seed=1, values=ROW), {"logits"}),
     (k.SoftPredictions(noise_seed=1, values=ROW), {"logits"}),
     (k.ClassStatistics(labels=[]), {"features", "counts"}),
+    (k.SharedStatistics(labels=[]), {"features", "counts"}),
     (MODEL, {"parameters"}),
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),
@@ -40,6 +41,10 @@ NEVER: list[k.Kind] = [
     k.RefinedKnowledge(valid=True, sample_ids=IDS, values=ROW),
     k.Plan(values={"cut": 1}),
     k.ProxySet(name="p", licence="none", inputs=ROW, labels=IDS),
+    k.ClassSpace(
+        labels=[0, 1], counts=IDS, directions=ROW, origin=ROW, centres=ROW, df=IDS, shrinkage=ROW, outside=ROW
+    ),
+    k.NetworkFile(onnx=np.zeros(3, np.uint8)),
 ]
 
 

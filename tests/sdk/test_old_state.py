@@ -109,7 +109,7 @@ def _server(state_dir: Path) -> Store:
     )
     store = Store.in_memory()
     store.begin_run(RUN, config.fixed_part())
-    contract, initial = make_contract(config, build_method(config))
+    contract, initial, _ = make_contract(config, build_method(config))
     store.blobs.put(initial)
     store.publish_contract(RUN, contract.SerializeToString())
     profile = (state_dir / "profile.bin").read_bytes()

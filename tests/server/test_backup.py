@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store.record_schema import DEVICES, RUN, recorded_config
 from support.fleets import SMALL, assert_no_upload_lost, prepare
@@ -17,9 +18,11 @@ from wire_samples import data_of, make_payload
 
 from fleetdistill import Step, failpoints
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
+from fleetdistill.knowledge import NetworkFile
 from fleetdistill_server.backup import backup, restore
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.retention import needed, sweep
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.memory_link import MemoryLink
@@ -103,6 +106,21 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     assert_no_upload_lost(again.store, receipts, RUN)
     assert "restored from the backup of" in again.store.events(RUN, "restored")[0]["text"]
     again.store.close()
+
+
+def test_a_backup_has_what_the_contract_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
+    monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
+    made = Server(tmp_path / "store")
+    made.run_until(1)
+    backup(made.directory, tmp_path / "backup")
+    made.store.close()
+    restore(tmp_path / "backup", tmp_path / "restored")
+    store = Store.open(tmp_path / "restored")
+    contract = Desk(store).contract(RUN)
+    for sha256 in (contract.initial_weights, contract.extractor_file):
+        assert store.blobs.open(sha256, verify=True).sha256 == sha256
+    store.close()
 
 
 def test_devices_that_are_ahead_of_a_restored_server_go_on(server: Server, tmp_path: Path) -> None:

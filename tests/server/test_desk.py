@@ -26,7 +26,7 @@ from wire_samples import (
 )
 
 from fleetdistill.errors import RefusedError, StoreError
-from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.knowledge import NetworkFile, SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
@@ -225,6 +225,19 @@ def test_a_profile_has_a_bound(fleet: Fleet) -> None:
     assert error.value.code == Code.TOO_LARGE
     assert fleet.store.devices(RUN) == []
     fleet.check_in(profile=make_profile(model_name="x" * 60_000))
+
+
+def test_a_name_of_the_data_has_a_bound(fleet: Fleet) -> None:
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in(profile=make_profile(data_version=b"v" * 33))
+    assert (error.value.code, str(error.value)) == (
+        Code.BAD_MESSAGE,
+        "the profile's data_version has 33 bytes, at most 32 are taken; name the data with a digest",
+    )
+    assert fleet.store.devices(RUN) == []
+    fleet.check_in(profile=make_profile(data_version=b"v" * 32))
+    (row,) = fleet.store.devices(RUN)
+    assert contract_pb2.DeviceProfile.FromString(row["profile"]).data_version == b"v" * 32
 
 
 def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
@@ -1278,6 +1291,17 @@ def test_the_initial_weights_are_for_every_device_of_the_run(store: Store) -> No
     store.blobs.put(initial)
     fleet = Fleet(store, initial_weights=initial.sha256)
     assert fetch(fleet, fleet.join(), initial.sha256)[1] == data_of(initial)
+
+
+def test_the_extractor_s_file_is_for_every_device_of_the_run_and_for_no_other(store: Store) -> None:
+    file = encode({"extractor": NetworkFile(onnx=np.arange(50, dtype=np.uint8))})
+    store.blobs.put(file)
+    fleet = Fleet(store, extractor_file=file.sha256)
+    for device in ("d1", "d2"):
+        assert fetch(fleet, fleet.join(device), file.sha256)[1] == bytes(range(50))
+    with pytest.raises(RefusedError) as error:
+        fetch(fleet, make_identity("stranger", b"s" * 32), file.sha256)
+    assert error.value.code == Code.BAD_IDENTITY
 
 
 @pytest.mark.parametrize("first_byte", [0, 1, 40, 127, 128, 10**9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class Ended:
         self.process: Any = self
         self.failures = 0
         self.starts = 0
+        self.started = time.monotonic()
         self._code = code
 
     def poll(self) -> int:
@@ -143,6 +145,16 @@ def test_but_not_at_once(serving: Supervisor) -> None:
     child = Ended(EXIT_NO_SPACE)
     look(serving, child, 4)
     assert child.starts == 0, "the front is looked after meanwhile"
+
+
+def test_failures_of_an_engine_that_has_lived_long_do_not_add_up(
+    serving: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without an end may idle for months, with no round that would be completed between two failures."""
+    monkeypatch.setattr(supervisor, "_STEADY_SECONDS", 0.0)
+    child = Ended(1)
+    look(serving, child, 4 * MAX_RESTARTS)
+    assert child.starts == 4 * MAX_RESTARTS
 
 
 def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(

@@ -100,7 +100,7 @@ class Halted:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Halted:
     directory = tmp_path_factory.mktemp("made")
-    wanted = replace(RUNS["classstats"], devices=3, rounds=3, train_limit=120, alpha=0.1)
+    wanted = replace(RUNS["classstats averaged"], devices=3, rounds=3, train_limit=120, alpha=0.1)
     prepared = _on_disk(prepare(wanted, directory / "work"), directory / "store")
     with ExitStack() as stack:
         store = Store.open(directory / "store")

@@ -18,11 +18,13 @@ from wire_samples import make_payload
 
 from fleetdistill import failpoints
 from fleetdistill.errors import DamagedError, WireError
-from fleetdistill.wire.codec import Payload
+from fleetdistill.knowledge import NetworkFile
+from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
@@ -395,6 +397,49 @@ def test_damaged_initial_weights_end_the_engine_with_a_sentence(fleet: Fleet) ->
     answered_round(fleet)
     contract = fleet.desk.contract(RUN)
     flip_a_bit(fleet.blob({"sha256": contract.initial_weights}))
+    with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
+        fleet.run()
+
+
+FILE = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
+OTHER = NetworkFile(onnx=np.zeros(50, np.uint8))
+
+
+def give_extractor(monkeypatch: pytest.MonkeyPatch, file: NetworkFile) -> None:
+    monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_extractor_file_is_made_again(fleet: Fleet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_extractor(monkeypatch, FILE)
+    answered_round(fleet)
+    sha256 = fleet.desk.contract(RUN).extractor_file
+    DAMAGES[name](fleet.blob({"sha256": sha256}))
+    with pytest.raises(DamagedError):
+        fleet.store.blobs.open(sha256, verify=True)
+    fleet.run()
+    assert decode(fleet.store.blobs.open(sha256, verify=True)).keys() == {"extractor"}
+
+
+def test_a_run_keeps_the_extractor_file_that_it_began_with(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another release may write the same network in other bytes; what devices have fetched is still the contract's."""
+    give_extractor(monkeypatch, FILE)
+    answered_round(fleet)
+    sha256 = fleet.desk.contract(RUN).extractor_file
+    give_extractor(monkeypatch, OTHER)
+    fleet.run()
+    assert fleet.desk.contract(RUN).extractor_file == sha256
+    assert fleet.store.blobs.has(sha256)
+    assert not fleet.store.blobs.has(encode({"extractor": OTHER}).sha256)
+
+
+def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_extractor(monkeypatch, FILE)
+    answered_round(fleet)
+    flip_a_bit(fleet.blob({"sha256": fleet.desk.contract(RUN).extractor_file}))
+    give_extractor(monkeypatch, OTHER)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()
 

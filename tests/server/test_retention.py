@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wire_samples import make_metrics, make_payload
+from wire_samples import make_contract, make_metrics, make_payload
 
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
@@ -111,6 +111,19 @@ def test_what_a_later_round_or_another_run_speaks_of_stays(store: Store) -> None
     assert readable(store, asked) == [1, 2, 3, 5], "a round frees what it replaced"
     sweep(store, 0.0)
     assert readable(store, asked) == [1, 2, 5], "a sweep also what a crash left"
+
+
+def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> None:
+    named = ("initial_weights", "proxy_digest", "extractor_file")
+    payloads = {name: make_payload(rows) for rows, name in enumerate(named, 1)}
+    for payload in (*payloads.values(), make_payload(9)):
+        store.blobs.put(payload)
+    digests = {name: payload.sha256 for name, payload in payloads.items()}
+    store.publish_contract(RUN, make_contract(**digests).SerializeToString())
+    assert sweep(store, 0.0).payloads == 1, "the one that it does not name"
+    assert {one.sha256 for one in store.blobs.held()} == set(digests.values())
+    store.end_run(RUN, "finished", "0 rounds completed")
+    assert prune(store, RUN, whole=True).freed.payloads == len(named)
 
 
 # --- what crashes leave

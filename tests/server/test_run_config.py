@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.methods import METHODS, config_class
 from fleetdistill_server.run_config import completed_part, load_run_config, run_config
 from fleetdistill_server.store import Store
 
@@ -62,6 +63,12 @@ def test_a_small_configuration_is_completed_with_defaults() -> None:
     method = config.method_config()
     assert method.target_peak == pytest.approx((1 + 1 / 10) / 2)
     assert method.target_entropy == pytest.approx(0.5 * math.log2(10))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_run_without_an_end_has_rounds_enough_for_any_method(method: str) -> None:
+    assert run_config(with_setting("run", "rounds", 0)).run.rounds == 0
+    config_class(method).from_settings({}).for_classes(10).check_rounds(0)
 
 
 def test_a_file_is_read_with_whole_numbers_for_real_ones(tmp_path: Path) -> None:
@@ -179,7 +186,7 @@ def test_a_section_must_be_one() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "sentence"),
     [
-        ("run", "rounds", 0, "Input should be greater than or equal to 1, got 0"),
+        ("run", "rounds", -1, "Input should be greater than or equal to 0, got -1"),
         ("run", "rounds", 2**32, "Input should be less than 4294967296, got 4294967296"),
         ("run", "seed", -1, "Input should be greater than or equal to 0, got -1"),
         ("run", "seed", 2**63, "Input should be less than 9223372036854775808, got 9223372036854775808"),
@@ -276,8 +283,8 @@ def test_settings_of_the_method_out_of_range_are_refused(key: str, value: float,
 
 def test_everything_that_is_missing_or_wrong_is_said_at_once() -> None:
     assert refusal({}) == "[run]: it is missing; [contract]: it is missing"
-    assert refusal({"run": {"rounds": 0}, "contract": {"classes": 2}}) == (
-        "[run] name: it is missing; [run] rounds: Input should be greater than or equal to 1, got 0; "
+    assert refusal({"run": {"rounds": -1}, "contract": {"classes": 2}}) == (
+        "[run] name: it is missing; [run] rounds: Input should be greater than or equal to 0, got -1; "
         "[contract] input_shape: it is missing"
     )
 

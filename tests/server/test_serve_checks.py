@@ -42,6 +42,15 @@ def test_plain_text_outside_the_loopback_is_refused(tmp_path: Path, listen: str)
     assert not (tmp_path / "store").exists()
 
 
+def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "127.0.0.1:0")
+    path.write_text(path.read_text().replace("[contract]", "rounds = 0\n[contract]"))
+    done = CliRunner().invoke(app, ["serve", str(path), "--until-finished"])
+    assert done.exit_code == 1
+    assert "[run] rounds is 0, so run 'checks' has no end that --until-finished could wait for" in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.slow
 def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: Path) -> None:
     path = write_run(tmp_path, "0.0.0.0:0")

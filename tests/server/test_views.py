@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
@@ -42,6 +43,19 @@ def figures(tenths: int, *, replaced: bool) -> Metrics:
             Metric(name=REPLACED, split=SPLIT, sum=float(replaced), count=1),
         ]
     )
+
+
+@pytest.mark.parametrize(("rounds", "wanted", "told"), [(0, None, "until stopped"), (3, 3, "3")])
+def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int | None, told: str) -> None:
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
+    for view in (views.runs(store), views.run(store, "r")):
+        row = view.facts or view.lists["runs"][0]
+        assert row["wanted_rounds"] == wanted
+        console = Console(width=200, record=True)
+        for table in view.tables():
+            console.print(table)
+        assert told in console.export_text()
 
 
 def test_a_round_has_its_own_figures() -> None:

@@ -24,7 +24,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli import app
 from fleetdistill_server.counting import Counted
 from fleetdistill_server.store import Row, Store
-from fleetdistill_server.watch import LiveTable, changes, follow, watch
+from fleetdistill_server.watch import LiveTable, changes, follow, sentence, watch
 
 RUN = "r"
 DEVICES = ("a", "b", "c")
@@ -161,6 +161,12 @@ def test_a_pipe_gets_a_sentence_a_line(over: Store) -> None:
     assert lines[3].endswith(" s, test accuracy 50.0%, guards 1, 1.0 kB up, 0.0 kB down")
     assert lines[4] == "run r (feddkc): finished: all rounds done, 1 of 2 rounds, 3 devices present"
     assert len(lines) == 5
+
+
+def test_a_run_without_an_end_is_told_so(store: Store) -> None:
+    store.begin_run(RUN, {"run": {**CONFIG["run"], "rounds": 0}})
+    (run,) = changes(store, RUN, {})
+    assert sentence(run) == "run r (feddkc): preparing, 0 rounds completed, until stopped, 0 devices present"
 
 
 def test_a_terminal_gets_a_table_that_stays(over: Store) -> None:

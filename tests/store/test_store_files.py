@@ -26,10 +26,12 @@ from wire_samples import (
     make_knowledge,
     make_payload,
     make_profile,
+    raw_payload,
 )
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.blobs import FileBlobs
 from fleetdistill_server.commits import CommitThread
@@ -245,6 +247,16 @@ def test_a_blob_is_a_safetensors_file_with_the_payload_s_tensors(store: Store, d
         features = file.get_tensor("knowledge/features/cut")
         assert features.dtype == np.float16
         np.testing.assert_array_equal(features, knowledge.features["cut"].astype(np.float16))
+
+
+def test_a_blob_may_hold_every_type_of_the_wire(store: Store, directory: Path) -> None:
+    arrays = {dtype.name: np.array([0, 1, 1], dtype) for dtype in DTYPES.values()}
+    payload = raw_payload(arrays)
+    store.blobs.put(payload)
+    with safe_open(blob_path(directory, payload.sha256), "np") as file:
+        for name, array in arrays.items():
+            found = file.get_tensor(f"raw/buffers/{name}")
+            assert (found.dtype, found.tolist()) == (array.dtype, array.tolist())
 
 
 def test_an_uploaded_blob_is_the_same_file_as_one_put_whole(tmp_path: Path) -> None:

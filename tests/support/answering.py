@@ -27,12 +27,14 @@ class AnsweringDevice:
     Attributes:
         receipts: Ids of the receipts, in order.
         finished: The server's word at the end of the run.
+        data_version: Names its rows at its next check-in.
     """
 
-    def __init__(self, link: Link, run: str, name: str, rows: int = 6) -> None:
+    def __init__(self, link: Link, run: str, name: str, rows: int = 6, data_version: bytes = b"") -> None:
         self._link = link
         self._identity = service_pb2.Identity(run=run, device=name)
         self._rows = rows
+        self.data_version = data_version
         self._contract: contract_pb2.Contract | None = None
         self.receipts: list[str] = []
         self.finished = ""
@@ -47,6 +49,11 @@ class AnsweringDevice:
             self._answer(answer.ask)
         self.finished = answer.finished
 
+    def change_data(self, data_version: bytes) -> None:
+        """Has other rows; the next step checks in with them."""
+        self.data_version = data_version
+        self._contract = None
+
     def _check_in(self) -> None:
         contract = self._link.check_in(self._identity, None).contract
         profile = contract_pb2.DeviceProfile(
@@ -57,6 +64,7 @@ class AnsweringDevice:
             extractor_fingerprint=contract.extractor_fingerprint,
             knowledge_types=[contract.knowledge_type],
             allowed_columns=[*DEFAULT_COLUMNS, "labels"],
+            data_version=self.data_version,
         )
         self._identity.secret = self._link.check_in(self._identity, profile).secret or self._identity.secret
         self._contract = contract

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.local_training import TensorData
-from fleetdistill.methods.base import Answer, Ask, Local
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
@@ -72,8 +73,8 @@ class Answered:
 class Rounds:
     """Device halves that answer a server half in this process, over the wire's types; keeps all that was said."""
 
-    def __init__(self, server: AveragedServer, devices: dict[str, AveragedDevice]) -> None:
-        self.server, self.halves = server, devices
+    def __init__(self, server: ServerMethod, devices: Mapping[str, DeviceMethod]) -> None:
+        self.server, self.halves = server, dict(devices)
         self.completed = self.round = 0
         self.away: set[str] = set()
         self.asked: list[tuple[str, str, Parts]] = []
@@ -82,6 +83,9 @@ class Rounds:
         self.events: list[tuple[str, str]] = []
         self.figures: dict[str, Any] = {}
         self.notes_of: dict[tuple[str, str], Mapping[str, int]] = {}
+        self.versions: dict[str, str] = {}
+        self.metrics: dict[str, Kind] = {}
+        """What a device adds to its answers, as the SDK does with an app's consent."""
         self.deaf: set[tuple[str, str]] = set()
         """(step, device) of asks that get no answer."""
         self.declined: list[tuple[str, str, str]] = []
@@ -119,7 +123,8 @@ class Rounds:
             if answer is None:
                 self._out.add(device)
                 continue
-            sent = decode(encode(answer.parts, np.float16))
+            figures = {"metrics": self.metrics[device]} if device in self.metrics else {}
+            sent = decode(encode({**answer.parts, **figures}, np.float16))
             self.notes_of[step, device] = answer.notes
             self.answered.append((step, device, sent))
             answered += 1
@@ -136,6 +141,10 @@ class Rounds:
         except (CannotAnswer, WireError) as reason:
             self.declined.append((step, device, str(reason)))
             return None
+
+    @property
+    def data_versions(self) -> dict[str, str]:
+        return {device: self.versions.get(device, "") for device in self.halves}
 
     @property
     def remaining(self) -> list[str]:

@@ -132,7 +132,7 @@ class AveragedConfig(LocalTraining):
 
     def check_rounds(self, rounds: int) -> None:
         """There must be one after the extractor's."""
-        if rounds <= self.extractor_rounds:
+        if 0 < rounds <= self.extractor_rounds:
             raise ConfigurationError(
                 f"[run] rounds is {rounds}, and all of them would go into the extractor: [method] extractor_rounds is "
                 f"{self.extractor_rounds}; run at least {self.extractor_rounds + 1} rounds, or lower extractor_rounds"

@@ -165,7 +165,7 @@ class _Encoder:
         target = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
         if kind == "Tensor" and field.name in self._exact:
-            self._add(target, np.asarray(item))
+            self._add(target, np.asarray(item, np.float64))
         elif kind == "Tensor":
             self._describe(target, item, path)
         elif kind == "NamedTensor":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from fleetdistill.knowledge import ModelParameters
+from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Exchange, Sizes
@@ -75,6 +75,13 @@ class ServerMethod:
     advice: ClassVar[Mapping[str, str]] = {}
     """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
 
+    picks_devices: ClassVar[bool] = False
+    """Whether its rounds ask only those devices that need something, of all that are present.
+
+    In a run without an end its rounds then have everybody present as their cohort, whatever `devices_per_round` says,
+    and after the first one a single device is enough for a round: a newcomer that comes alone is served.
+    """
+
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config = config
         self.setting = setting
@@ -129,24 +136,43 @@ class ServerMethod:
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
 
-        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class.
+        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class; for
+        shared statistics: `means` and `variances`, both in the shape of one class's mean.
         """
         return {}
 
     def least_samples(self) -> Mapping[str, int]:
-        """For each part of an answer that carries class statistics: samples that a class among them must have."""
+        """For each part of an answer with class or shared statistics: samples that a class among them must have."""
         return {}
 
     def most_rows(self) -> Mapping[str, int]:
-        """For each part of an answer that carries shared statistics: most directions among them."""
+        """For each part of an answer with shared statistics: the most directions that it may have."""
         return {}
+
+    def extractor_file(self) -> NetworkFile | None:
+        """The extractor as an ONNX file, for devices without PyTorch; any device of the run may fetch it.
+
+        The same bytes each time, or a store whose copy is damaged cannot be mended.
+        """
+        return None
+
+    def is_due(self, present: Mapping[str, str]) -> bool:
+        """Whether a round with these devices has anything to do. Asked before each round of a run without an end.
+
+        The answer depends on the method's state and on `present` alone, for it is asked again only when one of the two
+        has changed. By default there always is something to do.
+
+        Args:
+            present: Id to data version, hex, of all devices that are present; empty where a device names none.
+        """
+        return True
 
     async def round(self, cohort: Cohort) -> None:
         """One round. Changes the method's own state only."""
         raise NotImplementedError
 
     async def finish(self, cohort: Cohort) -> None:
-        """Delivers the end result after the last round; by default there is nothing to deliver."""
+        """Delivers the end result after the last round, if there is one; by default there is nothing."""
 
     def forget(self, device: str, notes: Notes) -> None:
         """Drops what is kept of one device; called between rounds. By default there is nothing."""

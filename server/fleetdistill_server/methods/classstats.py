@@ -6,7 +6,6 @@ made of the others' alone.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -44,8 +43,6 @@ from fleetdistill_server.methods.classstats_merge import merged_moments
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 
-_FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 60.0, 3600.0
-
 
 class ClassStatsServer(ServerMethod):
     """Keeps every device's statistics apart, and the space of their merge."""
@@ -73,7 +70,7 @@ class ClassStatsServer(ServerMethod):
         self._held: dict[str, int] = {}  # the space that a device has acknowledged
         self._silent: dict[str, list[int]] = {}  # who did not answer: round to ask it again in, next pause
         self._round = 0
-        self._retries: dict[str, tuple[float, float]] = {}  # when, and next pause; not part of the state
+        self._present: set[str] = set()  # at the last look between rounds; not part of the state
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:
@@ -185,7 +182,6 @@ class ClassStatsServer(ServerMethod):
         for device in asked:
             if device in answered:
                 self._silent.pop(device, None)
-                self._retries.pop(device, None)
                 continue
             _, pause = self._silent.get(device, [0, 1])
             self._silent[device] = [number + 1 + pause, 2 * pause]
@@ -228,25 +224,18 @@ class ClassStatsServer(ServerMethod):
                 notes.event("class-not-recognised", f"{text} {chance:.3f}; features of another kind may tell it apart")
 
     def is_due(self, present: Mapping[str, str]) -> bool:
-        """Whether a device that is here lacks a space or the server its statistics.
+        """Whether a device that is here lacks the space, or the server its statistics.
 
-        One that has not answered counts again after a minute, then after two, and so on up to an hour.
+        One that has not answered counts again when it comes back, and in a round that others make due.
         """
-        return any(self._is_owed(device, version) for device, version in present.items())
+        for device in present.keys() - self._present:
+            self._silent.pop(device, None)
+        self._present = set(present)
+        return any(self._is_owed(device, version) for device, version in present.items() if device not in self._silent)
 
     def _is_owed(self, device: str, version: str) -> bool:
-        lacking = self._lacks_statistics(device, version)
-        if not lacking and (self._space is None or self._held.get(device) == self._merge_name):
-            return False
-        if device not in self._silent:
-            return True
-        at, pause = self._retries.setdefault(device, (time.monotonic() + _FIRST_RETRY_SECONDS, _FIRST_RETRY_SECONDS))
-        if time.monotonic() < at:
-            return False
-        pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
-        self._retries[device] = (time.monotonic() + pause, pause)
-        del self._silent[device]
-        return True
+        lacks_space = self._space is not None and self._held.get(device) != self._merge_name
+        return lacks_space or self._lacks_statistics(device, version)
 
     # --- the merge
 
@@ -254,7 +243,6 @@ class ClassStatsServer(ServerMethod):
         """Makes the merge again without the device's part; nothing of it is left in the others'."""
         self._held.pop(device, None)
         self._silent.pop(device, None)
-        self._retries.pop(device, None)
         if self._parts.pop(device, None) is not None:
             self._merge(notes)
 

@@ -319,7 +319,8 @@ def _check(wanted: Simulation) -> None:
     for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
-            raise ConfigurationError(f"{name} is {value}, must be at least 1")
+            why = ": a simulation ends with its last round" if name == "rounds" else ""
+            raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
     if not 0 <= wanted.validation_share < 1:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.seed < 0:

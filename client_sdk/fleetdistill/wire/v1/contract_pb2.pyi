@@ -198,7 +198,7 @@ class Contract(_message.Message):
     proxy_digest: _builtins.bytes
     """SHA-256 of the payload with the proxy set, 32 bytes; empty for none. Any device of the run may download it."""
     rounds: _builtins.int
-    """Rounds that the run wants to complete, at least 1."""
+    """Rounds that the run wants to complete. 0: it has no last one, and goes on until it is stopped."""
     seed: _builtins.int
     """Root of the run's seed tree."""
     threads: _builtins.int

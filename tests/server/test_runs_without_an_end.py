@@ -1,0 +1,366 @@
+"""`[run] rounds = 0`: rounds when the method has something to do, and nothing at all in between.
+
+Devices and engine play in one process. A method writes down which version of whose rows its state has; `Acts` changes
+the fleet whenever the engine has nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.answering import AnsweringDevice
+from support.fragile import Crash, Fragile, Fuse
+
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server import engine as engine_module
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+RUN = "open"
+_LOOKS = 5
+"""So often in a row the engine finds nothing to do before the next act."""
+
+
+class Keeping(ServerMethod):
+    """Keeps whose rows it has, in which version; asks everybody once more where somebody was forgotten."""
+
+    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012
+    picks_devices = True
+
+    def __init__(self, other: ServerMethod) -> None:
+        super().__init__(other.config, other.setting)
+        self.parts: dict[str, str] = {}
+        self.merged: list[str] = []
+        self.looks = 0
+
+    @classmethod
+    def columns(cls, config: Any) -> Sequence[str]:
+        return []
+
+    def is_due(self, present: Mapping[str, str]) -> bool:
+        self.looks += 1
+        return any(self.parts.get(device) != version for device, version in present.items()) or self._is_old
+
+    @property
+    def _is_old(self) -> bool:
+        return self.merged != sorted(self.parts)
+
+    async def round(self, cohort: Cohort) -> None:
+        lacking = [one for one in cohort.devices if self.parts.get(one) != cohort.data_versions[one]]
+        async for answer in cohort.ask("train", to=lacking or cohort.devices):
+            self.parts[answer.device] = cohort.data_versions[answer.device]
+        self.merged = sorted(self.parts)
+
+    def forget(self, device: str, notes: Notes) -> None:
+        self.parts.pop(device, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self.parts, "merged": self.merged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.parts, self.merged = dict(state.get("parts", {})), list(state.get("merged", []))
+
+
+class Over(Exception):
+    """There are no acts left."""
+
+
+class Fleet:
+    """A store, its devices, and the waker of its engine.
+
+    Attributes:
+        devices: Those that call; the others are away.
+        acts: What is still to happen, each when the engine has nothing to do.
+    """
+
+    def __init__(self, count: int = 2) -> None:
+        self.store = Store.in_memory()
+        self.desk = Desk(self.store)
+        self.devices: dict[str, AnsweringDevice] = {}
+        self.acts: list[Callable[[], None]] = []
+        self.fuse = Fuse()
+        self._quiet = 0
+        for number in range(count):
+            self.come(f"d{number}", b"first")
+
+    def come(self, name: str, version: bytes = b"") -> None:
+        self.devices[name] = AnsweringDevice(MemoryLink(self.desk), RUN, name, data_version=version)
+
+    def leave(self, name: str) -> None:
+        device = self.devices.pop(name)
+        self.desk.leave(service_pb2.LeaveRequest(identity=device._identity))
+
+    def forget(self, name: str) -> None:
+        ask_to_forget(self.store, RUN, name, served=RUN)
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        self.fuse.touch()
+        for device in self.devices.values():
+            device.step()
+        self._quiet = 0 if self.store.open_round(RUN) is not None else self._quiet + 1
+        if self._quiet == _LOOKS:
+            self._quiet = 0
+            if not self.acts:
+                raise Over
+            self.acts.pop(0)()
+
+    def wake_other(self) -> None:
+        self.fuse.touch()
+
+    def play(self, *acts: Callable[[], None], method: type[Keeping] = Keeping, **run: Any) -> Keeping:
+        """Runs an engine until it has nothing to do and no act is left; returns its method."""
+        self.acts = [*acts]
+        return self.go_on(self.store, method, **run)
+
+    def go_on(self, store: Any, method: type[Keeping] = Keeping, **run: Any) -> Keeping:
+        engine = Engine(store, config_for(**run), self)
+        made = method(engine.method)
+        engine.method = made
+        with contextlib.suppress(Over):
+            asyncio.run(engine.run())
+        return made
+
+    def asked(self) -> list[list[str]]:
+        """Whom each round has asked."""
+        numbers = [row["round"] for row in self.store.rounds(RUN)]
+        return [[ask["device"] for ask in self.store.asks(RUN, number, 1)] for number in numbers]
+
+    def statuses(self) -> list[str]:
+        return [row["status"] for row in self.store.rounds(RUN)]
+
+
+def config_for(**run: Any) -> RunConfig:
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": 0, "min_devices": 2, **run},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+def hexed(**versions: bytes) -> dict[str, str]:
+    return {device: version.hex() for device, version in versions.items()}
+
+
+# --- idle
+
+
+def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = Fleet()
+    seen: list[tuple[int, int]] = []
+    method: list[Keeping] = []
+
+    class Watched(Keeping):
+        def __init__(self, other: ServerMethod) -> None:
+            super().__init__(other)
+            method.append(self)
+
+    def look() -> None:
+        seen.append((fleet.store._db.conn.total_changes, method[0].looks))
+
+    fleet.play(*[look] * 10, method=Watched)
+    assert fleet.asked() == [["d0", "d1"]]
+    assert len(seen) == 10
+    assert len(set(seen)) == 1
+    assert sum("nothing to do" in one.message for one in caplog.records) == 1
+    assert (fleet.store.run(RUN) or {})["status"] == "running"
+
+
+def test_a_method_that_always_has_something_to_do_goes_on_until_it_is_stopped() -> None:
+    class Always(Keeping):
+        def is_due(self, present: Mapping[str, str]) -> bool:
+            return ServerMethod.is_due(self, present)
+
+        async def round(self, cohort: Cohort) -> None:
+            if cohort.completed == 7:
+                raise Over
+            await super().round(cohort)
+
+    fleet = Fleet()
+    fleet.play(method=Always)
+    assert fleet.statuses() == ["closed"] * 7 + ["open"]
+
+
+# --- what a round is due for
+
+
+def test_a_newcomer_is_asked_and_nobody_else() -> None:
+    fleet = Fleet()
+    method = fleet.play(lambda: fleet.come("d2", b"its own"))
+    assert fleet.asked() == [["d0", "d1"], ["d2"]]
+    assert method.parts == hexed(d0=b"first", d1=b"first", d2=b"its own")
+
+
+def test_a_device_with_other_rows_is_asked_again_and_one_that_only_comes_back_is_not() -> None:
+    fleet = Fleet()
+
+    def back() -> None:
+        fleet.come("d1", b"first")
+        fleet.devices["d1"]._identity.CopyFrom(left)
+
+    left = fleet.devices["d1"]._identity
+    fleet.play(
+        lambda: fleet.devices["d0"].change_data(b"second"),
+        lambda: fleet.leave("d1"),
+        back,
+        lambda: fleet.devices["d0"].change_data(b"second"),
+    )
+    assert fleet.asked() == [["d0", "d1"], ["d0"]]
+
+
+def test_after_a_device_was_forgotten_the_others_are_told() -> None:
+    fleet = Fleet(3)
+    method = fleet.play(lambda: fleet.forget("d1"))
+    assert fleet.asked() == [["d0", "d1", "d2"], ["d0", "d2"]]
+    assert method.parts == hexed(d0=b"first", d2=b"first")
+    assert fleet.store.to_forget(RUN) == []
+
+
+def test_a_device_is_forgotten_while_nothing_is_due() -> None:
+    fleet = Fleet()
+    method = fleet.play(lambda: fleet.leave("d0"), lambda: fleet.leave("d1"), lambda: fleet.forget("d0"))
+    assert method.parts == hexed(d1=b"first")
+    assert len(fleet.asked()) == 1, "nobody is there who could be told"
+    row = fleet.store.device(RUN, "d0")
+    assert row is not None
+    assert row["forgotten_at"] is not None
+
+
+# --- who must be there
+
+
+def test_the_first_round_waits_for_min_devices_and_later_ones_for_one() -> None:
+    fleet = Fleet(1)
+    fleet.play(
+        lambda: fleet.come("d1", b"first"),
+        lambda: fleet.leave("d0"),
+        lambda: fleet.leave("d1"),
+        lambda: fleet.come("d2", b"alone"),
+    )
+    assert fleet.asked() == [["d0", "d1"], ["d2"]]
+
+
+def test_a_method_that_asks_everybody_always_waits_for_min_devices() -> None:
+    class Everybody(Keeping):
+        picks_devices = False
+
+    fleet = Fleet()
+    fleet.play(
+        lambda: fleet.leave("d0"), lambda: fleet.leave("d1"), lambda: fleet.come("d2", b"alone"), method=Everybody
+    )
+    assert fleet.asked() == [["d0", "d1"]]
+
+
+def test_a_newcomer_is_of_the_cohort_whatever_a_round_would_draw() -> None:
+    fleet = Fleet(6)
+    fleet.play(lambda: fleet.come("d7", b"late"), devices_per_round=2, min_devices=6)
+    assert fleet.asked()[-1] == ["d7"]
+    assert [len(json.loads(row["cohort"])) for row in fleet.store.rounds(RUN)] == [6, 7]
+
+
+# --- stops and kills
+
+
+def test_a_run_that_was_stopped_goes_on_without_a_round() -> None:
+    fleet = Fleet()
+    before = fleet.play()
+    after = fleet.play()
+    assert after.parts == before.parts == hexed(d0=b"first", d1=b"first")
+    assert fleet.asked() == [["d0", "d1"]]
+
+
+class Hasty(AnsweringDevice):
+    """Has other rows as soon as it has answered, and checks in with them before the engine has taken the answer."""
+
+    made_of: bytes = b""
+
+    def _answer(self, ask: service_pb2.Ask) -> None:
+        super()._answer(ask)
+        self.made_of = self.data_version
+        if self.data_version == b"first":
+            self.change_data(b"second")
+            self._check_in()
+
+
+def with_a_hasty_device(fuse: Fuse) -> Fleet:
+    fleet = Fleet()
+    fleet.fuse = fuse
+    fleet.devices["d0"] = Hasty(MemoryLink(fleet.desk), RUN, "d0", data_version=b"first")
+    with contextlib.suppress(Crash):
+        fleet.go_on(Fragile(fleet.store, fuse))
+    fleet.fuse = Fuse()
+    return fleet
+
+
+def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> None:
+    """A replayed round sees the versions of its start, though a device has others by now."""
+    undisturbed = Fuse()
+    with_a_hasty_device(undisturbed)
+    assert undisturbed.touched > 40
+    for moment in range(1, undisturbed.touched + 1, 2):  # each call is touched before and after
+        fleet = with_a_hasty_device(Fuse(blows_at=moment))
+        method = fleet.play()
+        device = fleet.devices["d0"]
+        assert isinstance(device, Hasty)
+        assert method.parts == hexed(d0=b"second", d1=b"first"), f"step {moment} of {undisturbed.touched}"
+        assert device.made_of == b"second"
+        assert [ask for ask in fleet.asked() if "d0" in ask] == [["d0", "d1"], ["d0"]]
+        assert fleet.store.events(RUN, "replay-differs") == []
+        fleet.store.close()
+
+
+def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
+    fleet = Fleet()
+    fleet.play()
+    assert [row["data_versions"] for row in fleet.store.rounds(RUN)] == [None]
+
+
+def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that decline are not asked once more at once, though the round was completed without them."""
+
+    class Lenient(Keeping):
+        async def round(self, cohort: Cohort) -> None:
+            async for _ in cohort.ask("train", quorum=0.0):
+                raise AssertionError("nobody answers here")
+
+    class Declining(Fleet):
+        now = 0.0
+        pauses: dict[int, float]
+
+        async def wait(self, seconds: float = 1.0) -> None:
+            rounds = self.store.rounds(RUN)
+            if self.store.open_round(RUN) is None:
+                self.pauses[len(rounds)] = self.pauses.get(len(rounds), 0.0) + seconds
+                self.now += seconds
+                if len(rounds) == 12:
+                    raise Over
+                if not rounds:
+                    await super().wait()
+                return
+            for device in self.store.devices_with_open_asks(RUN):
+                ask = self.store.next_ask(RUN, device)
+                assert ask is not None
+                self.store.close_ask(ask["id"], "declined")
+
+    fleet = Declining()
+    fleet.pauses = {}
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: fleet.now))
+    fleet.play(method=Lenient)
+    assert fleet.statuses() == ["closed"] * 12
+    pauses = [fleet.pauses[number] for number in range(1, 12)]
+    assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(11)])
