@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import RUN, RUNS, SHORTER, prepare, run_in_memory
+from support.fleets import RUN, RUNS, prepare, run_in_memory
 
 from fleetdistill.device import COLUMNS
 from fleetdistill.errors import ConfigurationError
@@ -102,7 +102,6 @@ def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str
         simulate(
             Simulation(
                 method=method,
-                settings=SHORTER.get(method, {}),
                 rounds=2,
                 devices=2,
                 seed=seed,

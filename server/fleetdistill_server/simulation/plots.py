@@ -186,4 +186,5 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) ->
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, frameon=False)  # below, where no curve is
+    below = (0, -0.16)  # where no curve is
+    ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)
