@@ -43,8 +43,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
-from fleetdistill.methods.base import USUAL_PREDICTOR
-from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire

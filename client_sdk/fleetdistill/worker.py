@@ -19,9 +19,10 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireE
 from fleetdistill.knowledge import EMBEDDING, ClassCount, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import Counts, TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, GENERAL, USUAL_PREDICTOR, Ask, Local
+from fleetdistill.methods.base import CUT, DELIVER, GENERAL, Ask, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.models.space import MakePredictor, SpaceModel
+from fleetdistill.names import USUAL_PREDICTOR
 from fleetdistill.onnx_export import OnnxReport, copy_onnx, export_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state

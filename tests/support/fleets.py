@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from fleetdistill.methods import METHODS
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
@@ -110,7 +113,25 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     assert row is not None
     assert row["status"] == "finished"
     figures = store.figures(RUN, "accuracy", "test")
-    return row["checkpoint"], [(one["round"], one["device"], one["sum"], one["count"]) for one in figures]
+    return _state_without_secrets(store, row["checkpoint"]), [
+        (one["round"], one["device"], one["sum"], one["count"]) for one in figures
+    ]
+
+
+def _state_without_secrets(store: Store, checkpoint: bytes) -> bytes:
+    """The last state's digest, with devices' names for the versions of their rows, which depend on their secrets."""
+    profiles = {row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices(RUN)}
+    names = {profile.data_version.hex(): device for device, profile in profiles.items() if profile.data_version}
+    state = _renamed(unpack_state(store.blobs.get_state(checkpoint)), names)
+    return hashlib.sha256(pack_state(state)).digest()
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(state, str):
+        return names.get(state, state)
+    if isinstance(state, Mapping):
+        return {key: _renamed(value, names) for key, value in state.items()}
+    return [_renamed(one, names) for one in state] if isinstance(state, list | tuple) else state
 
 
 def record(store: Store) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import Kind, Metric, Parts
+from fleetdistill.names import USUAL_PREDICTOR
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,6 @@ PERSONAL = "personal"
 
 OWN = "own"
 """Name of the model that the app gave, of methods that make the general answer apart from it."""
-
-USUAL_PREDICTOR = "space_mlp_64"
 
 DELIVER = "deliver"
 """Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""

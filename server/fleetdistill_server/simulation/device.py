@@ -16,7 +16,7 @@ import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.link import Link
-from fleetdistill.methods.base import USUAL_PREDICTOR
+from fleetdistill.names import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.processes import end_with_parent
 from fleetdistill_server.simulation.scores import append_scores
