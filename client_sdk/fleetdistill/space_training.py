@@ -21,9 +21,11 @@ from fleetdistill.seeds import derive_seed
 if TYPE_CHECKING:
     from fleetdistill.methods.base import Local
     from fleetdistill.methods.classstats import ClassStatsConfig
+    from fleetdistill.models.space import SpaceModel
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05
+_DRAWING_STEPS, _DRAWING_RATE, _DRAWN_AT_ONCE = 30, 0.05, 100
 
 
 def draw_in_space(space: ClassSpace, rows: int, seed: int) -> tuple[Array, Array]:
@@ -115,32 +117,40 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def teach_network(local: Local, general: nn.Module, config: ClassStatsConfig, seed: int) -> TrainingReport:
-    """Trains the app's own network on own rows, moved a little, towards the general answer; nothing of it is sent.
+def teach_network(
+    local: Local, general: SpaceModel, space: ClassSpace, config: ClassStatsConfig, draw_seed: int, seed: int
+) -> TrainingReport:
+    """Trains the app's own network towards the general answer, on own images and on drawn ones; nothing is sent.
 
-    Of what was tried this helped most (benchmarks/RESULTS.md): the personal answer says again what the labels say.
+    Of what was tried this helped most (benchmarks/RESULTS.md). The personal answer as teacher only says again what the
+    labels say; drawn images show classes that the device has never seen.
 
     Args:
-        local: The app's network and its data, images.
-        general: The general answer, inputs to logits.
-        config: Optimiser, batch size and passes.
-        seed: Of the order of the batches and of what is done to the images.
+        local: The app's network and its data, images in [0, 1].
+        general: The general answer, in eval mode.
+        space: Which it is in.
+        config: Optimiser, batch size, passes, rate and number of drawn images.
+        draw_seed: Of what is drawn.
+        seed: Of the order of the batches and of how images are moved.
 
     Raises:
         KnowledgeError: The loss is not finite.
     """
-    inputs, labels = local.data.inputs, local.data.labels
+    own, labels = local.data.inputs, local.data.labels
+    drawn = draw_images(general, space, own, config.drawn_images, draw_seed)
     generator = torch.Generator().manual_seed(derive_seed(seed, "images"))
+    order = _in_order(len(drawn), derive_seed(seed, "drawn")) if len(drawn) else None
     optimizer = make_local_optimizer(config, local.model.parameters())
     passes = config.own_network_epochs
 
     def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
         _set_rate(optimizer, config.own_network_rate * _FALLS_TO ** (epoch / max(passes - 1, 1)))
-        images = _moved(inputs[rows_b], generator)
+        moved = _moved(own[rows_b], generator)
+        images = moved if order is None else torch.cat([moved, drawn[[next(order) for _ in range(len(rows_b))]]])
         with torch.no_grad():
             soft = soft_targets(general(images), _TAUGHT_AT)
         logits = local.model(images)
-        of_labels = functional.cross_entropy(logits, labels[rows_b])
+        of_labels = functional.cross_entropy(logits[: len(rows_b)], labels[rows_b])
         return [(1 - _TAUGHT_WEIGHT) * of_labels + _TAUGHT_WEIGHT * distillation_loss(logits, soft, _TAUGHT_AT)]
 
     return train_steps(
@@ -153,6 +163,39 @@ def teach_network(local: Local, general: nn.Module, config: ClassStatsConfig, se
         generator=torch.Generator().manual_seed(seed),
         device="cpu",
     )
+
+
+def draw_images(general: SpaceModel, space: ClassSpace, images_nchw: Tensor, count: int, seed: int) -> Tensor:
+    """Own images, changed until the space sees rows drawn of every class in them: `[count, ch, h, w]` in [0, 1].
+
+    Args:
+        general: A model in this space; its extractor is what the changes go through.
+        space: The fleet's.
+        images_nchw: What to begin with, at least one.
+        count: How many, at least 0.
+        seed: Of the wanted rows and of the choice of images.
+    """
+    if not count:
+        return images_nchw[:0]
+    classes = len(space.labels)
+    rows, _ = draw_in_space(space, -(-count // classes), derive_seed(seed, "images"))
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+    wanted = _widened(rows, general.above.origin.shape[0])[chosen]
+    begin = torch.randint(len(images_nchw), (count,), generator=torch.Generator().manual_seed(derive_seed(seed, "own")))
+    batches = zip(images_nchw[begin].split(_DRAWN_AT_ONCE), wanted.split(_DRAWN_AT_ONCE), strict=True)
+    return torch.cat([_inverted(general, images, rows_v) for images, rows_v in batches])
+
+
+def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
+    found = images.clone().requires_grad_()
+    optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
+    for _ in range(_DRAWING_STEPS):
+        optimizer.zero_grad()
+        (general.coordinates(found) - wanted_v).square().sum(dim=1).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            found.clamp_(0, 1)
+    return found.detach()
 
 
 def _moved(images_bchw: Tensor, generator: torch.Generator) -> Tensor:

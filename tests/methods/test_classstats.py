@@ -40,7 +40,7 @@ from fleetdistill.models.space import PREDICTORS, SpaceModel, make_predictor
 from fleetdistill.projection import project
 from fleetdistill.seeds import derive_seed
 from fleetdistill.shared_statistics import from_wire, merge, moments_of
-from fleetdistill.space_training import draw_in_space
+from fleetdistill.space_training import draw_images, draw_in_space
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server import views
@@ -143,6 +143,7 @@ def statistics_of(half: ClassStatsDevice) -> SharedStatistics:
         ({"predictor_steps": 0}, "predictor_steps must be >= 1"),
         ({"own_network_epochs": 0}, "own_network_epochs must be >= 1"),
         ({"own_network_rate": 0.0}, "own_network_rate must be > 0"),
+        ({"drawn_images": -1}, "drawn_images must be >= 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:
@@ -279,7 +280,7 @@ def test_a_newcomer_alone_is_asked_and_all_get_the_new_space() -> None:
     played.play()
     assert played.steps() == [("summarise", "c"), *(("learn", name) for name in "abc")]
     assert not equal(space_of(played), before)
-    assert played.quorums == [("summarise", None), ("learn", None), ("summarise", 0.0), ("learn", None)]
+    assert played.quorums == [("summarise", None), ("learn", None), ("summarise", 0.0), ("learn", 0.0)]
 
 
 def test_who_leaves_stays_in_the_merge_until_it_is_forgotten() -> None:
@@ -576,12 +577,25 @@ def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
 def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
     played = fleet("ab").play()
     assert OWN not in played.halves["a"].answers()
-    taught = fleet("ab", own_network="taught", own_network_epochs=15).play()
+    taught = fleet("ab", own_network="taught", own_network_epochs=15, drawn_images=60).play()
     half = taught.halves["a"]
     assert half.answers()[OWN] is half.local.model
-    unseen = images_of([10, 10, 0, 0], 9)
+    unseen = images_of([10, 10, 10, 10], 9)
     found = extract(half.local.model, unseen.inputs).argmax(dim=1)
-    assert (found == unseen.labels).float().mean() > 0.8
+    assert (found == unseen.labels).float().mean() > 0.7  # with classes that it has few or no rows of
+
+
+def test_drawn_images_are_seen_where_rows_of_the_classes_lie() -> None:
+    played = fleet("abc").play()
+    space, general = space_of(played), played.halves["a"].answers()[GENERAL]
+    assert isinstance(general, SpaceModel)
+    own = played.halves["a"].local.data.inputs
+    images = draw_images(general.eval(), space, own, 40, seed=3)
+    assert images.shape == (40, *SHAPE)
+    assert 0 <= images.min() <= images.max() <= 1
+    counts = extract(general, images).argmax(dim=1).bincount(minlength=CLASSES)
+    assert (counts >= 4).all()
+    assert len(draw_images(general, space, own, 0, seed=3)) == 0
 
 
 # --- a hostile or broken server

@@ -10,13 +10,21 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.answering import AnsweringDevice
+from support.fleets import SMALL, prepare
+from support.forked import ForkedEngine
 from support.fragile import Crash, Fragile, Fuse
+from support.processes import wait_until
 
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server import engine as engine_module
@@ -26,6 +34,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store import Store
 
@@ -364,3 +373,43 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.Mo
     assert fleet.statuses() == ["closed"] * 12
     pauses = [fleet.pauses[number] for number in range(1, 12)]
     assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(11)])
+
+
+@pytest.mark.slow
+def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(tmp_path: Path) -> None:
+    """FedAvg, which always has something to do, so there are rounds to be killed in."""
+    config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"rounds": 0})})
+    with ExitStack() as stack:
+        engine = ForkedEngine((config, specs, work))
+        stack.callback(engine.kill)
+        store = Store.open(Path(config.server.store))
+        stack.callback(store.close)
+        link = MemoryLink(Desk(store, wake_engine=engine.pipe.poke))
+        devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
+
+        def work_until(closed: int) -> None:
+            def is_there() -> bool:
+                row = store.run(config.run.name)
+                if row is not None and row["contract"] is not None:
+                    for device in devices:
+                        device.step(0.0)
+                return row is not None and row["completed_rounds"] >= closed
+
+            wait_until(is_there, f"{closed} closed rounds")
+
+        for closed in (2, 4):
+            engine.start()
+            work_until(closed)
+            engine.kill()
+        engine.start()
+        work_until(5)
+        assert engine.process is not None
+        assert engine.process.pid is not None
+        os.kill(engine.process.pid, signal.SIGTERM)
+        engine.wait_for_the_end()
+        assert (store.run(config.run.name) or {})["status"] == "running"
+        assert {row["status"] for row in store.rounds(config.run.name)} <= {"closed", "open"}
+        used = [row["status"] for row in store.uploads(config.run.name)]
+        assert set(used) <= {"used", "acknowledged"}
+        assert used.count("used") >= 5 * len(devices)

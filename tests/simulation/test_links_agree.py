@@ -101,7 +101,7 @@ def test_another_seed_gives_another_result(tmp_path: Path) -> None:
     ("changes", "error", "words"),
     [
         ({"link": "pigeon"}, ConfigurationError, "'pigeon'.*memory or grpc"),
-        ({"rounds": 0}, ConfigurationError, "rounds is 0"),
+        ({"rounds": 0}, ConfigurationError, "rounds is 0.*ends with its last round"),
         ({"devices": 0}, ConfigurationError, "devices is 0"),
         ({"threads": 0}, ConfigurationError, "threads is 0"),
         ({"train_limit": 0}, ConfigurationError, "train_limit is 0"),

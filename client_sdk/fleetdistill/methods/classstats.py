@@ -78,6 +78,7 @@ class ClassStatsConfig(LocalTraining):
         own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the general answer.
         own_network_epochs: Passes over own rows that it is taught for, at least 1.
         own_network_rate: Learning rate of these, above 0; it falls to a tenth.
+        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, at least 0.
     """
 
     usual_rounds: ClassVar[int] = 1
@@ -97,6 +98,7 @@ class ClassStatsConfig(LocalTraining):
     own_network: str = "kept"
     own_network_epochs: int = 60
     own_network_rate: float = 0.05
+    drawn_images: int = 600
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
@@ -111,6 +113,7 @@ class ClassStatsConfig(LocalTraining):
         check_range("min_samples", self.min_samples, 2)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
+        check_range("drawn_images", self.drawn_images, 0)
         check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
         if self.count_cap:
             check_range("count_cap", self.count_cap, 1)
@@ -250,7 +253,7 @@ class ClassStatsDevice(DeviceMethod):
         if self.config.predictor == "trained":
             self._train_predictor(plan, ask.seed)
         if self.config.own_network == "taught":
-            self._teach_own_network(ask.seed)
+            self._teach_own_network(plan, ask.seed)
         notes = {"own_statistics_kept": int(self._answers.own_kept)}
         return Answer(parts={}, samples=len(self.local.data), notes=notes)
 
@@ -322,10 +325,13 @@ class ClassStatsDevice(DeviceMethod):
             self._predictor, self._space, rows, self._labels, self.config, classes, plan.draw_seed, seed
         )
 
-    def _teach_own_network(self, seed: int) -> None:
+    def _teach_own_network(self, plan: SpacePlan, seed: int) -> None:
+        from fleetdistill.models.space import SpaceModel
         from fleetdistill.space_training import teach_network
 
-        self.trained = teach_network(self.local, self.answers()[GENERAL].eval(), self.config, seed)
+        assert self._space is not None
+        general = SpaceModel(self._fixed, self.local.classes).take(self._space).eval()
+        self.trained = teach_network(self.local, general, self._space, self.config, plan.draw_seed, seed)
         self._taught = True
 
     # --- answers

@@ -90,7 +90,7 @@ class LocalTraining:
         return {}
 
     def check_rounds(self, rounds: int) -> None:
-        """Raises ConfigurationError for a run of too few rounds to be of use, where 0 is without an end."""
+        """Raises ConfigurationError for a run of too few rounds to be of use; by default none is. 0: it has no end."""
 
     def cross_entropy_epochs(self, participation: int) -> int:
         """Passes towards its labels that a device makes in its n-th round, from 1: what controls must match."""

@@ -155,7 +155,12 @@ class SpaceModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[batch, C]` of inputs `[batch, *input_shape]`."""
-        return self.above.answer(self.extractor(x).flatten(1) @ self.matrix - self.above.origin)
+        return self.above.answer(self.coordinates(x))
+
+    def coordinates(self, x: Tensor) -> Tensor:
+        """Coordinates `[batch, C - 1]` of inputs."""
+        features: Tensor = self.extractor(x)
+        return features.flatten(1) @ self.matrix - self.above.origin
 
 
 def _join(model: nn.Module, keys: Any = None) -> None:

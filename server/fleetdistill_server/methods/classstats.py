@@ -55,6 +55,7 @@ class ClassStatsServer(ServerMethod):
         "kB. Its limits: class means and counts leave the device; hard images (CIFAR-10) want a pretrained extractor "
         "(features = 'model'); an app's own network does not improve. docs/methods.md has the figures"
     )
+    picks_devices = True
     steps = {"summarise": {"statistics": "shared_statistics"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
@@ -195,17 +196,16 @@ class ClassStatsServer(ServerMethod):
         due = [one for one in due if self._is_asked(one)]
         if not due:
             return
-        for device in due:
-            self._held.pop(device, None)  # it has the space when it says so
         taken, figures = [], defaultdict[int, list[float]](lambda: [0.0, 0.0])
-        async for answer in cohort.ask("learn", lambda device: self._lesson(cohort, device), to=due):
+        quorum = 0.0 if self._held else None  # later on one that does not answer must not cost the others the round
+        async for answer in cohort.ask("learn", self._lesson, to=due, quorum=quorum):
             taken.append(answer.device)
             self._held[answer.device] = self._merge_name
             _add_up(figures, answer.parts)
         self._note_silent(cohort.round, due, taken)
         self._note_poor_classes(cohort, figures)
 
-    def _lesson(self, cohort: Cohort, device: str) -> Parts:
+    def _lesson(self, device: str) -> Parts:
         assert self._space is not None
         plan = SpacePlan(
             merge=self._merge_name,
