@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.methods.base import GENERAL
 from fleetdistill_server.simulation.history import FleetHistory
 from fleetdistill_server.simulation.metrics import Ints, accuracy
 from fleetdistill_server.simulation.scores import in_class_mix
@@ -135,13 +136,10 @@ def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost)
         is_there = history.server[-1] is not None
         return [Candidate(devices, general, samples_jc, cost), *([whole] if is_there else [])]
     missing: list[Ints | None] = [None] * len(history.server)
-    further = {
-        answer: [of.get(device, missing) for device in history.devices] for answer, of in history.further.items()
-    }
-    return [
-        Candidate(f"{name} {answer}", counts_kr, samples_jc, cost)
-        for answer, counts_kr in {"general": general, **further}.items()
-    ]
+    answers: dict[str, list[Sequence[Ints | None]]] = {GENERAL: list(general)}
+    for answer, of in history.further.items():
+        answers[answer] = [of.get(device, missing) for device in history.devices]
+    return [Candidate(f"{name} {answer}", counts_kr, samples_jc, cost) for answer, counts_kr in answers.items()]
 
 
 def trained_alone(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candidate:
@@ -176,7 +174,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     from rich.table import Table
 
     narrow: dict[str, Any] = {"padding": (0, 1), "show_edge": False, "pad_edge": False}
-    title = "Accuracy, and what a device sent and was sent in the whole run; means over the devices"
+    title = "Means over the devices; bytes both ways, in the whole run"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **narrow)
     table.add_column("", no_wrap=True)
     for name in ("all classes", "own classes", "bytes", "exchanges"):

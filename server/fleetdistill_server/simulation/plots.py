@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -165,8 +165,8 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
         return
     xs = np.full(len(curve.devices), kilobytes[-1])
     ax.scatter(xs, curve.devices, s=12, color=colour, alpha=0.6, linewidths=0, zorder=3)
-    look = {"marker": _MARKERS[number % len(_MARKERS)], "s": 70, "linewidths": 1.8}
-    ax.scatter(kilobytes[-1:], rates[-1:], **look, facecolors="none", edgecolors=colour, zorder=4, label=label)
+    look: dict[str, Any] = {"marker": _MARKERS[number % len(_MARKERS)], "facecolors": "none", "edgecolors": colour}
+    ax.scatter(kilobytes[-1:], rates[-1:], s=70, linewidths=1.8, zorder=4, label=label, **look)
 
 
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
