@@ -149,13 +149,19 @@ def _value(cell: str) -> Any:
     return tomllib.loads(f"value = {text}")["value"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_settings_of_a_method_are_its_configuration(method: str) -> None:
-    page = _text("docs/methods.md")
-    assert f"## {method}\n" in page
-    own = page.split(f"## {method}\n")[1].split("\n## ")[0].split("### Settings\n")[1].split("\n### ")[0]
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    **{method: (method, {}) for method in METHODS},
+    "classstats with an averaged extractor": ("classstats", {"features": "averaged"}),
+}
+
+
+@pytest.mark.parametrize("heading", FORMS)
+def test_the_settings_of_a_method_are_its_configuration(heading: str) -> None:
+    page, (method, chosen) = _text("docs/methods.md"), FORMS[heading]
+    assert f"## {heading}\n" in page
+    own = page.split(f"## {heading}\n")[1].split("\n## ")[0].split("### Settings\n")[1].split("\n### ")[0]
     rows = {row[0]: row[1] for row in _rows(own)}
-    fields = {field.name: field.default for field in dataclasses.fields(config_class(method))}
+    fields = {field.name: field.default for field in dataclasses.fields(config_class(method, chosen))}
     assert list(rows) == list(fields)
     for name, default in fields.items():
         if default is not None:  # None is filled in from the number of classes; the page says how

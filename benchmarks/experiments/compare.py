@@ -119,17 +119,30 @@ _TAUGHT: dict[str, Any] = {
 """The server's predictor teaches once, with the merge; the personal predictor has an extractor of its own."""
 
 
+_AVERAGED: dict[str, Any] = {"features": "averaged"}
+_SAME_BYTES: dict[str, Any] = {"rows_per_direction": 2}
+"""As many directions as the specification's page has, whatever they say about rows."""
+_ONE_EXCHANGE: dict[str, dict[str, Any]] = {
+    "one exchange": {"rounds": 1, "settings": {}},
+    "one exchange, 2 rows a direction": {"rounds": 1, "settings": _SAME_BYTES},
+    "one exchange, the diagonal alone": {"rounds": 1, "settings": {"rank": 0}},
+    "one exchange, own predictors": {"rounds": 1, "settings": {"predictor": "trained"}},
+}
+
+
 def _classstats(base: Simulation, agreement: dict[str, Any], fedavg: tuple[str, ...]) -> Comparison:
     """Five different models, and FedAvg with one of them on every device, which is FedDKD without its steps too."""
     settings = dict(base.settings)
+    averaged = settings | _AVERAGED
     trained = {name: value for name, value in settings.items() if name == "learning_rate"}
     decaying = {"dkd_steps": 0, "local_epochs": 2, "learning_rate_round_decay": 0.1 ** (1 / (base.rounds - 1))}
     rate = {"learning_rate": settings.get("learning_rate", _FEDAVG_RATE), "weight_decay": 0.0}
     runs: dict[str, dict[str, Any]] = {
-        "classstats": {},
-        "with agreement": {"settings": settings | agreement},
-        "taught": {"settings": settings | _TAUGHT | {"rate_drop_after": base.rounds - 2}},
-        "means only": {"settings": settings | {"means_only": True}},
+        "averaged": {"settings": averaged},
+        **_ONE_EXCHANGE,
+        "averaged, with agreement": {"settings": averaged | agreement},
+        "averaged, taught": {"settings": averaged | _TAUGHT | {"rate_drop_after": base.rounds - 2}},
+        "averaged, means only": {"settings": averaged | {"means_only": True}},
         "fedgkt": {"method": "feddkc", "settings": trained | {"server_beta": 0.0}},
         **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": trained} for one in fedavg},
         f"fedavg, {fedavg[0]}, decaying": {
@@ -154,8 +167,14 @@ _SMALL_FASHION = Simulation(
 _EVERY_FIVE: dict[str, Any] = {"agreement_every": 5}
 _EVERY_ROUND: dict[str, Any] = {"agreement_every": 1, "drawn_rows": 100}
 
+_HARD: dict[str, Any] = {"dataset": "cifar10", "image_size": None, "test_limit": 2500}
+
 COMPARISONS = {
-    "classstats-digits": _classstats(Simulation(), _EVERY_FIVE, ("digits_cnn_large", "digits_mlp_large")),
+    "classstats-cifar10": _classstats(replace(_SMALL_FASHION, **_HARD, train_limit=5000), _EVERY_ROUND, ("resnet12",)),
+    "classstats-fashion-100": _classstats(
+        replace(_SMALL_FASHION, train_limit=10_000, devices=100), _EVERY_ROUND, ("resnet12",)
+    ),
+    "classstats-digits": _classstats(Simulation(rounds=30), _EVERY_FIVE, ("digits_cnn_large", "digits_mlp_large")),
     "classstats-fashion": _classstats(_SMALL_FASHION, _EVERY_ROUND, ("resnet12",)),
     "classstats-mnist-20": _classstats(
         replace(_SMALL_FASHION, dataset="mnist", train_limit=4000, devices=20), _EVERY_ROUND, ("resnet12",)
@@ -199,7 +218,7 @@ def simulation_of(given: argparse.Namespace, key: Key) -> Simulation:
 def digest(wanted: Simulation) -> str:
     """Names all that decides the result of a simulation, the method's defaults of today included."""
     shown = {name: value for name, value in asdict(wanted).items() if name not in _DECIDES_NOTHING}
-    shown["settings"] = asdict(config_class(wanted.method).from_settings(wanted.settings))
+    shown["settings"] = asdict(config_class(wanted.method, wanted.settings).from_settings(wanted.settings))
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
 

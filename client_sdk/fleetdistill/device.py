@@ -218,9 +218,9 @@ class Device:
     def models(self) -> Mapping[str, nn.Module]:
         """All that the last delivered round gave: `general`, and what the method has beside it. Loads torch.
 
-        With classstats from the round after the extractor's on also `personal`, for the device's own mix of classes.
-        Before the first delivery `general` is the app's own, as in `model`, and there is nothing beside it: asking for
-        another answer raises ModelError, `in` and `get` tell without.
+        With classstats also `personal`, for the device's own mix of classes, and `own`, the network that the app gave.
+        Before the first delivery there is only the app's own, as in `model`: asking for another answer raises
+        ModelError, `in` and `get` tell without.
         """
         return AppModels(self._ready_worker().delivered_models())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -279,7 +280,7 @@ def extract(
     if batch_size < 1:
         raise ConfigurationError(f"batch_size is {batch_size}, must be at least 1")
     module = model if model is not None else _module_of(model_fn)
-    tensor = next(module.parameters(), None)
+    tensor = next(chain(module.parameters(), module.buffers()), None)
     device = inputs.device if tensor is None else tensor.device
     with in_mode(module, training=False), torch.no_grad():
         return torch.cat([model_fn(part.to(device)).cpu() for part in torch.split(inputs, batch_size)])

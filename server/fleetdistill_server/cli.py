@@ -108,7 +108,9 @@ def serve(
 def simulate(
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
-    dataset: Annotated[str, typer.Option(help="digits, fashion-mnist, mnist, cifar10 or femnist-digits.")] = "digits",
+    dataset: Annotated[
+        str, typer.Option(help="digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits.")
+    ] = "digits",
     data_dir: Annotated[
         Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Where data sets lie or are downloaded to.")
     ] = None,

@@ -184,6 +184,18 @@ class TestDownload:
         monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda root, train, download: part)
         assert load_dataset("cifar10", tmp_path).train_images.shape == (6, 3, 4, 4)
 
+    def test_letters_are_torchvisions_split_and_begin_at_0(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def source(root: Path, train: bool, download: bool, split: str) -> SimpleNamespace:
+            assert split == "letters"
+            return SimpleNamespace(data=torch.zeros(26, 4, 4, dtype=torch.uint8), targets=torch.arange(1, 27))
+
+        monkeypatch.setattr("torchvision.datasets.EMNIST", source)
+        data = load_dataset("emnist-letters", tmp_path)
+        assert data.train_labels.tolist() == list(range(26))
+        assert (data.classes[0], data.classes[-1]) == ("A", "Z")
+
     def test_without_a_folder_the_users_cache_is_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

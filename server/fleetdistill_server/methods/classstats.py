@@ -268,7 +268,7 @@ class ClassStatsServer(ServerMethod):
         try:
             return make_space(moments, self._shrinkage(moments))
         except KnowledgeError as error:
-            notes.event("no-space", f"there is no class space to send: {error}")
+            notes.event("no-class-space", f"there is no class space to send: {error}")
             return None
 
     def _shrinkage(self, moments: Moments) -> float:

@@ -22,17 +22,36 @@ from fleetdistill_server.simulation.partition import largest_remainder
 _DIGITS = tuple("0123456789")
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 _CIFAR10 = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
+_CIFAR100 = (
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can "
+    "castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin "
+    "elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster "
+    "man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck "
+    "pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk "
+    "skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger "
+    "tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
+)
 
 DATASETS: Mapping[str, tuple[str, ...]] = {
     "digits": _DIGITS,
     "fashion-mnist": tuple(_FASHION.split(",")),
     "mnist": _DIGITS,
     "cifar10": tuple(_CIFAR10.split(",")),
+    "cifar100": tuple(_CIFAR100.split()),
+    "emnist-letters": tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
     "femnist-digits": _DIGITS,
 }
 """Name -> class names, in label order."""
 
-_TORCHVISION = {"fashion-mnist": "FashionMNIST", "mnist": "MNIST", "cifar10": "CIFAR10"}
+_TORCHVISION: Mapping[str, tuple[str, dict[str, str]]] = {
+    "fashion-mnist": ("FashionMNIST", {}),
+    "mnist": ("MNIST", {}),
+    "cifar10": ("CIFAR10", {}),
+    "cifar100": ("CIFAR100", {}),
+    "emnist-letters": ("EMNIST", {"split": "letters"}),
+}
+_FIRST_LABEL = {"emnist-letters": 1}
+"""Of torchvision's labels, where that is not 0."""
 _PUT_IT_THERE = "put the file there, or name its folder with --data-dir or FLEETDISTILL_DATA"
 _KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 _CLIENTS = {"train_clients"}
@@ -185,14 +204,18 @@ def _download(name: str, folder: Path, file: Path) -> _Arrays:
     try:
         from torchvision import datasets
 
-        source = getattr(datasets, _TORCHVISION[name])
-        train, test = (source(folder, train=train, download=True) for train in (True, False))
+        kind, options = _TORCHVISION[name]
+        source = getattr(datasets, kind)
+        train, test = (source(folder, train=train, download=True, **options) for train in (True, False))
     except (ImportError, OSError, RuntimeError) as error:
         raise DataError(
             f"{name}: {file} does not exist and the download into {folder} failed ({error}); " + _PUT_IT_THERE
         ) from error
     parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
-    return {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
+    arrays = {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
+    for part in ("train", "test"):
+        arrays[f"{part}_labels"] = arrays[f"{part}_labels"] - _FIRST_LABEL.get(name, 0)
+    return arrays
 
 
 def _check(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: int, where: str) -> None:
