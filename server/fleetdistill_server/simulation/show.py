@@ -44,6 +44,7 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     """Prints the method beside its controls, where it has any, and where the files are."""
     console = Console()
     if len(report.comparison) > 1:
+        console.print()
         console.print(comparison_table(report.comparison))
     models = sum(1 + len(one.onnx_answers) for one in report.devices)
     console.print(f"{out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
