@@ -69,7 +69,7 @@ def test_training_alone_costs_nothing() -> None:
             "classstats",
             KNOWS_0,
             {"personal": {"b": [KNOWS_BOTH]}},
-            ["class statistics general", "class statistics personal"],
+            ["class statistics general", "class statistics personal", "class statistics global"],
         ),
     ],
 )
@@ -80,6 +80,12 @@ def test_what_a_method_puts_into_the_comparison(method: str, server: Any, furthe
     assert [one.name for one in found] == names
     if further:
         assert found[1].row().accuracy == 1.0  # device a, which lacks that answer, does not count
+
+
+def test_a_global_model_that_every_device_has_is_no_row_of_its_own() -> None:
+    history = FleetHistory({"a": [KNOWS_0], "b": [KNOWS_0]}, {"a": [True], "b": [True]}, [KNOWS_0])
+    cost = Cost(COST.bytes_by_round[:1], 2.0)
+    assert [one.name for one in candidates("classstats", history, SAMPLES, cost)] == ["class statistics"]
 
 
 def test_the_table_fits_a_terminal_and_says_what_is_not_scored() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fleetdistill.methods.base import GENERAL
 from fleetdistill_server.simulation.history import FleetHistory
 from fleetdistill_server.simulation.metrics import Ints, accuracy
@@ -124,22 +126,24 @@ class Candidate:
 
 
 def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost) -> list[Candidate]:
-    """The devices' models of a run, answer by answer, and its global model.
-
-    The global model of a method with several answers is its general one, and is left out.
-    """
+    """The devices' models of a run, answer by answer, and its global model where no device has the same one."""
     name = NAMES.get(method, method)
-    general = list(history.devices.values())
-    if not history.further:
-        devices = f"{name} devices" if method == "fedavg" else name
-        whole = Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True)
-        is_there = history.server[-1] is not None
-        return [Candidate(devices, general, samples_jc, cost), *([whole] if is_there else [])]
+    of_devices = f"{name} devices" if method == "fedavg" else name
     missing: list[Ints | None] = [None] * len(history.server)
-    answers: dict[str, list[Sequence[Ints | None]]] = {GENERAL: list(general)}
+    answers: dict[str, list[Sequence[Ints | None]]] = {
+        f"{name} {GENERAL}" if history.further else of_devices: list(history.devices.values())
+    }
     for answer, of in history.further.items():
-        answers[answer] = [of.get(device, missing) for device in history.devices]
-    return [Candidate(f"{name} {answer}", counts_kr, samples_jc, cost) for answer, counts_kr in answers.items()]
+        answers[f"{name} {answer}"] = [of.get(device, missing) for device in history.devices]
+    found = [Candidate(named, counts_kr, samples_jc, cost) for named, counts_kr in answers.items()]
+    if _has_a_global_model_apart(history):
+        found.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True))
+    return found
+
+
+def _has_a_global_model_apart(history: FleetHistory) -> bool:
+    last = history.server[-1]
+    return last is not None and not all(np.array_equal(one, last) for one in history.last())
 
 
 def trained_alone(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candidate:

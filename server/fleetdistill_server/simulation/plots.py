@@ -160,13 +160,21 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
     rates = np.array(curve.accuracy, dtype=np.float64)  # None becomes NaN, which is a gap
     last = f": {rates[-1]:.1%}" if np.isfinite(rates[-1]) else ""
     label = f"{curve.name}{last} after {readable_bytes(round(curve.bytes[-1]))}"
+    marker = _MARKERS[number % len(_MARKERS)]
     if kilobytes[0] < kilobytes[-1]:
-        ax.plot(kilobytes, rates, color=colour, linewidth=2.5, linestyle=_STYLES[number % len(_STYLES)], label=label)
+        look: dict[str, Any] = {"linestyle": _STYLES[number % len(_STYLES)], "linewidth": 2.5, "color": colour}
+        end: dict[str, Any] = {
+            "marker": marker,
+            "markevery": [-1],
+            "markersize": 8,
+            "markerfacecolor": "white",
+        }  # seen if it is all
+        ax.plot(kilobytes, rates, label=label, **look, **end)
         return
     xs = np.full(len(curve.devices), kilobytes[-1])
     ax.scatter(xs, curve.devices, s=12, color=colour, alpha=0.6, linewidths=0, zorder=3)
-    look: dict[str, Any] = {"marker": _MARKERS[number % len(_MARKERS)], "facecolors": "none", "edgecolors": colour}
-    ax.scatter(kilobytes[-1:], rates[-1:], s=70, linewidths=1.8, zorder=4, label=label, **look)
+    point: dict[str, Any] = {"marker": marker, "facecolors": "none", "edgecolors": colour, "linewidths": 1.8}
+    ax.scatter(kilobytes[-1:], rates[-1:], s=70, zorder=4, label=label, **point)
 
 
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
