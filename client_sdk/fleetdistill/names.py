@@ -1,4 +1,4 @@
-"""What a device, a run or a person may be called: the one rule of the SDK and of the server."""
+"""What a device, a run or a person may be called: the one rule of the SDK and of the server; and a name of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAME = r"[A-Za-z0-9._-]{1,64}"
 NAME_RULE = "1 to 64 letters, digits, '-', '_' or '.'"
 """As a sentence says it."""
 USUAL_PREDICTOR = "space_mlp_64"
-"""Name of the predictor that a device trains in class statistics where the app names none."""
+"""Of a device whose app names none, in `fleetdistill.models.space.PREDICTORS`; here, where no method is loaded."""
 _NAME = re.compile(NAME)
 
 

@@ -124,7 +124,12 @@ def simulate(
     validation_share: Annotated[
         float, typer.Option(help="Share of each device's samples that decide whether its model is replaced.")
     ] = 0.0,
-    rounds: Annotated[int, typer.Option(help="Rounds to complete.")] = 30,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds to complete; by default 30, or 1 for a method of one exchange.")
+    ] = None,
+    control_rounds: Annotated[
+        int | None, typer.Option(help="Rounds of the controls; by default the method's, or 30 beside one exchange.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides partition, models and batches.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the method, such as refinement=kkr; repeatable.")
@@ -157,6 +162,7 @@ def simulate(
         classes_per_device=classes_per_device,
         validation_share=validation_share,
         rounds=rounds,
+        control_rounds=control_rounds,
         seed=seed,
         link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
         image_size=image_size,

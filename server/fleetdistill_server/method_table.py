@@ -20,9 +20,12 @@ from fleetdistill_server.traffic import (
     UP,
     KnowledgeType,
     Sizes,
+    all_exchanges,
     exchange_formula,
+    is_over_early,
     mean_round_bytes,
     readable_bytes,
+    round_bytes,
     usual_exchanges,
 )
 from fleetdistill_server.views import View
@@ -80,11 +83,13 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsV
 
 
 def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS) -> Row:
-    """One method as plain data."""
+    """One method as plain data. Exchanges and bytes are those of a round, or of a whole run that is over early."""
     config = config_class(name)().for_classes(sizes.classes)
     half = server_class(name, config)
     exchanges, columns = half.exchanges(config, sizes), list(half.columns(config))
-    cost = mean_round_bytes(exchanges, knowledge_type, rounds)
+    once = is_over_early(exchanges)
+    counted = all_exchanges(exchanges) if once else usual_exchanges(exchanges)
+    cost = round_bytes(counted, knowledge_type) if once else mean_round_bytes(exchanges, knowledge_type, rounds)
     return {
         "method": name,
         "summary": half.summary,
@@ -94,7 +99,7 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
         "models": "same" if half.same_architecture else "different",
         "same_extractor": half.same_extractor,
         "proxy_set": half.proxy_set,
-        "exchanges": sum(one.times for one in usual_exchanges(exchanges)),
+        "exchanges": sum(one.times for one in counted),
         "exchanges_formula": exchange_formula(exchanges),
         "bytes_up": cost[UP],
         "bytes_down": cost[DOWN],
@@ -132,7 +137,7 @@ def _costs(row: Row) -> dict[str, str]:
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],
         "labels": _yes_or_no(row["labels_leave"]),
-        "exchanges": count if formula == count else f"{count} = {formula}",
+        "exchanges": formula if formula in (count, f"{count} in all") else f"{count} = {formula}",
         "up": readable_bytes(row["bytes_up"]),
         "down": readable_bytes(row["bytes_down"]),
     }
@@ -150,8 +155,9 @@ def _recommended(rows: Sequence[Row]) -> list[str]:
 
 
 _LEFT_OUT = (
-    "Default settings, a usual round, or the mean over a run whose rounds differ; headers (half a kilobyte each),\n"
-    "the first round's initial weights or proxy set and the end result come on top, and so do figures of test data.\n"
+    'Default settings, a usual round, or the mean over a run whose rounds differ; exchanges and bytes "in all" are\n'
+    "those of a whole run, however many rounds it has. Headers (half a kilobyte each), the\n"
+    "first round's initial weights or proxy set and the end result come on top, and so do figures of test data.\n"
     "docs/methods.md says how to read this."
 )
 

@@ -165,19 +165,9 @@ class RunConfig(_Section):
         Raises:
             ConfigurationError: Unknown method or setting, wrong type, or out of range.
         """
+        config = checked_settings(self.run.method, self.method)
         try:
-            cls = config_class(self.run.method, self.method)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"[run] method: {error}") from error
-        types = get_type_hints(cls)
-        settings: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
-        section = create_model(cls.__name__, __base__=_Section, **settings)
-        try:
-            # In JSON, where strict takes 1 for a float and not for a bool.
-            given = section.model_validate_json(json.dumps(self.method, default=str)).model_dump(exclude_unset=True)
-            return cls.from_settings(given).for_classes(len(self.contract.class_names()))
-        except ValidationError as error:
-            raise ConfigurationError(_sentence(error, {"method": list(settings)}, "method")) from error
+            return config.for_classes(len(self.contract.class_names()))
         except ConfigurationError as error:
             raise ConfigurationError(f"[method] {error}") from error
 
@@ -187,6 +177,29 @@ class RunConfig(_Section):
             mode="json", exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
         )
         return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
+
+
+def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
+    """A method's configuration from what an operator gives, before the number of classes is known.
+
+    Raises:
+        ConfigurationError: Unknown method or setting, wrong type, or out of range.
+    """
+    try:
+        cls = config_class(method, settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[run] method: {error}") from error
+    types = get_type_hints(cls)
+    known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
+    section = create_model(cls.__name__, __base__=_Section, **known)
+    try:
+        # In JSON, where strict takes 1 for a float and not for a bool.
+        given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
+        return cls.from_settings(given)
+    except ValidationError as error:
+        raise ConfigurationError(_sentence(error, {"method": list(known)}, "method")) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[method] {error}") from error
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:

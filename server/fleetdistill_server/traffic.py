@@ -185,8 +185,20 @@ def mean_round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeTyp
     return {direction: sum(one[direction] for one in each) // rounds for direction in (UP, DOWN)}
 
 
+def is_over_early(exchanges: Sequence[Exchange]) -> bool:
+    """Whether there are none from some round on, so that a longer run costs no more."""
+    return all(one.end is not None for one in exchanges)
+
+
+def all_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Those of a whole run that is over early, each as often as it is asked."""
+    return [one for one in exchanges for _ in range(one.first, one.end or 0, one.every)]
+
+
 def exchange_formula(exchanges: Sequence[Exchange]) -> str:
-    """How many exchanges a usual round has, such as `1 + dkd_steps`."""
+    """How many exchanges a usual round has, such as `1 + dkd_steps`; `2 in all` where a run has no more."""
+    if is_over_early(exchanges):
+        return f"{sum(one.times for one in all_exchanges(exchanges))} in all"
     usual = usual_exchanges(exchanges)
     always = sum(one.times for one in usual if not one.setting)
     return " + ".join([str(always), *(one.setting for one in usual if one.setting)])

@@ -16,6 +16,7 @@ from rich.text import Text
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import GENERAL
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
 from fleetdistill_server.store import Row, Store
@@ -75,7 +76,7 @@ def run(store: Store, name: str, served: str | None = None) -> View:
     if name not in found:
         raise ConfigurationError(f"there is no run {name!r}; the store has {', '.join(found) or 'none'}")
     told = _Told.by("round", store, name)
-    guards = guards_by_round(store, name)
+    guards, hopes = guards_by_round(store, name), expected(store, name)
     traffic = store.traffic_by_kind(name)
     sent = _grouped(traffic, "round")
     lists = {
@@ -84,12 +85,14 @@ def run(store: Store, name: str, served: str | None = None) -> View:
             for row in store.rounds(name)
         ],
         **_answers(store, name),
+        **_leave_one_out(hopes),
         "bytes": _bytes_by_device(traffic),
         "bytes_by_kind": _bytes_by_kind(traffic),
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
         "events": [_event_row(row) for row in store.events(name)],
     }
-    return View(lists, {**_run_row(found[name], served), "guards_fired": guards.total(), **told.totals()})
+    facts = {"guards_fired": guards.total(), **told.totals(), **_expected_of_the_fleet(hopes)}
+    return View(lists, {**_run_row(found[name], served), **facts})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -98,8 +101,10 @@ def devices(store: Store, only: str | None) -> View:
     if only is not None and not names:
         raise ConfigurationError(f"there is no run {only!r}")
     told = {name: _Told.by("device", store, name) for name in names}
+    hopes = {name: expected(store, name) for name in names}
     revoked = {row["subject"] for row in store.revocations()}
-    return View({"devices": [_device_row(row, told[name], revoked) for name in names for row in store.devices(name)]})
+    rows = [_device_row(row, told[name], hopes[name], revoked) for name in names for row in store.devices(name)]
+    return View({"devices": rows})
 
 
 def _run_row(row: Row, served: str | None) -> Row:
@@ -202,6 +207,24 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 
 
+def _leave_one_out(hopes: Mapping[str, Expected]) -> dict[str, list[Row]]:
+    """What each device expects of its answers on unseen data like its own, where it can tell."""
+    rows = [
+        {
+            "device": device,
+            **{answer: round(rate, 4) for answer, rate in one.rates.items()},
+            "own_statistics_kept": one.own_statistics_kept,
+        }
+        for device, one in hopes.items()
+    ]
+    return {"leave_one_out": rows} if rows else {}
+
+
+def _expected_of_the_fleet(hopes: Mapping[str, Expected]) -> Row:
+    """The same over the rows of all devices."""
+    return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in (of_the_fleet(hopes.values()) or {}).items()}
+
+
 def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
     """Tensors and headers as they are, the headers of both directions, and everything as it travelled."""
     rows: dict[str, Row] = {}
@@ -242,7 +265,7 @@ def _event_row(row: Row) -> Row:
     return {**{name: row[name] for name in names}, "at": when(row["at"])}
 
 
-def _device_row(row: Row, told: _Told, revoked: set[str]) -> Row:
+def _device_row(row: Row, told: _Told, hopes: Mapping[str, Expected], revoked: set[str]) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     scored = told.test_accuracy.get(row["device"], [])
     return {
@@ -255,6 +278,7 @@ def _device_row(row: Row, told: _Told, revoked: set[str]) -> Row:
         "parameters": profile.parameters,
         "samples": profile.samples,
         "test_accuracy": _mean_figure(scored[-1:]),
+        "leave_one_out": round(hopes[row["device"]].rates["general"], 4) if row["device"] in hopes else None,
         **_verdict_cells(told.verdicts.get(row["device"])),
         "sdk": profile.sdk_version,
         "last_seen": when(row["last_seen"]),

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.fleets import (
     RUNS,
-    SHORTER,
     Prepared,
     assert_no_upload_lost,
     device_files,
@@ -113,7 +112,7 @@ def test_an_engine_killed_between_any_two_answers_changes_nothing(name: str, tmp
 @every_method
 def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(name: str, tmp_path: Path) -> None:
     """Each life of the engine gets one write further than the one before; as few rounds as have all of them."""
-    wanted = replace(RUNS[name], rounds=2 if name in SHORTER else 1)
+    wanted = replace(RUNS[name], rounds=1)
     prepared = prepare(wanted, tmp_path / "work")
     with fleet_of(prepared) as fleet:
         while not fleet.is_over:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.fleets import SHORTER, prepare, run_in_memory
+from support.fleets import AVERAGED, prepare, run_in_memory
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
 
@@ -20,6 +20,7 @@ from fleetdistill.device import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.cdkt import CDKTConfig
+from fleetdistill.methods.classstats_averaged import AveragedConfig
 from fleetdistill.methods.dafkd import DaFKDConfig
 from fleetdistill.methods.fedd2s import FedD2SConfig
 from fleetdistill.methods.feddkc import FedDKCConfig
@@ -39,6 +40,7 @@ from fleetdistill_server.traffic import (
     Weights,
     exchange_formula,
     in_round,
+    mean_round_bytes,
     readable_bytes,
     round_bytes,
 )
@@ -55,8 +57,8 @@ def predicted(
     method: str, sizes: Sizes, knowledge_type: str = "float32", *, completed: int | None = None, **settings: Any
 ) -> tuple[int, int]:
     """Bytes of a round up and down: of that after so many completed ones, or of all exchanges that a method has."""
-    config = config_class(method)(**settings).for_classes(sizes.classes)
-    exchanges = server_class(method).exchanges(config, sizes)
+    config = config_class(method, settings)(**settings).for_classes(sizes.classes)
+    exchanges = server_class(method, config).exchanges(config, sizes)
     found = round_bytes(exchanges if completed is None else in_round(exchanges, completed), knowledge_type)  # type: ignore[arg-type]
     return found["up"], found["down"]
 
@@ -67,11 +69,12 @@ def predicted(
 @pytest.mark.parametrize(
     ("method", "settings", "knowledge_type"),
     [
-        *((method, SHORTER.get(method, {}), "float16") for method in sorted(METHODS)),
+        *((method, {}, "float16") for method in sorted(METHODS)),
         *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
-        ("classstats", {"extractor_rounds": 1}, "float32"),
-        ("classstats", {"extractor_rounds": 1, "agreement_every": 1, "agreement_from": "server"}, "float16"),
-        ("classstats", {"extractor_rounds": 1, "rank": 0}, "float16"),
+        ("classstats", AVERAGED, "float16"),
+        ("classstats", AVERAGED, "float32"),
+        ("classstats", {**AVERAGED, "agreement_every": 1, "agreement_from": "server"}, "float16"),
+        ("classstats", {**AVERAGED, "rank": 0}, "float16"),
         *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
         *((method, {}, "uint8") for method in ("cdkt", "fedd2s", "feddkc")),
     ],
@@ -79,7 +82,11 @@ def predicted(
 def test_a_round_sends_the_bytes_that_the_table_says(
     method: str, settings: dict[str, Any], knowledge_type: Any, tmp_path: Path
 ) -> None:
-    """The second of three rounds: nothing of the start or the end is in it, and no guard has fired before it."""
+    """The second of three rounds: nothing of the start or the end is in it, and no guard has fired before it.
+
+    Of a method that is through after one round it is the first.
+    """
+    number = min(2, config_class(method, settings).usual_rounds)
     fleet = Simulation(
         method=method,
         settings=settings,
@@ -96,13 +103,13 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     store = run_in_memory(prepared)
     assert [one for one in store.events(RUN) if one["round"] < 3] == []
     counted = {
-        (one["device"], one["direction"]): one["tensor_bytes"] for one in store.traffic(RUN) if one["round"] == 2
+        (one["device"], one["direction"]): one["tensor_bytes"] for one in store.traffic(RUN) if one["round"] == number
     }
     store.close()
     assert len(counted) == 4
     for spec in prepared[1]:
         sizes = sizes_of(half, len(np.load(spec.data_file)["labels"]))
-        up, down = predicted(method, sizes, knowledge_type, completed=1, **settings)
+        up, down = predicted(method, sizes, knowledge_type, completed=number - 1, **settings)
         assert (counted[spec.name, "up"], counted[spec.name, "down"]) == (up, down)
         assert up > 0
 
@@ -179,9 +186,10 @@ def test_sta_9_bytes() -> None:
     """A class is 2,564 bytes, ten are 25,640 down; agreement is M * C * C * 2 each way, in some rounds only."""
     sizes, none = Sizes(samples=1000, features=128, extractor=Weights(88, 72)), (0, 0)
     extractor = 4 * 88 + 72
+    averaged = {"features": "averaged"}
 
     def in_a_run(**settings: Any) -> list[tuple[int, int]]:
-        return [predicted("classstats", sizes, "float16", completed=t, **settings) for t in range(12)]
+        return [predicted("classstats", sizes, "float16", completed=t, **averaged, **settings) for t in range(12)]
 
     assert in_a_run() == [(extractor, extractor)] * 5 + [(25_640, extractor + 25_640)] + [none] * 6
     pretrained = in_a_run(extractor_rounds=0)
@@ -194,11 +202,32 @@ def test_sta_9_bytes() -> None:
     assert taught[6:] == [none, none, (0, 50 * 10 * 10 * 2), none, none, (0, 50 * 10 * 10 * 2)]
 
 
+@pytest.mark.parametrize(
+    ("samples", "up"),
+    [(10_000, 57_900), (1000, 57_900 - (128 - 66) * (384 + 2)), (10, 57_900 - 128 * (384 + 2))],
+)
+def test_fix_10_bytes_of_one_exchange(samples: int, up: int) -> None:
+    """oneshot.md, section 6; 990 degrees of freedom at 15 a direction allow 66 of them, 0 none.
+
+    The specification's 24 bytes of single numbers down are three of 8.
+    """
+    sizes = Sizes(samples=samples, features=217 * 16)
+    assert predicted("classstats", sizes, "float16") == (up, 7174)
+    assert predicted("classstats", sizes, "float32") == (up, 7174)
+
+
 def test_bytes_of_rounds_that_differ_are_the_mean_over_a_run() -> None:
-    sizes = Sizes(features=128, extractor=Weights(88, 72))
-    row = method_row("classstats", sizes, "float16", rounds=30)
-    assert (row["bytes_up"], row["bytes_down"]) == ((5 * 424 + 25_640) // 30, (6 * 424 + 25_640) // 30)
+    sizes, config = Sizes(features=128, extractor=Weights(88, 72)), AveragedConfig()
+    cost = mean_round_bytes(server_class("classstats", config).exchanges(config, sizes), "float16", 30)
+    assert cost == {"up": (5 * 424 + 25_640) // 30, "down": (6 * 424 + 25_640) // 30}
     assert method_row("fedavg", sizes, "float16", 7) == method_row("fedavg", sizes, "float16", 30)
+
+
+def test_one_exchange_is_counted_whole_and_not_spread_over_rounds() -> None:
+    row = method_row("classstats", Sizes(), "float16", rounds=30)
+    assert (row["exchanges"], row["exchanges_formula"]) == (2, "2 in all")
+    assert (row["bytes_up"], row["bytes_down"]) == predicted("classstats", Sizes(), "float16")
+    assert method_row("classstats", Sizes(), "float16", rounds=1) == row
 
 
 # --- laws
@@ -318,8 +347,8 @@ def test_json_has_a_row_for_every_method() -> None:
     assert {name for name, row in rows.items() if row["recommended"]} == {"classstats"}
     assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}
     assert {name: row["exchanges"] for name, row in rows.items()} == {
-        **dict.fromkeys(("cdkt", "classstats", "dafkd", "fedavg", "feddkc"), 1),
-        "fedd2s": 2,
+        **dict.fromkeys(("cdkt", "dafkd", "fedavg", "feddkc"), 1),
+        **dict.fromkeys(("classstats", "fedd2s"), 2),
         "feddkd": 4,
     }
 

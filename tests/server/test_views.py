@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
@@ -102,6 +103,50 @@ def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
     first, second = views.run(store, "r").lists["test_accuracy_of_answers"]
     assert first == {"device": "a", "general": 0.1, "a": 0.1, "b": 0.1, "c": 0.1, "personal": 0.5}
     assert (second["general"], second["a"], second["personal"]) == (0.2, None, 0.5)
+
+
+def left_out(general: float, personal: float, own: float | None = None, *, kept: bool = False) -> Metrics:
+    """What a device with ten rows tells; numbers are rows."""
+    found = {LEAVE_ONE_OUT: general, PERSONAL_LEAVE_ONE_OUT: personal, OWN_LEAVE_ONE_OUT: own}
+    metrics = [Metric(name=name, split="train", sum=sum, count=10) for name, sum in found.items() if sum is not None]
+    return Metrics(metrics=[*metrics, Metric(name=OWN_KEPT, split="train", sum=float(kept), count=1)])
+
+
+def test_what_devices_expect_is_shown_for_each_and_for_the_fleet() -> None:
+    """Device b, which keeps its own statistics, uses a personal answer of 9 of 10; the fleet's has 7."""
+    store = filled(2)
+    without = views.run(store, "r")
+    assert "leave_one_out" not in without.lists
+    assert not any(name.startswith("leave_one_out") for name in without.facts)
+    assert [row["leave_one_out"] for row in views.devices(store, "r").lists["devices"]] == [None, None]
+    store.add_figures("r", 1, "a", left_out(1, 1, 9, kept=True))  # of a round before
+    store.add_figures("r", 2, "a", left_out(8, 9, 5))
+    store.add_figures("r", 1, "b", left_out(6, 7, 9, kept=True))
+    shown = views.run(store, "r")
+    assert shown.lists["leave_one_out"] == [
+        {"device": "a", "general": 0.8, "personal": 0.9, "own_statistics_kept": False},
+        {"device": "b", "general": 0.6, "personal": 0.9, "own_statistics_kept": True},
+    ]
+    assert (shown.facts["leave_one_out_general"], shown.facts["leave_one_out_personal"]) == (0.7, 0.9)
+    assert [row["leave_one_out"] for row in views.devices(store, "r").lists["devices"]] == [0.8, 0.6]
+
+
+def test_the_fleet_expects_by_rows_and_not_by_devices() -> None:
+    """9 of 10 rows and 10 of 90 are 19 of 100."""
+    store = filled(1)
+    for device, right, rows in (("a", 9, 10), ("b", 10, 90)):
+        names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)
+        metrics = [Metric(name=name, split="train", sum=right, count=rows) for name in names]
+        store.add_figures("r", 1, device, Metrics(metrics=metrics))
+    assert views.run(store, "r").facts["leave_one_out_general"] == 0.19
+
+
+def test_a_device_that_tells_half_of_it_expects_nothing() -> None:
+    store = filled(1)
+    store.add_figures("r", 1, "a", Metrics(metrics=[Metric(name=LEAVE_ONE_OUT, split="train", sum=1, count=10)]))
+    none = [Metric(name=one, split="train", sum=0, count=0) for one in (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)]
+    store.add_figures("r", 1, "b", Metrics(metrics=none))
+    assert "leave_one_out" not in views.run(store, "r").lists
 
 
 def reads(store: Store, view: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

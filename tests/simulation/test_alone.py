@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,21 @@ def test_the_optimiser_is_kept_where_the_method_keeps_it(
 ) -> None:
     train_alone(tmp_path / "work", [True, True], method)
     (first, *_), (second, *_) = trainings
-    assert (first is second) == (method in ("classstats", "feddkc", "fedd2s"))
+    assert (first is second) == (method in ("feddkc", "fedd2s"))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_says_the_truth_about_its_optimiser(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two devices of two rounds make two optimisers that they keep, or four; classstats' one for each model trained."""
-    module, made = importlib.import_module(f"fleetdistill.methods.{method}"), []
+    """Two devices of two rounds make two optimisers that they keep, or four; averaged classstats one a model."""
+    wanted = RUNS.get(f"{method} averaged", RUNS[method])
+    module, made = importlib.import_module(type(wanted.configuration()).__module__), []
     make = module.make_local_optimizer
     monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))
-    run_in_memory(prepare(RUNS[method], tmp_path / "work"))
+    run_in_memory(prepare(wanted, tmp_path / "work"))
     models = 3 if method == "classstats" else 1
-    assert len(made) == (2 * models if config_class(method).keeps_optimizer else 4)
+    assert len(made) == (2 * models if config_class(method, wanted.settings).keeps_optimizer else 4)
 
 
 def test_a_round_without_a_pass_over_the_labels_leaves_the_control_as_it_was(
@@ -104,9 +106,51 @@ def test_without_fedavg_they_run_and_have_the_control_alone(tmp_path: Path) -> N
 
 
 def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
-    wanted = Simulation(method="classstats", models=("digits_linear", "resnet4"), rounds=6, out=tmp_path)
+    wanted = Simulation(method="feddkc", models=("digits_linear", "resnet4"), rounds=6, out=tmp_path)
     says = (
         "the extractor that the run hands out does not fit device-1's model 'resnet4': weight stem.0.weight has shape"
     )
     with pytest.raises(ConfigurationError, match=says):
         simulate(wanted)
+
+
+# --- as long as they like
+
+
+def test_controls_of_one_exchange_train_for_as_long_as_those_of_other_methods(tmp_path: Path) -> None:
+    wanted = Simulation(method="classstats", devices=2, train_limit=100, test_limit=40, out=tmp_path)
+    assert (wanted.rounds_to_complete, wanted.rounds_of_controls) == (1, 30)
+    report = simulate(replace(wanted, control_rounds=3))
+    assert (report.rounds, report.control_rounds) == (1, 3)
+    assert [len(curve) for curve in report.accuracy_by_round.values()] == [1, 1]
+    assert [len(curve) for curve in report.alone_accuracy_by_round.values()] == [3, 3]
+    fedavg = next(one for one in report.curves if one.name == "FedAvg global")
+    assert len(fedavg.bytes) == 3
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "rounds", "expected"),
+    [
+        ("feddkc", {}, None, (30, 30)),
+        ("feddkc", {}, 7, (7, 7)),
+        ("classstats", {}, None, (1, 30)),
+        ("classstats", {}, 40, (40, 40)),
+        ("classstats", {"features": "averaged"}, None, (30, 30)),
+        ("classstats", {"features": "averaged"}, 10, (10, 10)),
+    ],
+)
+def test_rounds_that_nobody_names(
+    method: str, settings: dict[str, Any], rounds: int | None, expected: tuple[int, int]
+) -> None:
+    wanted = Simulation(method=method, settings=settings, rounds=rounds)
+    assert (wanted.rounds_to_complete, wanted.rounds_of_controls) == expected
+
+
+def test_a_control_of_more_rounds_goes_on_where_the_devices_were_not_asked(
+    tmp_path: Path, trainings: list[Training]
+) -> None:
+    """FedAvg asks one of two devices in its one round; alone both train in the two rounds that come on top."""
+    wanted = replace(SMALL, method="fedavg", rounds=1, control_rounds=3, with_alone=True, out=tmp_path)
+    simulate(replace(wanted, settings={"participation_ratio": 0.5}))
+    assert len(trainings) == 1 + 2 * 2

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from fleetdistill.errors import DataError
-from fleetdistill_server.simulation.partition import Partition, dirichlet_by_class
-from fleetdistill_server.simulation.plots import plot_curves, plot_partition, save_report_figure
+from fleetdistill_server.simulation.comparison import Curve
+from fleetdistill_server.simulation.plots import plot_comparison, plot_partition, save_report_figure
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
-LABELS = np.repeat(np.arange(10), 30)
 CLASSES = tuple("abcdefghij")
 
 
@@ -26,16 +25,19 @@ def _axes() -> Any:
     return figure_module.Figure().subplots()
 
 
+def curve(name: str, kilobytes: list[float], accuracy: list[float | None], devices: tuple[float, ...] = ()) -> Curve:
+    return Curve(name, [1000 * one for one in kilobytes], accuracy, list(devices))
+
+
 def _save(path: Path, devices: int = 3, **changes: Any) -> Path:
     names = [f"device-{number}" for number in range(devices)]
     values: dict[str, Any] = {
-        "labels": LABELS,
-        "partition": dirichlet_by_class(LABELS, devices, 1.0, 0, min_size=1),
+        "counts_jc": np.full((devices, 10), 30),
+        "partition": "iid",
         "class_names": CLASSES,
         "device_names": names,
-        "rounds": [1, 2],
-        "fleet_by_device": {name: [0.2, 0.8] for name in names},
-        "alone_by_device": {name: [0.3, 0.6] for name in names},
+        "curves": [curve("feddkc", [1, 2], [0.2, 0.8])],
+        "alone": 0.3,
     }
     return save_report_figure(path, **(values | changes))
 
@@ -60,7 +62,7 @@ class TestReportFigure:
     def test_it_is_a_whole_png_of_the_stated_width(self, tmp_path: Path) -> None:
         file = _save(tmp_path / "new" / "report.png", title="feddkc on letters")
         assert file == tmp_path / "new" / "report.png"
-        assert _png_size(file) == (1800, 1440)
+        assert _png_size(file) == (1800, 1464)
 
     def test_more_devices_make_it_taller(self, tmp_path: Path) -> None:
         width, height = _png_size(_save(tmp_path / "report.png", devices=20))
@@ -76,9 +78,8 @@ class TestReportFigure:
         """pyplot would look for a screen and keep every figure."""
         code = (
             "import sys; import fleetdistill_server.simulation.plots as plots; assert 'matplotlib' not in sys.modules;"
-            "from fleetdistill_server.simulation.partition import iid; labels = [0, 1] * 5;"
-            f"plots.save_report_figure({str(tmp_path / 'a.png')!r}, labels=labels, partition=iid(labels, 1, 0),"
-            "class_names='ab', device_names=['d'], rounds=[1], fleet_by_device={'d': [0.5]}, alone_by_device={});"
+            f"plots.save_report_figure({str(tmp_path / 'a.png')!r}, counts_jc=[[1, 2]], partition='iid',"
+            "class_names='ab', device_names=['d'], curves=[plots.Curve('a', [1000.0], [0.5])]);"
             "assert 'matplotlib.pyplot' not in sys.modules"
         )
         path = [entry for entry in sys.path if entry]
@@ -90,10 +91,8 @@ class TestReportFigure:
 class TestPartitionPlot:
     def test_bubble_areas_follow_the_counts(self) -> None:
         """Device 0 holds 2 of class 0, device 1 holds 1 of class 0 and 4 of class 1: areas as 2 : 1 : 4."""
-        labels = np.array([0, 0, 0, 1, 1, 1, 1])
-        split = Partition("by_hand", (np.array([0, 1]), np.array([2, 3, 4, 5, 6])), {"alpha": 0.5, "seed": 7})
         ax = _axes()
-        plot_partition(ax, labels, split, ["cat", "dog"], ["left", "right"])
+        plot_partition(ax, [[2, 0], [1, 4]], ["cat", "dog"], ["left", "right"], "by_hand, alpha 0.5, seed 7")
         (bubbles,) = ax.collections
         assert bubbles.get_offsets().tolist() == [[0, 0], [0, 1], [1, 1]]
         sizes = bubbles.get_sizes()
@@ -104,45 +103,67 @@ class TestPartitionPlot:
         assert "by_hand, alpha 0.5, seed 7" in ax.get_title(loc="left")
 
     def test_a_hundred_classes_are_named_now_and_then(self) -> None:
-        labels = np.repeat(np.arange(100), 5)
         ax = _axes()
-        plot_partition(ax, labels, dirichlet_by_class(labels, 2, 1.0, 0), [str(i) for i in range(100)], ["a", "b"])
+        plot_partition(ax, np.ones((2, 100)), [str(i) for i in range(100)], ["a", "b"], "iid")
         assert [text.get_text() for text in ax.get_xticklabels()][:3] == ["0", "4", "8"]
 
     def test_names_that_do_not_fit_are_refused(self) -> None:
-        split = dirichlet_by_class(LABELS, 3, 1.0, 0, min_size=1)
-        with pytest.raises(DataError, match="2 device names for a partition of 3"):
-            plot_partition(_axes(), LABELS, split, CLASSES, ["a", "b"])
-        with pytest.raises(DataError, match=r"label 9 at row 270 is outside \[0, 9\)"):
-            plot_partition(_axes(), LABELS, split, CLASSES[:9], ["a", "b", "c"])
+        counts = np.ones((3, 10))
+        with pytest.raises(DataError, match=r"2 device names and 10 class names for counts of shape \[3, 10\]"):
+            plot_partition(_axes(), counts, CLASSES, ["a", "b"], "iid")
+        with pytest.raises(DataError, match="9 class names"):
+            plot_partition(_axes(), counts, CLASSES[:9], ["a", "b", "c"], "iid")
 
 
-class TestCurves:
-    def test_means_are_bold_and_over_the_scored_devices(self) -> None:
-        """Round 1: (0.2 + 0.4) / 2; round 2: one device was not scored; round 3: none was."""
-        nan = float("nan")
+class TestComparison:
+    def test_rounds_are_a_curve_over_bytes_and_one_exchange_a_point_with_its_devices(self) -> None:
         ax = _axes()
-        plot_curves(ax, [1, 2, 3], {"a": [0.2, 0.6, nan], "b": [0.4, nan, nan]}, {"a": [0.1, 0.2, 0.3]})
-        bold = [line.get_ydata() for line in ax.lines if line.get_linewidth() == 3 and len(line.get_ydata())]
-        thin = [line for line in ax.lines if line.get_linewidth() == 1 and len(line.get_ydata())]
-        np.testing.assert_allclose(bold, [[0.1, 0.2, 0.3], [0.3, 0.6, nan]])
-        assert len(thin) == 3
-        names = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert names == ["fleet: mean of 2 devices", "alone: mean of 1 devices, 30.0% at the end", "single devices"]
+        rounds = curve("feddkc", [10, 20, 40], [None, 0.5, 0.75])
+        exchange = curve("class statistics general", [15], [0.9], devices=(0.85, 0.95))
+        plot_comparison(ax, [rounds, exchange], alone=0.6)
+        across, drawn = ax.lines
+        np.testing.assert_allclose(across.get_ydata(), [0.6, 0.6])
+        np.testing.assert_allclose(drawn.get_xdata(), [10, 20, 40])
+        np.testing.assert_allclose(drawn.get_ydata(), [float("nan"), 0.5, 0.75])
+        dots, point = ax.collections
+        assert dots.get_offsets().tolist() == [[15, 0.85], [15, 0.95]]
+        assert point.get_offsets().tolist() == [[15, 0.9]]
+        assert point.get_sizes()[0] > dots.get_sizes()[0]
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+            "alone: 60.0%",
+            "feddkc: 75.0% after 40.0 kB",
+            "class statistics general: 90.0% after 15.0 kB",
+        ]
 
-    def test_a_further_answer_is_a_dashed_mean_from_the_first_round_that_has_it(self) -> None:
+    def test_rounds_after_the_exchange_that_cost_nothing_leave_it_a_point(self) -> None:
         ax = _axes()
-        both = {"a": [0.2, 0.6], "b": [0.4, 0.8]}
-        plot_curves(ax, [1, 2], both, {}, {"personal": {"a": [None, 0.5], "b": [None, 0.7]}})
-        (dashed,) = [line for line in ax.lines if line.get_linestyle() == "--" and len(line.get_ydata())]
-        np.testing.assert_allclose(dashed.get_ydata(), [float("nan"), 0.6])
-        names = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert names[1] == "fleet, personal answers on all classes: mean of 2 devices, 60.0% at the end"
+        plot_comparison(ax, [curve("class statistics general", [15, 15], [0.9, 0.9])])
+        assert not ax.lines
+        assert ax.collections[-1].get_offsets().tolist() == [[15, 0.9]]
+
+    def test_a_methods_answers_have_its_colour_and_differ_in_their_looks(self) -> None:
+        ax = _axes()
+        names = ("feddkc", "FedAvg devices", "FedAvg global")
+        plot_comparison(ax, [curve(name, [1, 2], [0.1, 0.2]) for name in names])
+        feddkc, devices, whole = ax.lines
+        assert feddkc.get_color() != devices.get_color() == whole.get_color()
+        assert devices.get_linestyle() != whole.get_linestyle()
+
+    def test_nothing_that_is_drawn_lies_outside_and_the_legend_lies_below(self, tmp_path: Path) -> None:
+        ax = _axes()
+        plot_comparison(ax, [curve("a", [7, 90], [0.31, 1.0]), curve("b", [3], [0.4], (0.05,))], alone=0.2)
+        low, high = ax.get_ylim()
+        assert low <= 0.05
+        assert high >= 1
+        left, right = ax.get_xlim()
+        assert left < 3
+        assert right > 90
+        ax.figure.savefig(tmp_path / "a.png")
+        assert ax.get_legend().get_window_extent().y1 < ax.get_window_extent().y0
 
     def test_curves_that_do_not_fit_are_refused(self) -> None:
-        with pytest.raises(DataError, match=r"device 'a' \(fleet\) has 1 values for 2 rounds"):
-            plot_curves(_axes(), [1, 2], {"a": [0.5]}, {})
-        with pytest.raises(DataError, match=r"device 'b' \(fleet, personal answers .*\) has 1 values for 2 rounds"):
-            plot_curves(_axes(), [1, 2], {"a": [0.5, 0.5]}, {}, {"personal": {"a": [None, 0.5], "b": [0.5]}})
-        with pytest.raises(DataError, match="0 rounds, 0 devices"):
-            plot_curves(_axes(), [], {}, {})
+        for bad in (curve("a", [1, 2], [0.5]), curve("a", [], []), curve("a", [0], [0.5])):
+            with pytest.raises(DataError, match="cannot draw 'a'"):
+                plot_comparison(_axes(), [bad])
+        with pytest.raises(DataError, match="no curves"):
+            plot_comparison(_axes(), [])

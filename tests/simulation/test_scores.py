@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as hnp
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill_server import engine
+from fleetdistill_server.simulation.comparison import bytes_by_round
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.metrics import accuracy
-from fleetdistill_server.simulation.report import _bytes_by_round
 from fleetdistill_server.simulation.scores import (
     START,
     after_rounds,
@@ -139,7 +139,7 @@ def test_bytes_between_completed_rounds_count_with_the_next_one() -> None:
         return {"round": number, "device": device, "direction": direction, "tensor_bytes": size, "envelope_bytes": 1}
 
     traffic = [row(0, "a", "down", 9), row(1, "a", "up", 5), row(2, "b", "up", 7), row(3, "a", "up", 3)]
-    assert _bytes_by_round(traffic, [1, 3], devices=2) == [{"up": 3.0, "down": 5.0}, {"up": 6.0, "down": 0.0}]
+    assert bytes_by_round(traffic, [1, 3], devices=2) == [{"up": 3.0, "down": 5.0}, {"up": 6.0, "down": 0.0}]
 
 
 def test_no_controls(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from fleetdistill.methods import METHODS
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
@@ -27,6 +30,8 @@ SMALL = Simulation(
 )
 _DAFKD = {"kd_start_round": 1, "kd_samples": 64, "maturity_guard": False, "local_epochs": 2}
 _FEDD2S = {"drop_every": 1, "teacher_guard": False}
+AVERAGED: dict[str, Any] = {"features": "averaged", "extractor_rounds": 1}
+"""Settings with which class statistics of the averaged form do in two rounds what they do."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "feddkc in float32": {"method": "feddkc", "knowledge_type": "float32"},
     "feddkc in uint8": {"method": "feddkc", "knowledge_type": "uint8"},
@@ -49,17 +54,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "classstats agreeing": {
         "method": "classstats",
         "rounds": 3,
-        "settings": {"extractor_rounds": 1, "agreement_every": 1},
+        "settings": {**AVERAGED, "agreement_every": 1},
     },
     "classstats taught by the server": {
         "method": "classstats",
         "rounds": 3,
-        "settings": {"extractor_rounds": 1, "agreement_every": 1, "agreement_from": "server"},
+        "settings": {**AVERAGED, "agreement_every": 1, "agreement_from": "server"},
     },
     "classstats diagonal in float32": {
         "method": "classstats",
         "knowledge_type": "float32",
-        "settings": {"extractor_rounds": 1, "rank": 0},
+        "settings": {**AVERAGED, "rank": 0},
+    },
+    "classstats averaged": {"method": "classstats", "settings": AVERAGED},
+    "classstats in one exchange": {"method": "classstats", "rounds": 1},
+    "classstats with a trained predictor": {
+        "method": "classstats",
+        "settings": {"predictor": "trained", "predictor_steps": 20},
+        "predictors": ("space_linear", "space_mlp_16"),
+    },
+    "classstats teaching the app's network": {
+        "method": "classstats",
+        "settings": {"own_network": "taught", "own_network_epochs": 2},
     },
     "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
     "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
@@ -67,13 +83,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dafkd on features": {"method": "dafkd", "settings": {**_DAFKD, "generator_level": "feature"}},
 }
 """What a simulation changes for a method to send other kinds of messages than it does by default."""
-SHORTER: dict[str, dict[str, Any]] = {"classstats": {"extractor_rounds": 1}}
-"""Settings with which a method does in two rounds what it does."""
 RUNS = {
-    **{method: replace(SMALL, method=method, settings=SHORTER.get(method, {})) for method in sorted(METHODS)},
+    **{method: replace(SMALL, method=method) for method in sorted(METHODS)},
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
 }
-"""A short run of every method in the table with its defaults but for `SHORTER`, and of every variant."""
+"""A short run of every method in the table with its defaults, and of every variant."""
 every_run = pytest.mark.parametrize("name", RUNS)
 
 
@@ -99,7 +113,25 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     assert row is not None
     assert row["status"] == "finished"
     figures = store.figures(RUN, "accuracy", "test")
-    return row["checkpoint"], [(one["round"], one["device"], one["sum"], one["count"]) for one in figures]
+    return _state_without_secrets(store, row["checkpoint"]), [
+        (one["round"], one["device"], one["sum"], one["count"]) for one in figures
+    ]
+
+
+def _state_without_secrets(store: Store, checkpoint: bytes) -> bytes:
+    """The last state's digest, with devices' names for the versions of their rows, which depend on their secrets."""
+    profiles = {row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices(RUN)}
+    names = {profile.data_version.hex(): device for device, profile in profiles.items() if profile.data_version}
+    state = _renamed(unpack_state(store.blobs.get_state(checkpoint)), names)
+    return hashlib.sha256(pack_state(state)).digest()
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(state, str):
+        return names.get(state, state)
+    if isinstance(state, Mapping):
+        return {key: _renamed(value, names) for key, value in state.items()}
+    return [_renamed(one, names) for one in state] if isinstance(state, list | tuple) else state
 
 
 def record(store: Store) -> dict[str, Any]:

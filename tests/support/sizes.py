@@ -27,10 +27,11 @@ def sizes_of(half: ServerMethod, samples: int) -> Sizes:
     """The sizes of a run for a device with so many samples; at FedD2S's last layer."""
     setting = half.setting
     generator = getattr(half, "generator", None)
+    fixed = getattr(half, "fixed", None)  # an extractor with its projection, whose numbers are what travels
     model = setting.device_model() if setting.models.device else nn.Module()
     return Sizes(
         samples=samples,
-        features=next((prod(shape) for shape in half.features().values()), 1),
+        features=fixed.dimensions if fixed else next((prod(shape) for shape in half.features().values()), 1),
         channels=next((shape[0] for shape in half.features().values()), 1),
         classes=setting.classes,
         model=weights(model),

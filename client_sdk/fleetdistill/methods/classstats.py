@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -80,6 +80,8 @@ class ClassStatsConfig(LocalTraining):
         own_network_rate: Learning rate of these, above 0; it falls to a tenth.
         drawn_images: Images of the fleet's classes that the device makes for it from its own ones, at least 0.
     """
+
+    usual_rounds: ClassVar[int] = 1
 
     learning_rate: float = 0.02
     features: str = SCATTERING

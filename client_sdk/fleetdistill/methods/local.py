@@ -35,6 +35,9 @@ class LocalTraining:
     keeps_optimizer: ClassVar[bool] = False
     """Whether a device's optimiser, with its momentum, lives on from round to round; if not, each has a new one."""
 
+    usual_rounds: ClassVar[int] = 30
+    """Rounds of a simulated run unless told otherwise; 1 for a method that has nothing to do in later ones."""
+
     local_epochs: int = 2
     batch_size: int = 32
     optimizer: str = "sgd"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.figures import Counts
+from fleetdistill_server.simulation.comparison import Cost
 from fleetdistill_server.simulation.history import FleetHistory
 
 
@@ -18,11 +19,13 @@ class FedAvgControl:
         model: The device model on every device.
         settings: FedAvg's settings.
         history: Of a device it has the model after local training, before the device takes the next mean.
+        cost: Its traffic.
     """
 
     model: str
     settings: dict[str, Any]
     history: FleetHistory
+    cost: Cost
 
 
 @dataclass(frozen=True)

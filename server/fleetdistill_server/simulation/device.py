@@ -16,6 +16,7 @@ import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.link import Link
+from fleetdistill.names import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.processes import end_with_parent
 from fleetdistill_server.simulation.scores import append_scores
@@ -34,6 +35,7 @@ class DeviceSpec:
         state_dir: Its state directory, where `exported.json` says how its ONNX model turned out.
         run: Name of the run.
         validation_file: The data that decide whether its model is replaced; empty for none.
+        predictor: Name in `fleetdistill.models.space.PREDICTORS`, for methods that train one behind fixed features.
     """
 
     name: str
@@ -45,6 +47,7 @@ class DeviceSpec:
     state_dir: str
     run: str
     validation_file: str = ""
+    predictor: str = USUAL_PREDICTOR
 
     @property
     def scores_file(self) -> Path:
@@ -104,6 +107,7 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
         state_dir=spec.state_dir,
         run=spec.run,
         device_id=spec.name,
+        predictor=spec.predictor,
         allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
         export_onnx="finish",
         on_event=note,

@@ -24,10 +24,13 @@ from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.model import parameter_count
 from fleetdistill.models import build_model
+from fleetdistill.models.space import PREDICTORS
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.alone import score_start, train_alone
+from fleetdistill_server.simulation.comparison import cost_of
 from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
@@ -80,6 +83,7 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     )
     data = _limit_test_part(data, wanted)
     work = _fresh(wanted.out / "work")
+    wanted = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
     data = hold_out_proxy(wanted, data, work)
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted, data))
     config = make_run_config(wanted, data, work)
@@ -87,13 +91,13 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     _check_fedavg(wanted, config)
     initial = build_method(config).initial()
     note_start(initial, specs)
-    watch = _watcher(wanted.rounds, on_progress)
+    watch = _watcher(wanted.rounds_to_complete, on_progress)
     store = (run_over_memory if wanted.link == "memory" else run_over_grpc)(config, specs, work, watch)
     try:
         history = read_history(store, RUN, specs)
         controls = Controls(
-            alone=train_fleet_alone(config, initial, specs, history) if wanted.with_alone else {},
-            fedavg=run_fedavg(wanted, config, data, specs, history),
+            alone=train_fleet_alone(wanted, config, initial, specs, history) if wanted.with_alone else {},
+            fedavg=run_fedavg(wanted, config, data, specs, history, store),
         )
         return make_report(
             Outcome(
@@ -114,10 +118,7 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
 
 def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
     """Writes the proxy set, where there is to be one, and returns the data set without it."""
-    per_class = wanted.proxy_per_class
-    if per_class is None:
-        smallest = int(data.train_labels.bincount().min())
-        per_class = min(PROXY_PER_CLASS, smallest // 2) if server_class(wanted.method).proxy_set else 0
+    per_class = proxy_per_class(wanted, data)
     if not per_class:
         return data
     taken, left = proxy_rows(data.train_labels.numpy(), per_class)
@@ -126,12 +127,25 @@ def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
     return data.with_training_rows(left)
 
 
+def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
+    """Images of each class that are held out; see `Simulation.proxy_per_class`."""
+    if wanted.proxy_per_class is not None:
+        return wanted.proxy_per_class
+    smallest = int(data.train_labels.bincount().min())
+    return min(PROXY_PER_CLASS, smallest // 2) if _server_half(wanted).proxy_set else 0
+
+
+def _server_half(wanted: Simulation) -> type[ServerMethod]:
+    """Of the form that the settings choose."""
+    return server_class(wanted.method, wanted.configuration())
+
+
 def _proxy_file(work: Path) -> Path:
     return work / "proxy.npz"
 
 
 def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
-    if not server_class(wanted.method).proxy_set:
+    if not _server_half(wanted).proxy_set:
         return {}
     licence = "that of the data set it is taken from"
     return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
@@ -140,14 +154,14 @@ def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, s
 def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
     """The run.toml of a simulation, as settings."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
-    if server_class(wanted.method).server_reads_inputs:
+    if _server_half(wanted).server_reads_inputs:
         server = _largest_model(wanted, data)
     return run_config(
         {
             "run": {
                 "name": RUN,
                 "method": wanted.method,
-                "rounds": wanted.rounds,
+                "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
                 "min_devices": wanted.devices,
                 "threads": wanted.threads,
@@ -174,6 +188,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     """Gives each device its part of the data, as files, and its model."""
     common = _common_model(wanted, data)
     models = (common,) if common else _models(wanted, data)
+    predictors = wanted.predictors or tuple(PREDICTORS)
     test_file = work / "test.npz"
     np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
     specs = []
@@ -184,6 +199,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
             DeviceSpec(
                 name=name,
                 model=models[number % len(models)],
+                predictor=predictors[number % len(predictors)],
                 seed=wanted.seed,
                 classes=len(data.classes),
                 data_file=_save_rows(data, own, work / f"{name}.npz"),
@@ -207,7 +223,7 @@ def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
 
 def _common_model(wanted: Simulation, data: Dataset) -> str:
     """The largest of the models, where the method wants one for all devices; empty where it does not."""
-    if not server_class(wanted.method).same_architecture:
+    if not _server_half(wanted).same_architecture:
         return ""
     return _largest_model(wanted, data)
 
@@ -235,27 +251,34 @@ def note_start(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None
 
 
 def run_fedavg(
-    wanted: Simulation, config: RunConfig, data: Dataset, specs: list[DeviceSpec], history: FleetHistory
+    wanted: Simulation,
+    config: RunConfig,
+    data: Dataset,
+    specs: list[DeviceSpec],
+    history: FleetHistory,
+    store: Store,
 ) -> FedAvgControl | None:
-    """FedAvg on the same data, in memory; the run itself where FedAvg is what is simulated."""
+    """FedAvg on the same data, in memory; the run itself, with its history and store, where that is FedAvg."""
     plan = config.method_config()
     if wanted.method == "fedavg":
-        return FedAvgControl(specs[0].model, asdict(plan), history)
+        return FedAvgControl(specs[0].model, asdict(plan), history, cost_of(store, RUN, len(specs)))
     if not wanted.with_fedavg:
         return None
     model = _largest_model(wanted, data)
     settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
-    control = replace(wanted, method="fedavg", models=(model,), settings=settings)
+    rounds = wanted.rounds_of_controls
+    control = replace(wanted, method="fedavg", models=(model,), settings=settings, rounds=rounds)
     work = Path(specs[0].state_dir).parent
     control_config = make_run_config(control, data, work)
     (work / "fedavg").mkdir()
     specs = [replace(spec, model=model, state_dir=str(work / "fedavg" / spec.name)) for spec in specs]
     note_start(build_method(control_config).initial(), specs)
-    store = run_over_memory(control_config, specs, work, lambda store: None)
+    own_store = run_over_memory(control_config, specs, work, lambda store: None)
     try:
-        return FedAvgControl(model, asdict(control_config.method_config()), read_history(store, RUN, specs))
+        plan = asdict(control_config.method_config())
+        return FedAvgControl(model, plan, read_history(own_store, RUN, specs), cost_of(own_store, RUN, len(specs)))
     finally:
-        store.close()
+        own_store.close()
 
 
 def _passes(config: RunConfig) -> int:
@@ -273,17 +296,27 @@ def _check_fedavg(wanted: Simulation, config: RunConfig) -> None:
 
 
 def train_fleet_alone(
-    config: RunConfig, initial: ModelParameters | None, specs: list[DeviceSpec], history: FleetHistory
+    wanted: Simulation,
+    config: RunConfig,
+    initial: ModelParameters | None,
+    specs: list[DeviceSpec],
+    history: FleetHistory,
 ) -> dict[str, list[Counts]]:
-    """Trains every device's model by itself, with as many local epochs as in the fleet."""
+    """Trains every device's model by itself, with as many local epochs as in the fleet, or for `control_rounds`."""
     torch.set_num_threads(config.run.threads)
-    return {spec.name: train_alone(spec, config, initial, history.took_part[spec.name]) for spec in specs}
+    rounds = wanted.rounds_of_controls
+
+    def active(name: str) -> list[bool]:
+        part = [] if wanted.one_exchange else history.took_part[name]
+        return [*part, *[True] * (rounds - len(part))][:rounds]
+
+    return {spec.name: train_alone(spec, config, initial, active(spec.name)) for spec in specs}
 
 
 def _check(wanted: Simulation) -> None:
     if wanted.link not in ("memory", "grpc"):
         raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
-    for name in ("devices", "rounds", "threads", "train_limit", "test_limit"):
+    for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
             why = ": a simulation ends with its last round" if name == "rounds" else ""
@@ -292,6 +325,8 @@ def _check(wanted: Simulation) -> None:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
+    if unknown := set(wanted.predictors) - set(PREDICTORS):
+        raise ConfigurationError(f"unknown predictors {sorted(unknown)}, expected some of {', '.join(PREDICTORS)}")
 
 
 def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:

@@ -1,4 +1,4 @@
-"""Pictures for a simulation's report: who has which data, and whether the fleet beats training alone.
+"""Pictures for a simulation's report: who has which data, and what accuracy took how many bytes.
 
 matplotlib is imported where it is used, without pyplot: no window system, no global list of open figures.
 """
@@ -6,94 +6,88 @@ matplotlib is imported where it is used, without pyplot: no window system, no gl
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import DataError
-from fleetdistill_server.simulation.partition import Partition
+from fleetdistill_server.simulation.comparison import Curve
+from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FLEET = "#0b6fa4"  # blue and orange stay apart for colour-blind readers and in grey
+_FLEET = "#0b6fa4"  # blue, orange, green and purple of these shades stay apart for colour-blind readers
 _ALONE = "#d9772b"
+_COLOURS = {"FedAvg": "#2f9e6e", "class statistics": "#8a2f7c"}
+_STYLES = ("-", "--", "-.")
+_MARKERS = ("o", "D", "s")
 _GREY = "#5a5a5a"
-
-Curves = Mapping[str, Sequence[float]]
-"""Device name -> one value per round; NaN where the device was not scored."""
-LateCurves = Mapping[str, Sequence[float | None]]
-"""The same of an answer that devices do not have from the start; None before."""
 
 
 def plot_partition(
-    ax: Axes,
-    labels: npt.ArrayLike,
-    partition: Partition,
-    class_names: Sequence[str],
-    device_names: Sequence[str],
+    ax: Axes, counts_jc: npt.ArrayLike, class_names: Sequence[str], device_names: Sequence[str], partition: str
 ) -> None:
     """Draws a bubble for each device and class, its area the number of samples; sizes stand at the right.
 
+    Args:
+        counts_jc: `[J, C]`, samples of each class that device j has.
+        class_names: In label order.
+        device_names: In the order of the devices.
+        partition: What the title says of it.
+
     Raises:
-        DataError: The number of names does not fit the partition or its labels.
+        DataError: The number of names does not fit the counts.
     """
-    devices = len(partition.indices)
-    if len(device_names) != devices:
-        raise DataError(f"{len(device_names)} device names for a partition of {devices} devices")
-    counts = partition.class_counts(labels, len(class_names))
+    counts = np.asarray(counts_jc, dtype=np.int64)
+    if counts.shape != (len(device_names), len(class_names)):
+        text = f"{len(device_names)} device names and {len(class_names)} class names"
+        raise DataError(f"{text} for counts of shape {list(counts.shape)}")
     _draw_bubbles(ax, counts)
     _name_axes(ax, counts, class_names, device_names)
-    ax.set_title(f"Training data by device: {_described(partition)}", loc="left", fontsize=11)
+    ax.set_title(f"Training data by device: {partition}", loc="left", fontsize=11)
 
 
-def plot_curves(
-    ax: Axes,
-    rounds: Sequence[int],
-    fleet_by_device: Curves,
-    alone_by_device: Curves,
-    further_by_device: Mapping[str, LateCurves] = MappingProxyType({}),
-) -> None:
-    """Draws accuracy against rounds: single devices thin, the means over devices bold, of further answers dashed.
+def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None) -> None:
+    """Draws accuracy against the bytes that it took, on a logarithmic axis: a curve over rounds, a point for one
+    exchange with a dot for each device, and a line across for training alone, which takes none.
 
     Args:
-        rounds: Round numbers, ascending.
-        fleet_by_device: Accuracies in [0, 1] of devices that learn together.
-        alone_by_device: The same of devices that train alone; may be empty.
-        further_by_device: The same by name of an answer that the fleet's devices have beside the general one.
+        curves: What is compared; those of one method stand together and have one colour.
+        alone: Mean accuracy of training alone, in [0, 1]; None where nothing was.
 
     Raises:
-        DataError: There are no rounds or no devices, or a curve has another length than `rounds`.
+        DataError: There are no curves, or one has no round, another number of bytes than of accuracies, or no bytes.
     """
-    if not rounds or not fleet_by_device:
-        raise DataError(f"nothing to plot: {len(rounds)} rounds, {len(fleet_by_device)} devices")
-    _draw_curves(ax, rounds, alone_by_device, "alone", _ALONE)
-    _draw_curves(ax, rounds, fleet_by_device, "fleet", _FLEET)
-    for answer, by_device in further_by_device.items():
-        name = f"fleet, {answer} answers on all classes"
-        _check_lengths(rounds, by_device, name)
-        _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, _FLEET, "--")
-    _dress_curves(ax, rounds)
+    for one in curves:
+        if not one.bytes or len(one.bytes) != len(one.accuracy) or one.bytes[0] <= 0:
+            text = f"{len(one.accuracy)} accuracies for {len(one.bytes)} counts of bytes"
+            raise DataError(f"cannot draw {one.name!r}: {text}; every round needs both, and bytes above 0")
+    if not curves:
+        raise DataError("nothing to plot: no curves")
+    if alone is not None:
+        ax.axhline(alone, color=_ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
+    for one, (colour, number) in zip(curves, _looks(curves), strict=True):
+        _draw_curve(ax, one, colour, number)
+    _dress_comparison(ax, curves, alone)
 
 
 def save_report_figure(
     path: str | os.PathLike[str],
     *,
-    labels: npt.ArrayLike,
-    partition: Partition,
+    counts_jc: npt.ArrayLike,
     class_names: Sequence[str],
     device_names: Sequence[str],
-    rounds: Sequence[int],
-    fleet_by_device: Curves,
-    alone_by_device: Curves,
-    further_by_device: Mapping[str, LateCurves] = MappingProxyType({}),
+    partition: str,
+    curves: Sequence[Curve],
+    alone: float | None = None,
     title: str = "",
 ) -> Path:
-    """Writes both pictures into one PNG, 1,800 pixels wide, and returns its path.
+    """Writes both pictures into one PNG, 1,800 pixels wide, and returns its path; see the functions for each.
 
     Raises:
         DataError: The values do not fit each other, or the file cannot be written.
@@ -101,12 +95,13 @@ def save_report_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = 4.2 + max(3.0, 1.3 + 0.3 * len(device_names))
+    upper = 4.2 + 0.12 * len(curves)  # the legend's lines stand in two columns
+    height = upper + max(3.0, 1.3 + 0.3 * len(device_names))
     figure = Figure(figsize=(9, height), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # a figure without pyplot holds nothing open: it goes when this function returns
-    curves, data = figure.subplots(2, 1, height_ratios=[4.2, height - 4.2])
-    plot_curves(curves, rounds, fleet_by_device, alone_by_device, further_by_device)
-    plot_partition(data, labels, partition, class_names, device_names)
+    compared, data = figure.subplots(2, 1, height_ratios=[upper, height - upper])
+    plot_comparison(compared, curves, alone)
+    plot_partition(data, counts_jc, class_names, device_names, partition)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     target = Path(path)
@@ -150,56 +145,54 @@ def _name_axes(
     ax.tick_params(length=0)
 
 
-def _described(partition: Partition) -> str:
-    settings = [f"{name} {partition.parameters[name]}" for name in ("alpha", "seed") if name in partition.parameters]
-    return ", ".join([partition.kind, *settings])
+def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
+    """Colour of each curve's method, and which of that method's it is."""
+    seen, found = Counter[str](), []
+    for one in curves:
+        colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), _FLEET)
+        found.append((colour, seen[colour]))
+        seen[colour] += 1
+    return found
 
 
-def _check_lengths(rounds: Sequence[int], by_device: LateCurves, name: str) -> None:
-    for device, values in by_device.items():
-        if len(values) != len(rounds):
-            raise DataError(f"device {device!r} ({name}) has {len(values)} values for {len(rounds)} rounds")
+def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
+    kilobytes = np.array(curve.bytes) / 1e3
+    rates = np.array(curve.accuracy, dtype=np.float64)  # None becomes NaN, which is a gap
+    last = f": {rates[-1]:.1%}" if np.isfinite(rates[-1]) else ""
+    label = f"{curve.name}{last} after {readable_bytes(round(curve.bytes[-1]))}"
+    marker = _MARKERS[number % len(_MARKERS)]
+    if kilobytes[0] < kilobytes[-1]:
+        look: dict[str, Any] = {"linestyle": _STYLES[number % len(_STYLES)], "linewidth": 2.5, "color": colour}
+        end: dict[str, Any] = {
+            "marker": marker,
+            "markevery": [-1],
+            "markersize": 8,
+            "markerfacecolor": "white",
+        }  # seen if it is all
+        ax.plot(kilobytes, rates, label=label, **look, **end)
+        return
+    xs = np.full(len(curve.devices), kilobytes[-1])
+    ax.scatter(xs, curve.devices, s=12, color=colour, alpha=0.6, linewidths=0, zorder=3)
+    point: dict[str, Any] = {"marker": marker, "facecolors": "none", "edgecolors": colour, "linewidths": 1.8}
+    ax.scatter(kilobytes[-1:], rates[-1:], s=70, zorder=4, label=label, **point)
 
 
-def _draw_curves(ax: Axes, rounds: Sequence[int], by_device: Curves, name: str, colour: str) -> None:
-    _check_lengths(rounds, by_device, name)
-    for values in by_device.values():
-        ax.plot(rounds, values, color=colour, alpha=0.3, linewidth=1)
-    if by_device:
-        _draw_mean(ax, rounds, np.array(list(by_device.values()), dtype=np.float64), name, colour, "-")
+def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-
-def _draw_mean(
-    ax: Axes, rounds: Sequence[int], values: npt.NDArray[np.float64], name: str, colour: str, style: str
-) -> None:
-    mean = _mean_of_scored(values)
-    last = f", {mean[-1]:.1%} at the end" if np.isfinite(mean[-1]) else ""
-    ax.plot(rounds, mean, color=colour, linewidth=3, linestyle=style, marker="o" if len(rounds) == 1 else "")
-    ax.plot([], [], color=colour, linewidth=3, linestyle=style, label=f"{name}: mean of {len(values)} devices{last}")
-
-
-def _mean_of_scored(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Mean over the devices that were scored in a round; NaN, without a warning, where none was."""
-    scored = np.isfinite(values)
-    with np.errstate(invalid="ignore"):
-        mean: npt.NDArray[np.float64] = np.where(scored, values, 0.0).sum(axis=0) / scored.sum(axis=0)
-    return mean
-
-
-def _dress_curves(ax: Axes, rounds: Sequence[int]) -> None:
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    ax.plot([], [], color=_GREY, alpha=0.5, linewidth=1, label="single devices")
-    ax.set_title("Accuracy on the test set: learning together and alone", loc="left", fontsize=11)
-    ax.set_xlabel("round")
-    ax.set_ylim(0, 1)
-    margin = 0.0 if len(rounds) > 1 else 1.0
-    ax.set_xlim(rounds[0] - margin, rounds[-1] + margin)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_title("Accuracy on all classes against the bytes that it took", loc="left", fontsize=11)
+    ax.set_xlabel("kB that a device sent and was sent, since the start")
+    ax.set_xscale("log")
+    reached = [kilobytes / 1e3 for one in curves for kilobytes in one.bytes]
+    ax.set_xlim(min(reached) / 1.6, max(reached) * 1.6)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"))
+    rates = [rate for one in curves for rate in (*one.accuracy, *one.devices, alone) if rate is not None]
+    ax.set_ylim(max(0.0, np.floor(10 * min(rates, default=0.0)) / 10), 1.01)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    handles, names = ax.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda i: (names[i] == "single devices", not names[i].startswith("fleet")))
-    ax.legend([handles[i] for i in order], [names[i] for i in order], loc="lower right", frameon=False)
+    below = (0, -0.16)  # where no curve is
+    ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import statistics
@@ -11,10 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.local_training import Counts
 from fleetdistill.methods.base import GENERAL
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
 from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.simulation.comparison import (
+    Candidate,
+    ComparisonRow,
+    Cost,
+    Curve,
+    candidates,
+    cost_of,
+    total_bytes,
+    trained_alone,
+)
 from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset
 from fleetdistill_server.simulation.device import DeviceSpec
@@ -43,6 +54,12 @@ class DeviceReport:
         onnx_answers: The file of each answer, where the app has several: `general`, then the further ones.
         further: For each further answer of the device, such as classstats' `personal`, `accuracy` and `own_accuracy`.
             The device's other figures are those of its general answer.
+        samples_by_class: Training samples of each class, in label order.
+        leave_one_out: What the device expects of its answers, `general` and `personal`, on unseen data with its mix of
+            classes, without held-out data: the share of own rows that they get right, left out. None where a method
+            has no such figure.
+        own_statistics_kept: Whether its personal answer is made of its own statistics alone, which were better; None
+            where a method has no such choice.
     """
 
     name: str
@@ -61,6 +78,9 @@ class DeviceReport:
     onnx_max_difference: float
     onnx_answers: dict[str, str]
     further: dict[str, dict[str, float]]
+    samples_by_class: list[int]
+    leave_one_out: dict[str, float] | None
+    own_statistics_kept: bool | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,14 @@ class FleetReport:
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
         further_accuracy_by_round: Answer -> device -> those of a further answer; None in the rounds before it had it.
         global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
+        alone_accuracy_by_round: Those of devices that train alone, one a round of the controls: more than the run has
+            where it has one exchange (`control_rounds`).
+        class_names: In label order.
+        proxy_per_class: Training images of each class that were held out as the proxy set.
+        control_rounds: Rounds of the controls.
+        leave_one_out: As `DeviceReport.leave_one_out`, over the rows of all devices.
+        comparison: Alone, the method and FedAvg, answer by answer; see `comparison.ComparisonRow`.
+        curves: Their accuracy against bytes; see `comparison.Curve`.
     """
 
     method: str
@@ -126,6 +154,12 @@ class FleetReport:
     further_accuracy_by_round: dict[str, dict[str, list[float | None]]]
     global_accuracy_by_round: list[float | None]
     alone_accuracy_by_round: dict[str, list[float]]
+    class_names: list[str]
+    proxy_per_class: int
+    control_rounds: int
+    leave_one_out: dict[str, float] | None
+    comparison: list[ComparisonRow]
+    curves: list[Curve]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +186,10 @@ def make_report(done: Outcome) -> FleetReport:
     """Gathers the figures of a finished run and writes them under the simulation's `out`."""
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
-    traffic = done.store.traffic(done.run)
-    devices = [_device_report(done, spec, shares[[number]], traffic) for number, spec in enumerate(done.specs)]
-    scores = _scores(history, shares, done.controls)
+    traffic, told = done.store.traffic(done.run), expected(done.store, done.run)
+    devices = [_device_report(done, spec, shares[[number]], traffic, told) for number, spec in enumerate(done.specs)]
+    scores, cost = _scores(history, shares, done.controls), cost_of(done.store, done.run, len(devices))
+    compared = _compared(done, shares, cost)
     by_round = history.figures(shares)
     app_models = verdicts(verdict_rows(done.store, done.run))
     report = FleetReport(
@@ -177,7 +212,7 @@ def make_report(done: Outcome) -> FleetReport:
         figures_by_round=by_round,
         late=late_figures(by_round),
         further=_mean_further(devices),
-        bytes_by_round=_bytes_by_round(traffic, _completed(done.store, done.run), len(devices)),
+        bytes_by_round=cost.bytes_by_round,
         traffic=[_traffic_row(one) for one in done.store.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
         guards_fired=len(guard_events(done.store, done.run)),
@@ -191,29 +226,54 @@ def make_report(done: Outcome) -> FleetReport:
         },
         global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
+        class_names=list(done.data.classes),
+        proxy_per_class=done.wanted.proxy_per_class or 0,
+        control_rounds=done.wanted.rounds_of_controls,
+        leave_one_out=of_the_fleet(told.values()),
+        comparison=[*_alone_row(alone, shares), *(one.row() for one in compared)],
+        curves=[one.curve() for one in compared],
     )
-    _write(done, report)
+    write_report(report, done.wanted.out)
     return report
 
 
-def _write(done: Outcome, report: FleetReport) -> None:
-    out = done.wanted.out
+def write_report(report: FleetReport, out: Path) -> None:
+    """Writes report.json and fleet.png."""
     (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
     save_report_figure(
         out / "fleet.png",
-        labels=done.data.train_labels.numpy(),
-        partition=done.split,
-        class_names=done.data.classes,
+        counts_jc=[one.samples_by_class for one in report.devices],
+        class_names=report.class_names,
         device_names=[f"{one.name} ({one.model})" for one in report.devices],
-        rounds=list(range(1, report.rounds + 1)),
-        fleet_by_device=report.accuracy_by_round,
-        alone_by_device=report.alone_accuracy_by_round,
-        further_by_device=report.further_accuracy_by_round,
+        partition=_described(report),
+        curves=report.curves,
+        alone=report.mean_accuracy_alone,
         title=f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}",
     )
 
 
-def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row]) -> DeviceReport:
+def _described(report: FleetReport) -> str:
+    given = report.partition_parameters
+    return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
+
+
+def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
+    """The method, and FedAvg where that is another one."""
+    own = candidates(done.wanted.method, done.history, samples_jc, cost)
+    fedavg = done.controls.fedavg
+    if fedavg is None or done.wanted.method == "fedavg":
+        return own
+    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
+
+
+def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[ComparisonRow]:
+    counts_kr = [[counts.confusion.numpy() for counts in of] for of in alone.values()]
+    return [trained_alone(counts_kr, samples_jc).row()] if alone else []
+
+
+def _device_report(
+    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], told: Mapping[str, Expected]
+) -> DeviceReport:
     row = done.store.device(done.run, spec.name)
     assert row is not None  # the run is finished, so the device was there
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
@@ -231,8 +291,8 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
         accuracy_fleet=accuracy(fleet_cc),
         own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_1c),
         own_accuracy_fleet=_own(fleet_cc, samples_1c),
-        bytes_up=_bytes(own_traffic, "up"),
-        bytes_down=_bytes(own_traffic, "down"),
+        bytes_up=total_bytes(own_traffic, "up"),
+        bytes_down=total_bytes(own_traffic, "down"),
         sent_up=_sent(own_traffic, "up"),
         sent_down=_sent(own_traffic, "down"),
         onnx_file=_collect(done.wanted.out, spec, "model", spec.name),
@@ -243,6 +303,9 @@ def _device_report(done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: S
             if (Path(spec.state_dir) / f"{answer}.onnx").exists()
         },
         further=_further(done.history, spec.name, samples_1c),
+        samples_by_class=samples_1c[0].tolist(),
+        leave_one_out=told[spec.name].rates if spec.name in told else None,
+        own_statistics_kept=told[spec.name].own_statistics_kept if spec.name in told else None,
     )
 
 
@@ -320,10 +383,6 @@ def _own(counts_cc: Ints, samples_1c: Ints) -> float:
     return accuracy(in_class_mix(counts_cc, samples_1c)[0])
 
 
-def _bytes(traffic: Sequence[Row], direction: str) -> int:
-    return sum(one["tensor_bytes"] + one["envelope_bytes"] for one in traffic if one["direction"] == direction)
-
-
 def _sent(traffic: Sequence[Row], direction: str) -> int:
     return sum(one["sent_bytes"] for one in traffic if one["direction"] == direction)
 
@@ -338,19 +397,6 @@ def _collect(out: Path, spec: DeviceSpec, model: str, name: str) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(Path(spec.state_dir) / f"{model}.onnx", target)
     return str(target.relative_to(out))
-
-
-def _completed(store: Store, run: str) -> list[int]:
-    return [row["round"] for row in store.rounds(run) if row["status"] == "closed"]
-
-
-def _bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
-    """See `FleetReport.bytes_by_round`; `completed` are the numbers of the completed rounds, ascending."""
-    found = []
-    for first, last in itertools.pairwise([-1, *completed]):
-        rows = [one for one in traffic if first < one["round"] <= last]
-        found.append({direction: _bytes(rows, direction) / devices for direction in ("up", "down")})
-    return found
 
 
 def report_table(report: FleetReport) -> Table:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fleetdistill_server.run_config import checked_settings
+
+CONTROL_ROUNDS = 30
+"""Rounds of the controls of a method that itself needs one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
@@ -31,7 +36,11 @@ class Simulation:
         validation_share: Share of each device's samples, in [0, 1), that is held out as its validation data: its model
             is replaced only where the accuracy on them does not fall. Stratified; every class keeps a sample to train
             on. 0 for none: every round's model is taken.
-        rounds: Rounds to complete.
+        predictors: Names in `fleetdistill.models.space.PREDICTORS`, dealt out in turn, for class statistics with
+            `predictor = "trained"`; by default all of them.
+        rounds: Rounds to complete; None for the method's usual number, 30 or, where it has one exchange, 1.
+        control_rounds: Rounds that devices train alone, and of FedAvg. None for as many as the method's, but at least
+            30 beside a method of one exchange: whoever does not exchange can train for as long as they like.
         seed: Decides partition, models, batches and everything else.
         link: `memory` or `grpc`.
         threads: Threads of every handler.
@@ -52,12 +61,14 @@ class Simulation:
     test_limit: int | None = None
     devices: int = 5
     models: tuple[str, ...] = ()
+    predictors: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
     alpha: float = 0.5
     classes_per_device: int = 2
     proxy_per_class: int | None = None
     validation_share: float = 0.0
-    rounds: int = 30
+    rounds: int | None = None
+    control_rounds: int | None = None
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
     threads: int = 1
@@ -66,3 +77,28 @@ class Simulation:
     out: Path = Path("out/simulation")
     with_alone: bool = True
     with_fedavg: bool = True
+
+    def configuration(self) -> Any:
+        """The method's configuration, before the number of classes is known.
+
+        Raises:
+            ConfigurationError: The method or a setting is unknown, or out of range.
+        """
+        return checked_settings(self.method, self.settings)
+
+    @property
+    def one_exchange(self) -> bool:
+        """Whether the method is through after one round."""
+        return bool(self.configuration().usual_rounds == 1)
+
+    @property
+    def rounds_to_complete(self) -> int:
+        """`rounds`, or the method's usual number."""
+        return int(self.configuration().usual_rounds) if self.rounds is None else self.rounds
+
+    @property
+    def rounds_of_controls(self) -> int:
+        """`control_rounds`, or what is fair."""
+        if self.control_rounds is not None:
+            return self.control_rounds
+        return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete

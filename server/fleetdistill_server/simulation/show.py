@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fleetdistill_server.simulation.comparison import NAMES, comparison_table
 from fleetdistill_server.simulation.fleet import Progress as Done
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report import FleetReport, report_table
 from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.traffic import readable_bytes
 
 _TABLE_WIDTH = 118
 
 
 def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetReport:
-    """Runs a simulation with a progress bar and prints its table, or its report as JSON."""
-    report = _with_progress(wanted, Console(stderr=True))
+    """Runs a simulation with a progress bar and prints its tables, or its report as JSON."""
+    report = simulate_with_progress(wanted)
     if as_json:
         print(json.dumps(asdict(report), indent=1))
         return report
+    show_run(report)
+    show_comparison(report, wanted.out)
+    return report
+
+
+def show_run(report: FleetReport) -> None:
+    """Prints how the devices did, and what there is to say of the run as a whole."""
     console = Console()
     wide = Console(width=max(console.width, _TABLE_WIDTH))
     wide.print(report_table(report))
-    for line in (verdict(report), *global_lines(report), *fedavg_lines(report), *joining_lines(report)):
+    lines = (verdict(report), *expected_lines(report), *global_lines(report), *fedavg_lines(report))
+    for line in (*lines, *joining_lines(report)):
         console.print(line, soft_wrap=True)
+
+
+def show_comparison(report: FleetReport, out: Path) -> None:
+    """Prints the method beside its controls, where it has any, and where the files are."""
+    console = Console()
+    if len(report.comparison) > 1:
+        console.print()
+        console.print(comparison_table(report.comparison))
     models = sum(1 + len(one.onnx_answers) for one in report.devices)
-    console.print(f"{wanted.out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
-    return report
+    console.print(f"{out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
+
+
+def simulate_with_progress(wanted: Simulation) -> FleetReport:
+    """Runs a simulation with a progress bar on stderr."""
+    return _with_progress(wanted, Console(stderr=True))
 
 
 def verdict(report: FleetReport) -> str:
@@ -39,7 +62,26 @@ def verdict(report: FleetReport) -> str:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
-    return f"{report.seconds:.0f} s; the fleet is {abs(gain):.1f} points {word} than alone on average; {uploads}"
+    more = f" for {report.control_rounds} rounds" if report.control_rounds != report.rounds else ""
+    text = f"the fleet is {abs(gain):.1f} points {word} than devices that train alone{more}, on average"
+    return f"{report.seconds:.0f} s; {text}; {uploads}"
+
+
+def expected_lines(report: FleetReport) -> list[str]:
+    """What the devices expect of their answers, where they can tell without held-out data."""
+    if report.leave_one_out is None:
+        return []
+    rates = ", ".join(f"{answer} answer {rate:.1%}" for answer, rate in report.leave_one_out.items())
+    kept = sum(bool(one.own_statistics_kept) for one in report.devices)
+    own = f"; {kept} of {len(report.devices)} devices keep a personal answer from their own statistics" if kept else ""
+    return [f"Expected on unseen data like each device's own, by leave-one-out, nothing held out: {rates}{own}"]
+
+
+def exchange_lines(report: FleetReport, out: Path) -> list[str]:
+    """What one exchange was, after the tables of a method of many rounds."""
+    cost = readable_bytes(round(report.curves[0].bytes[-1]))
+    what = f"Then the same fleet over the same wire, one exchange of {NAMES[report.method]}"
+    return [f"{what}: {report.seconds:.0f} s, {cost} a device ({out}/)", *expected_lines(report)]
 
 
 def global_lines(report: FleetReport) -> list[str]:
@@ -84,7 +126,9 @@ def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
     )
     progress = Progress(*columns, console=console)
     try:
-        task = progress.add_task(f"{wanted.method} over {wanted.link}", total=wanted.rounds, accuracy="starting")
+        task = progress.add_task(
+            f"{wanted.method} over {wanted.link}", total=wanted.rounds_to_complete, accuracy="starting"
+        )
 
         def show(done: Done) -> None:
             progress.start()  # not before the settings and the data have proved good

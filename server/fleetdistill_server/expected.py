@@ -1,0 +1,69 @@
+"""What devices expect of their answers on unseen data, told by leave-one-out: nothing is held out for it.
+
+Only devices whose apps allow `metrics` tell; class statistics is the method that has these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, SPLIT
+from fleetdistill_server.store import Row, Store
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one device, from the newest round that it told of.
+
+    Attributes:
+        rows: Own rows, at least 1.
+        general: Those that the general answer gets right, left out.
+        personal: The same of the personal answer that the device uses.
+        own_statistics_kept: Whether that one is made of the device's own statistics alone, because it was better.
+    """
+
+    rows: int
+    general: float
+    personal: float
+    own_statistics_kept: bool
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Shares of own rows by answer."""
+        return {"general": self.general / self.rows, "personal": self.personal / self.rows}
+
+
+def expected(store: Store, run: str) -> dict[str, Expected]:
+    """Device -> what it expects; empty for methods that have no such figures."""
+    told = {
+        (row["device"], row["name"], row["round"]): row
+        for name in (LEAVE_ONE_OUT, OWN_KEPT)
+        for row in store.newest_figures(run, name, SPLIT)
+    }
+    newest = {device: number for device, name, number in told if name == LEAVE_ONE_OUT}
+    found = {device: _of_device(told, device, number) for device, number in sorted(newest.items())}
+    return {device: one for device, one in found.items() if one is not None}
+
+
+def _of_device(told: Mapping[tuple[str, str, int], Row], device: str, number: int) -> Expected | None:
+    """None where a device reports something that cannot be."""
+    names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_LEAVE_ONE_OUT, OWN_KEPT)
+    general, personal, own, kept = (told.get((device, name, number)) for name in names)
+    own_kept = own is not None and kept is not None and kept["sum"] > 0
+    used = own if own_kept else personal
+    if general is None or used is None or general["count"] < 1 or used["count"] != general["count"]:
+        return None
+    return Expected(general["count"], general["sum"], used["sum"], own_kept)
+
+
+def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:
+    """Rates over all rows of all devices; None without any."""
+    told = list(devices)
+    rows = sum(one.rows for one in told)
+    if not rows:
+        return None
+    return {
+        "general": sum(one.general for one in told) / rows,
+        "personal": sum(one.personal for one in told) / rows,
+    }
