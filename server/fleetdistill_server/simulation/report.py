@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.local_training import Counts
+from fleetdistill.figures import Counts
 from fleetdistill.methods.base import GENERAL
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
@@ -267,7 +267,7 @@ def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
 
 
 def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[ComparisonRow]:
-    counts_kr = [[counts.confusion.numpy() for counts in of] for of in alone.values()]
+    counts_kr = [[counts.confusion for counts in of] for of in alone.values()]
     return [trained_alone(counts_kr, samples_jc).row()] if alone else []
 
 
