@@ -83,6 +83,8 @@ class ClassStatsConfig(LocalTraining):
 
     usual_rounds: ClassVar[int] = 1
 
+    keeps_optimizer: ClassVar[bool] = True  # of training alone, the control
+
     learning_rate: float = 0.02
     features: str = SCATTERING
     covariance: str = "shared"
