@@ -32,7 +32,8 @@ class Cost:
     Attributes:
         bytes_by_round: For each completed round what a device sent (`up`) and was sent (`down`), tensors and envelopes,
             mean over all devices; see `FleetReport.bytes_by_round`.
-        exchanges: Asks that a device answered over the whole run, mean over all devices.
+        exchanges: How often a device sent knowledge and was sent some for it, in the whole run, mean over all devices:
+            its answers with tensors. An answer without any only says that it has what came.
     """
 
     bytes_by_round: list[dict[str, float]]
@@ -58,7 +59,7 @@ class ComparisonRow:
         accuracy: On the global test part, mean over the devices; None where it could not be scored.
         own_accuracy: The same with classes weighed as the device has them.
         bytes: That a device sent and was sent in the whole run.
-        exchanges: Asks that a device answered in the whole run.
+        exchanges: Of knowledge with the server, in the whole run; see `Cost`.
     """
 
     name: str
@@ -154,7 +155,7 @@ def trained_alone(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Cand
 def cost_of(store: Store, run: str, devices: int) -> Cost:
     """The cost of a run that is over, of so many devices."""
     completed = [row["round"] for row in store.rounds(run) if row["status"] == "closed"]
-    answered = {row["ask"] for row in store.uploads(run)}
+    answered = {row["ask"] for row in store.uploads(run) if row["data_bytes"]}
     return Cost(bytes_by_round(store.traffic(run), completed, devices), len(answered) / devices)
 
 
