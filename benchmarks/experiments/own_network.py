@@ -47,6 +47,7 @@ MODELS = {
 }
 FIGURES = ("all", "own", "prior_own", "joint_all", "joint_own")
 _SCALE = 0.2
+DRAWING_STEPS, DRAWING_RATE = 30, 0.05
 MIRROR = {"digits": False, "fashion-14": True}
 
 
@@ -64,6 +65,7 @@ class Lesson:
         shift: Pixels that a row is moved by at most, either way.
         noise: Standard deviation of what is added to every pixel.
         turn: Degrees that a row is turned by at most, either way, when it is also sheared and scaled by up to a fifth.
+        drawn: Images that the device draws: own rows, changed until the class space has them at a drawn point.
         mixed: Share of each batch that is a blend of two own rows, which no label fits; taught by the teacher alone.
     """
 
@@ -76,6 +78,7 @@ class Lesson:
     shift: int = 1
     noise: float = 0.05
     turn: float = 0.0
+    drawn: int = 0
     mixed: float = 0.0
 
 
@@ -86,7 +89,7 @@ LESSONS = {
     "from the personal answer, changed rows": Lesson("personal", changed=True),
     "from the general answer": Lesson("general"),
     "from the general answer, changed rows": Lesson("general", changed=True),
-    "from the general answer, changed and blended rows": Lesson("general", changed=True, mixed=0.5),
+    "from the general answer, changed rows and drawn images": Lesson("general", changed=True, drawn=600),
 }
 
 
@@ -104,12 +107,43 @@ class Teacher(nn.Module):
         self.space, self.classes = space, classes
 
     def forward(self, images: Tensor) -> Tensor:
-        found = self.extractor(images).flatten(1) @ self.directions - self.origin
+        found = self.coordinates(images)
         return torch.from_numpy(logits(self.space, found.double().numpy(), self.classes)).float()
+
+    def coordinates(self, images: Tensor) -> Tensor:
+        """v, `[n, q]`."""
+        return self.extractor(images).flatten(1) @ self.directions - self.origin
+
+
+def drawn_images(teacher: Teacher, images: Tensor, count: int, seed: int) -> Tensor:
+    """Own rows, each changed by Adam until the class space has it where a row of a drawn class would be.
+
+    It is how a device without a row of a class comes by inputs that the fleet takes for that class: b_c and standard
+    normal noise are drawn in the space, and the scattering can be differentiated.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.tensor(teacher.space.centres.astype(np.float32))
+    at = torch.randint(len(centres), (count,), generator=generator)
+    wanted = centres[at] + torch.randn(count, centres.shape[1], generator=generator)
+    found = images[torch.randint(len(images), (count,), generator=generator)].clone().requires_grad_(True)
+    optimizer = torch.optim.Adam([found], lr=DRAWING_RATE)
+    for _ in range(DRAWING_STEPS):
+        optimizer.zero_grad()
+        for rows in torch.arange(count).split(250):
+            (teacher.coordinates(found[rows]) - wanted[rows]).square().mean(dim=1).sum().backward()
+        optimizer.step()
+        found.data.clamp_(0, 1)
+    return found.detach()
 
 
 def train(
-    model: nn.Module, part: Part, lesson: Lesson, teach: Callable[[Tensor], Tensor], mirror: bool, seed: int
+    model: nn.Module,
+    part: Part,
+    lesson: Lesson,
+    teach: Callable[[Tensor], Tensor],
+    drawn: Tensor | None,
+    mirror: bool,
+    seed: int,
 ) -> None:
     """Labels and, where the lesson has a teacher, its answers to the very rows that the network sees."""
     generator = torch.Generator().manual_seed(seed)
@@ -128,12 +162,15 @@ def train(
         blends = round(lesson.mixed * batch)
         if blends:
             images = torch.cat([blended(images[:blends], images.flip(0)[:blends], generator), images[blends:]])
+        if drawn is not None:
+            some = drawn[torch.randint(len(drawn), (batch,), generator=generator)]
+            images = torch.cat([images, changed(some, lesson, False, generator)])
         targets = labels[rows]
         for group in optimizer.param_groups:
             group["lr"] = falling(lesson.rate, step, steps)
         optimizer.zero_grad()
         found = model(images)
-        loss = functional.cross_entropy(found[blends:], targets[blends:])
+        loss = functional.cross_entropy(found[blends:batch], targets[blends:])
         if lesson.teacher:
             answers = teach(images) if known is None else known[rows]
             loss = (1 - lesson.weight) * loss + lesson.weight * distance(found, answers, lesson.temperature)
@@ -206,7 +243,9 @@ def taught(fleet: Fleet, name: str, lesson: Lesson) -> dict[str, float]:
 
         torch.manual_seed(derive_seed(fleet.seed, "model", number))
         model = build_model(MODELS[name][number % 5], input_shape=shape, classes=fleet.classes)
-        train(model, part, lesson, teach, MIRROR[name], derive_seed(fleet.seed, "own network", number))
+        seed = derive_seed(fleet.seed, "own network", number)
+        drawn = drawn_images(teacher, part.images, lesson.drawn, seed) if lesson.drawn else None
+        train(model, part, lesson, teach, drawn, MIRROR[name], seed)
         found = _answers(model, fleet.test.images)
         plain.append(found)
         mixed.append(found + np.log(prior))
@@ -270,6 +309,10 @@ SEARCH: list[dict[str, Any]] = [
     {"noise": 0.0},
     {"noise": 0.1},
     {"mixed": 0.5},
+    {"drawn": 600},
+    {"drawn": 1500},
+    {"drawn": 600, "weight": 0.75},
+    {"drawn": 600, "turn": 15.0},
 ]
 
 
