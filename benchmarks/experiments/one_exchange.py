@@ -346,9 +346,9 @@ def _on_drawn_rows(fleet: Fleet, classes: dict[int, gaussians.ClassSummary]) -> 
     return predictors(fleet, inputs, (fleet.test.features - centre) / scale, drawn, name="per class")
 
 
-def fedavg_rows(fleet: Fleet) -> Figures:
+def fedavg_rows(fleet: Fleet, settings: FedAvgSettings | None = None) -> Figures:
     """FedAvg of a network on the same features: its last round, and every round's global accuracy."""
-    settings = FedAvgSettings()
+    settings = settings or FedAvgSettings()
     curves = fedavg(fleet, settings)
     return {
         "devices": curves.devices[-1],
@@ -390,11 +390,42 @@ ROWS: dict[str, Callable[[Fleet], Figures]] = {
     "means, own scatter": means_and_own_rows,
     "per class": per_class,
     "fedavg": fedavg_rows,
+    "fedavg, raw features": lambda fleet: fedavg_rows(fleet, FedAvgSettings(rate=0.02, scaled=False)),
     "fedavg at equal bytes": fedavg_at_equal_bytes,
 }
 
+SEARCH: list[dict[str, Any]] = [
+    {},
+    {"rate": 0.02},
+    {"rate": 0.1},
+    {"hidden": (64,)},
+    {"hidden": (256,)},
+    {"hidden": (128, 64)},
+    {"hidden": (), "rate": 0.02},
+    {"epochs": 1},
+    {"epochs": 4},
+    {"rounds": 60, "epochs": 1},
+    {"weight_decay": 0.0},
+    {"weight_decay": 5e-3},
+    *({"scaled": False, "rate": rate} for rate in (0.002, 0.005, 0.01, 0.02, 0.05)),
+]
+"""What FedAvg's settings were chosen from."""
+
 
 # --- measuring
+
+
+def search(settings: Sequence[Setting], given: argparse.Namespace) -> None:
+    """Prints what each of FedAvg's settings leads to; for seeds that no table uses."""
+    for setting in settings:
+        print(f"\n{setting.name}, seeds {given.seeds}: devices all, own; global; global with the prior all, own")
+        for change in SEARCH:
+            found = [
+                fedavg_rows(make_fleet(setting, seed, given.data_dir), FedAvgSettings(**change)) for seed in given.seeds
+            ]
+            names = ("devices", "global", "with_prior")
+            means = [100 * np.mean([one[name] for one in found], axis=0) for name in names]
+            print(change, *(f"{value:.1f}" for pair in means for value in pair), flush=True)
 
 
 def measure(settings: Sequence[Setting], given: argparse.Namespace) -> None:
@@ -439,6 +470,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--data-dir", help="folder of the data sets; else FLEETDISTILL_DATA")
     parser.add_argument("--results", type=Path, default=Path("out/experiments/one_exchange.jsonl"))
+    parser.add_argument("--search", action="store_true", help="try FedAvg's settings and keep nothing")
     parser.add_argument("--table", action="store_true", help="print what is known and compute nothing")
     return parser.parse_args()
 
@@ -456,6 +488,9 @@ def main() -> None:
     torch.set_num_threads(1)
     given = parse()
     settings = chosen(given)
+    if given.search:
+        search(settings, given)
+        return
     if not given.table:
         measure(settings, given)
     found = read(given.results)

@@ -40,6 +40,7 @@ class FedAvgSettings:
         rate: Of the first round; it falls to a tenth.
         batch: Rows of a step.
         weight_decay: Of SGD with Nesterov momentum 0.9.
+        scaled: Whether features are centred and scaled with the fleet's moments before.
     """
 
     hidden: tuple[int, ...] = (128,)
@@ -48,6 +49,7 @@ class FedAvgSettings:
     rate: float = 0.05
     batch: int = 32
     weight_decay: float = 5e-4
+    scaled: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ def predict(model: nn.Module, inputs: Tensor) -> Array:
 
 
 def fedavg(fleet: Fleet, settings: FedAvgSettings) -> Curves:
-    """FedAvg of one network on features that are centred and scaled with the fleet's moments.
+    """FedAvg of one network on fixed features.
 
-    The moments would be one further message of 2 D numbers, which is not counted; without them FedAvg is behind.
+    The moments that scale them would be one further message of 2 D numbers, which is not counted.
     """
-    centre, scale = _fleet_scale(fleet.parts)
+    centre, scale = _fleet_scale(fleet.parts) if settings.scaled else (np.zeros(1), np.ones(1))
     inputs = [_tensor((part.features - centre) / scale) for part in fleet.parts]
     labels = [torch.from_numpy(part.labels) for part in fleet.parts]
     unseen = _tensor((fleet.test.features - centre) / scale)

@@ -31,6 +31,8 @@ LINES = [
     _pair("fedavg", "FedAvg on the same features: devices", "devices"),
     _pair("fedavg", "the same, global", "global"),
     _pair("fedavg", "the same, global with the device's prior", "with_prior"),
+    _pair("fedavg, raw features", "FedAvg on raw features: devices", "devices"),
+    _pair("fedavg, raw features", "the same, global", "global"),
     _plain("per class", "per-class rank 8: Bayes' rule", "bayes_all", "bayes_own"),
     _plain("per class", "per-class rank 8: predictors on drawn rows"),
     _plain("means, nearest", "means only: nearest mean"),
