@@ -68,7 +68,7 @@ SETTINGS: dict[str, list[Setting]] = {
     "fashion-28": [replace(FASHION, alpha=alpha) for alpha in (0.5, 0.1)],
     "mnist-28": [replace(FASHION, dataset="mnist", alpha=alpha) for alpha in (0.5, 0.1)],
     "mnist-20": [Setting("mnist", 14, 4000, 2500, devices=20, alpha=0.1)],
-    "mnist-100": [Setting("mnist", 14, 8000, 2500, devices=100, alpha=alpha) for alpha in (0.5, 0.1)],
+    "mnist-100": [Setting("mnist", 14, 8000, 2500, devices=100)],
     "femnist": [Setting("femnist-digits", devices=12, alpha=None)],
     "cifar10": [replace(CIFAR, alpha=alpha) for alpha in (0.5, 0.1)],
     "cifar10-25000": [replace(CIFAR, train_limit=25_000, alpha=alpha) for alpha in (0.5, 0.1)],
