@@ -52,8 +52,8 @@ class ClassStatsServer(ServerMethod):
     recommended = (
         "for images of which each device has some classes, whatever models the apps run: on all classes it is ahead of "
         "training alone, of feddkc and of fedavg with the apps' models in every setting that we measured, with one "
-        "upload and one download of some kB. Its limits: class means and counts leave the device; fedavg's global model "
-        "of a small network on the same standardised features is level with it, at hundreds of times the bytes; hard "
+        "upload and one download of some kB. Its limits: class means and counts leave the device; the global model of "
+        "fedavg with a small network on the same standardised features is level, at hundreds of times the bytes; hard "
         "images (CIFAR-10) want a pretrained extractor. docs/methods.md has the figures"
     )
     picks_devices = True
