@@ -263,7 +263,7 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
         sent = to_wire(classes, **rest)
         return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
 
-    monkeypatch.setattr("fleetdistill.methods.classstats.to_wire", boastful)
+    monkeypatch.setattr("fleetdistill.methods.classstats_averaged.to_wire", boastful)
     prepared = prepare(replace(RUNS["classstats averaged"], train_limit=120), tmp_path / "work")
     store = Store.in_memory()
 

@@ -103,7 +103,9 @@ def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith(f"run {RUN} (): running, 0 of None rounds, 2 devices present")
+            assert process.stdout.readline().startswith(
+                f"run {RUN} (): running, 0 rounds completed, until stopped, 2 devices present"
+            )
             number = watched.begin_round()
             assert process.stdout.readline().startswith("round 1: open, 2 devices, 0 answers")
             assert process.stdout.readline() == "round 1, train: 0 of 2 answers\n"

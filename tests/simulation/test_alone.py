@@ -57,7 +57,7 @@ def test_the_optimiser_is_kept_where_the_method_keeps_it(
 ) -> None:
     train_alone(tmp_path / "work", [True, True], method)
     (first, *_), (second, *_) = trainings
-    assert (first is second) == (method in ("feddkc", "fedd2s"))
+    assert (first is second) == (method in ("classstats", "feddkc", "fedd2s"))
 
 
 @pytest.mark.parametrize("method", METHODS)

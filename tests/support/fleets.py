@@ -75,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "classstats teaching the app's network": {
         "method": "classstats",
-        "settings": {"own_network": "taught", "own_network_epochs": 2},
+        "settings": {"own_network": "taught", "own_network_epochs": 2, "drawn_images": 4},
     },
     "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
     "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
