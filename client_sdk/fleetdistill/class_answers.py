@@ -69,7 +69,13 @@ class ClassAnswers:
 
 
 def class_answers(
-    space: ClassSpace, rows_nd: Array, labels_n: Array, counted: Collection[int], classes: int, own: Moments | None
+    space: ClassSpace,
+    rows_nd: Array,
+    labels_n: Array,
+    counted: Collection[int],
+    classes: int,
+    own: Moments | None,
+    rows_per_direction: int = 1,
 ) -> ClassAnswers:
     """Both answers from the fleet's space (3.8, 3.9, 3.11).
 
@@ -80,8 +86,11 @@ def class_answers(
         counted: Classes whose rows of this device are in the space.
         classes: C.
         own: The device's own moments, for the guard; None for no guard.
+        rows_per_direction: Degrees of freedom for each direction that devices have sent: so many directions of D are
+            all that the covariance holds of a row beyond its diagonal.
     """
-    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes)
+    held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
+    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)
     fleets = _personal(space, left_out, labels_n, classes)
     alone = own_answer(own, rows_nd, labels_n, classes) if own is not None else None
     own_kept = alone is not None and alone.hits.sum() > fleets.hits.sum()

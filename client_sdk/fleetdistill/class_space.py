@@ -107,9 +107,17 @@ def logits(space: ClassSpace, coordinates_nq: Array, classes: int) -> Array:
 
 
 def leave_one_out(
-    space: ClassSpace, coordinates_nq: Array, labels_n: Array, counted: Collection[int], classes: int
+    space: ClassSpace,
+    coordinates_nq: Array,
+    labels_n: Array,
+    counted: Collection[int],
+    classes: int,
+    held: float = 1.0,
 ) -> Array:
     """Logits of own rows as if each had not been counted in the space: what they say of unseen rows (3.8).
+
+    The page takes a row's whole outer product out of the covariance. Where devices send few directions the covariance
+    holds only a share of it, and taking out the whole makes small fleets look far worse than they are.
 
     Args:
         space: The fleet's.
@@ -117,6 +125,7 @@ def leave_one_out(
         labels_n: Their classes.
         counted: Classes whose rows of this device are in the space.
         classes: C.
+        held: Share of a row's outer product that the covariance holds, in (0, 1].
 
     Returns:
         `[n, C]`, minus half the squared distances; of rows whose class is not in the space those of `logits`' kind.
@@ -127,7 +136,7 @@ def leave_one_out(
     takes_part = np.isin(labels_n, list(counted)) & (own >= 0)
     count = np.where(takes_part, np.maximum(space.counts[own], 2), 2).astype(np.float64)
     factor = np.where(takes_part, count / (count - 1), 1.0)
-    beta = np.where(takes_part, (1 - float(space.shrinkage)) * factor / max(int(space.df), 1), 0.0)
+    beta = np.where(takes_part, held * (1 - float(space.shrinkage)) * factor / max(int(space.df), 1), 0.0)
     error = coordinates_nq - centres[own]
     whole = np.square(error).sum(axis=1) + outside
     weight = beta / np.maximum(1 - beta * whole, _SMALLEST_REST)

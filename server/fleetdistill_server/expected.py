@@ -35,11 +35,13 @@ class Expected:
 
 
 def expected(store: Store, run: str) -> dict[str, Expected]:
-    """Device -> what it expects; empty for methods that have no such figures."""
+    """Device -> what it expects, without devices that are forgotten; empty for methods that have no such figures."""
+    gone = {row["device"] for row in store.devices(run) if row["forget_asked_at"] is not None}
     told = {
         (row["device"], row["name"], row["round"]): row
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
         for row in store.newest_figures(run, name, SPLIT)
+        if row["device"] not in gone
     }
     newest = {device: number for device, name, number in told if name == LEAVE_ONE_OUT}
     found = {device: _of_device(told, device, number) for device, number in sorted(newest.items())}

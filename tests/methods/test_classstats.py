@@ -39,7 +39,7 @@ from fleetdistill.models.scattering import Scattering
 from fleetdistill.models.space import PREDICTORS, SpaceModel, make_predictor
 from fleetdistill.projection import project
 from fleetdistill.seeds import derive_seed
-from fleetdistill.shared_statistics import from_wire, merge, moments_of
+from fleetdistill.shared_statistics import from_wire, merge, moments_of, to_wire
 from fleetdistill.space_training import draw_images, draw_in_space
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
@@ -815,3 +815,20 @@ def test_what_a_device_sends_is_what_arrives_in_the_merge() -> None:
     assert arrived.labels == (0, 1)
     assert arrived.counts.tolist() == [20, 12]
     assert arrived.df == 30
+
+
+@pytest.mark.parametrize("rows_each", [5, 8, 20])
+def test_leave_one_out_of_few_directions_is_no_pessimist(rows_each: int) -> None:
+    """Small devices send few directions; what these hold of a row, and no more, is taken out of the covariance."""
+    generator, classes, size, devices_ = np.random.default_rng(6), 4, 60, 3
+    centres = generator.standard_normal((classes, size))
+    labels, unseen = np.repeat(np.arange(classes), rows_each), np.repeat(np.arange(classes), 400)
+    parts = [generator.standard_normal((len(labels), size)) + centres[labels] for _ in range(devices_)]
+    moments = [moments_of(rows, labels) for rows in parts]
+    merged = merge(from_wire(to_wire(one, 128, 15)) for one in moments)
+    space = make_space(merged, shrinkage_rule(size, merged.df))
+    others = generator.standard_normal((len(unseen), size)) + centres[unseen]
+    accuracy = (logits(space, coordinates(space, others), classes).argmax(axis=1) == unseen).mean()
+    found = class_answers(space, parts[0], labels, range(classes), classes, moments[0], 15)
+    assert found.figures[0].sum / found.figures[0].count > accuracy - 0.1
+    assert not found.own_kept

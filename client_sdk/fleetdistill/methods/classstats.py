@@ -286,6 +286,7 @@ class DeviceStatistics:
             own.labels if plan.counted else (),
             self._classes,
             own if self._config.own_statistics_guard else None,
+            self._config.rows_per_direction,
         )
         return self.answers
 
