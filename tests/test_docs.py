@@ -181,6 +181,7 @@ def test_the_words_of_feddkc_that_stand_for_code_exist_there() -> None:
 
 
 def test_examples_load_and_name_what_exists() -> None:
+    assert load_run_config(ROOT / "examples/classstats.toml").run.rounds == 0
     config = load_run_config(ROOT / "examples/run.toml")
     assert config.run.name == "digits"
     assert config.run.min_devices == 3

@@ -366,7 +366,7 @@ def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) ->
     typer.echo(
         f"{device} takes no part in run {run!r} any more; its part in the method's state and its payloads {when}. "
         "Its id, figures and byte counts stay in the run's history, and its share in what was averaged or learned of "
-        "many devices; backups keep what they have"
+        "many devices, if the method does either; backups keep what they have"
     )
 
 
