@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, Quo
 from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric, Metrics, SharedStatistics
 from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods import config_class, device_class
-from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Ask, Local
+from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Answer, Ask, Local
 from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
 from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
 from fleetdistill.model import check_local_model
@@ -419,6 +420,31 @@ def test_one_merged_class_makes_no_space_and_an_event() -> None:
     played = Rounds(make_server(), halves).play()
     assert played.steps() == [("summarise", "a"), ("summarise", "b")]
     assert any(kind == "no-class-space" and "two classes" in text for kind, text in played.events)
+
+
+def test_a_space_that_does_not_fit_the_wire_is_an_event_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means that lie far apart beside almost no spread: well-formed, and 65,504 is not enough for their space."""
+    played = fleet("ab")
+    for half, label in zip(played.halves.values(), (0, 1), strict=True):
+        sent = statistics_of(half)
+        assert sent.means is not None
+        assert sent.variances is not None
+        far = replace(
+            sent,
+            labels=[label],
+            counts=np.array([20], np.int32),
+            means=np.full((1, 256), 60_000 * label, np.float16),
+            directions=None,
+            steps=None,
+            variances=np.full(256, 1e-4, np.float16),
+            df=np.array(19, np.int32),
+        )
+        monkeypatch.setattr(
+            half, "_own", SimpleNamespace(summarise=lambda far=far: Answer(parts={"statistics": far}, samples=20))
+        )
+    played.play()
+    assert played.steps() == [("summarise", "a"), ("summarise", "b")]
+    assert any(kind == "no-class-space" and "does not fit float16" in text for kind, text in played.events)
 
 
 def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> None:

@@ -251,26 +251,25 @@ class ClassStatsServer(ServerMethod):
         """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
         parts = {device: part for device, (part, _) in sorted(self._parts.items())}
         moments = merged_moments(parts, self.config.count_cap, notes)
-        self._space = None if moments is None else self._space_of(moments, notes)
-        self._merge_name = 0
-        if self._space is None:
+        self._space, self._merge_name = None, 0
+        if moments is None:
             return
-        payload = encode({"space": self._space})
+        try:
+            payload = encode({"space": self._space_of(moments, notes)})
+        except KnowledgeError as error:  # also of a space that does not fit float16: it must not end the run
+            notes.event("no-class-space", f"there is no class space to send: {error}")
+            return
         sent = decode(payload)["space"]
         assert isinstance(sent, ClassSpace)
         self._space, self._merge_name = sent, int.from_bytes(payload.sha256[:8], "big") >> 1
         notes.report("merged_classes", len(sent.labels))
         notes.report("shrinkage", float(sent.shrinkage))
 
-    def _space_of(self, moments: Moments, notes: Notes) -> ClassSpace | None:
+    def _space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
         if moments.df < moments.dimensions:
             text = f"{moments.df} degrees of freedom behind {moments.dimensions} dimensions"
             notes.event("few-rows", f"{text}: the covariance is shrunk far; more rows or fewer dimensions would help")
-        try:
-            return make_space(moments, self._shrinkage(moments))
-        except KnowledgeError as error:
-            notes.event("no-class-space", f"there is no class space to send: {error}")
-            return None
+        return make_space(moments, self._shrinkage(moments))
 
     def _shrinkage(self, moments: Moments) -> float:
         wanted = self.config.shrinkage
