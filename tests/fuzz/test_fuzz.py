@@ -35,7 +35,7 @@ MUST_OCCUR = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(randoms)
 def test_an_upload_is_accepted_or_refused_and_what_is_accepted_can_be_read(random: Random) -> None:
     assert IngestTarget().turn(random) >= 1

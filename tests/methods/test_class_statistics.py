@@ -248,7 +248,7 @@ def test_drawn_rows_are_named_by_their_seed(rows: Array, seed: int, count: int) 
         assert not np.array_equal(found, draw(one, count, (seed + 1) % 2**64, nonnegative=False))
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**63 - 1))
 def test_the_same_seed_gives_the_same_rows_at_any_thread_count(seed: int) -> None:
     code = (

@@ -50,7 +50,7 @@ def test_soft_targets_divide_by_the_temperature() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 6), classes=st.integers(2, 20), tau=st.floats(0.2, 20))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_loss_is_positive_and_zero_only_for_equal_distributions(
     seed: int, batch: int, classes: int, tau: float
 ) -> None:
@@ -61,7 +61,7 @@ def test_the_loss_is_positive_and_zero_only_for_equal_distributions(
 
 
 @given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 6), classes=st.integers(2, 20), tau=st.floats(0.2, 20))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_gradient_is_the_difference_of_the_probabilities(seed: int, batch: int, classes: int, tau: float) -> None:
     """d/dz of τ² KL = τ (softmax(z / τ) - teacher) / batch; none reaches the teacher."""
     student, teacher = _pair(seed, batch, classes)
@@ -74,7 +74,7 @@ def test_the_gradient_is_the_difference_of_the_probabilities(seed: int, batch: i
 
 
 @given(seed=st.integers(0, 2**32 - 1), classes=st.integers(2, 20))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_large_temperature_matches_centred_logits(seed: int, classes: int) -> None:
     """Hinton et al., section 2.1: the limit is |a - b|² / (2 C) of the centred logits."""
     student, teacher = _pair(seed, 3, classes)
@@ -84,7 +84,7 @@ def test_a_large_temperature_matches_centred_logits(seed: int, classes: int) -> 
 
 
 @given(seed=st.integers(0, 2**32 - 1), mask=st.lists(st.booleans(), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_without_knowledge_add_nothing_but_count_in_the_mean(seed: int, mask: list[bool]) -> None:
     student, teacher = _pair(seed, len(mask), 4)
     valid, probs = torch.tensor(mask), soft_targets(teacher, 2.0)

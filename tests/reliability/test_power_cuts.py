@@ -240,7 +240,7 @@ def disks(tmp_path_factory: pytest.TempPathFactory) -> Disks:
 
 @each_end
 @given(data=st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_other_cut_takes_anything_either(end: str, disks: Disks, tmp_path: Path, data: st.DataObject) -> None:
     """Any of the unsynced names and any of the unsynced data, in any combination."""
     moments = disks.recorded[end].moments

@@ -114,7 +114,7 @@ def test_the_digit_server_has_two_hidden_layers_of_128():
     assert output_shape(build_server_model("digits_server", feature_shape=[128]), (128,)) == (10,)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(DEVICE_MODELS),
     channels=st.integers(1, 4),

@@ -117,7 +117,7 @@ class TestLaws:
         devices=st.integers(1, 6),
         seed=st.integers(0, 2**32 - 1),
     )
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_lists_are_disjoint_sorted_and_repeatable(
         self, kind: str, labels: list[int], devices: int, seed: int
     ) -> None:
@@ -131,7 +131,7 @@ class TestLaws:
         assert (len(split.indices), split.kind) == (devices, kind)
 
     @given(kind=st.sampled_from(sorted(DRAWN - {"iid"})), order=st.randoms(use_true_random=False))
-    @settings(deadline=None, max_examples=20)
+    @settings(max_examples=20)
     def test_the_order_of_rows_does_not_change_class_counts(self, kind: str, order: Any) -> None:
         labels = np.repeat(np.arange(4), [40, 30, 50, 20])
         shuffled = labels.tolist()
@@ -146,7 +146,7 @@ class TestLaws:
         held=st.sampled_from([2, 4]),
         seed=st.integers(0, 2**32 - 1),
     )
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_a_device_holds_so_many_classes_and_every_row_of_them_is_used(
         self, kind: str, sizes: list[int], devices: int, held: int, seed: int
     ) -> None:
@@ -164,7 +164,6 @@ class TestLaws:
         assert all(np.array_equal(a, b) for a, b in zip(split.indices, again.indices, strict=True))
 
     @given(weights=st.lists(st.floats(0, 1), min_size=1, max_size=12), count=st.integers(0, 10_000))
-    @settings(deadline=None)
     def test_sizes_sum_to_the_count_and_stay_close(self, weights: list[float], count: int) -> None:
         shares = np.array(weights) + 1e-3
         shares /= shares.sum()
@@ -178,7 +177,6 @@ class TestLaws:
         fraction=st.floats(0, 1),
         rounding=st.sampled_from(["largest_remainder", "floor"]),
     )
-    @settings(deadline=None)
     def test_pools_are_never_overdrawn(self, pools: list[int], seed: int, fraction: float, rounding: str) -> None:
         prior = np.random.default_rng(seed).dirichlet(np.full(len(pools), 0.05))
         size = int(fraction * sum(pools))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -68,7 +68,6 @@ def test_a_class_without_test_rows_counts_for_nothing() -> None:
     counts=hnp.arrays(np.int64, (3, 3), elements=st.integers(0, 50)),
     samples=hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 50)),
 )
-@settings(deadline=None)
 def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
     for figures in fleet_figures([counts, counts], samples, counts).values():
         assert all(value is None or 0 <= value <= 1 + 1e-12 for value in figures.values())

@@ -200,4 +200,4 @@ def _counts(row: Row) -> bool:
 
 
 TestRetention = pytest.mark.slow(Retention.TestCase)
-TestRetention.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestRetention.settings = settings(max_examples=50, stateful_step_count=30)
