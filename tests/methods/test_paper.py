@@ -31,6 +31,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "server_learning_rate": 0.07,
         "teacher_guard": False,
         "joint_pass": False,
+        "robust": "off",
     },
     "dafkd": {
         "generator_loss": "minimax",
@@ -41,8 +42,15 @@ PAPER: dict[str, dict[str, Any]] = {
         "kd_lr": 0.01,
         "weight_decay": 1e-3,
         "adversarial_weight_decay": 1e-3,
+        "robust": "off",
     },
-    "fedd2s": {"steps": "alternating", "warmup_epochs": 0, "shared_initial": False, "teacher_guard": False},
+    "fedd2s": {
+        "steps": "alternating",
+        "warmup_epochs": 0,
+        "shared_initial": False,
+        "teacher_guard": False,
+        "robust": "off",
+    },
     "feddkc": {
         "batch_size": 1024,
         "learning_rate": 0.03,
@@ -54,8 +62,15 @@ PAPER: dict[str, dict[str, Any]] = {
         "initial_zero_knowledge": True,
         "shared_initial": False,
         "teacher_guard": False,
+        "robust": "off",
     },
-    "feddkd": {"nesterov": False, "learning_rate_round_decay": 0.99, "dkd_lr": 0.1, "divergence_guard": False},
+    "feddkd": {
+        "nesterov": False,
+        "learning_rate_round_decay": 0.99,
+        "dkd_lr": 0.1,
+        "divergence_guard": False,
+        "robust": "off",
+    },
 }
 """What `paper = true` changes of the defaults; C = 10. docs/methods.md is held against it."""
 

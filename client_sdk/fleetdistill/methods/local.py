@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.base import check_range, check_share
+from fleetdistill.methods.base import check_choice, check_range, check_share
 
 if TYPE_CHECKING:
     import torch
 
 OPTIMIZERS = ("sgd", "adam")
+ROBUST = ("gross", "strict", "off")
+"""How far the server distrusts single devices; `off` takes everything as it is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class LocalTraining:
         momentum: Of `sgd`, in [0, 1).
         nesterov: Whether this momentum is Nesterov's.
         participation_ratio: Part of the present devices that a round takes, in (0, 1]; at least one device.
+        robust: What the server does about devices that are far from the others: `gross` bounds their weight and leaves
+            out what no honest device sends, `strict` tests class statistics more narrowly, `off` does nothing.
     """
 
     keeps_optimizer: ClassVar[bool] = False
@@ -46,6 +50,7 @@ class LocalTraining:
     nesterov: bool = True
     weight_decay: float = 5e-4
     participation_ratio: float = 1.0
+    robust: str = "gross"
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -56,6 +61,7 @@ class LocalTraining:
         check_range("local_epochs", self.local_epochs, 1)
         check_range("batch_size", self.batch_size, 1)
         check_share("participation_ratio", self.participation_ratio)
+        check_choice("robust", self.robust, ROBUST)
 
     @classmethod
     def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
@@ -77,12 +83,14 @@ class LocalTraining:
             ConfigurationError: A value is out of its range.
             TypeError: There is no such setting.
         """
-        papers = cls.paper_values(given) if given.get("paper") is True else {}
+        papers = {"robust": "off", **cls.paper_values(given)} if given.get("paper") is True else {}
         return cls(**{**papers, **given})
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The paper's values of settings that we deviate in; a method's configuration says them of itself.
+
+        `robust` is off with all of them: no paper here knows it.
 
         Args:
             given: What the operator gives, for values that depend on it.
