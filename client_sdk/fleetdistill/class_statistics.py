@@ -18,6 +18,7 @@ from fleetdistill.seeds import derive_seed
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _LARGEST_COUNT = 2**31 - 1
+ROWS_PER_DIRECTION = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,14 +54,22 @@ def clip(rows_nf: Array, norm: float) -> Array:
     return np.asarray(rows_nf * (norm / np.maximum(lengths_n1, norm)))
 
 
-def summarise(rows_nf: Array, rank: int) -> ClassSummary:
-    """Summary of one class's rows.
+def most_directions(rank: int, count: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> int:
+    """Directions that a class of so many rows is sent with.
 
-    At most `(n - 1) // 2` directions are kept, because n - 1 directions of n rows span the very rows.
+    The more rows for each direction, the less does the span of the directions say about single rows. Never more than
+    `(n - 1) // 2`, because n - 1 directions of n rows span the very rows.
+    """
+    return min(rank, count // rows_per_direction, (count - 1) // 2)
+
+
+def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> ClassSummary:
+    """Summary of one class's rows, with no more directions than `most_directions` allows.
 
     Args:
         rows_nf: `[n, F]`, finite, n at least 1.
         rank: Directions wanted, at least 0.
+        rows_per_direction: Rows that there must be for each direction, at least 2.
 
     Raises:
         KnowledgeError: There is no row, or a number is not finite.
@@ -70,7 +79,8 @@ def summarise(rows_nf: Array, rank: int) -> ClassSummary:
         raise KnowledgeError(f"cannot summarise {len(rows_nf)} rows: there must be one, and every number finite")
     count, mean = len(rows_nf), rows_nf.mean(axis=0)
     scaled_nf = (rows_nf - mean) / np.sqrt(max(count - 1, 1))
-    directions = _principal(scaled_nf, rank, kept=(count - 1) // 2)
+    kept = most_directions(rank, count, rows_per_direction)
+    directions = _principal(scaled_nf, rank, kept)
     return _complete(count, mean, directions, np.square(scaled_nf).sum(axis=0))
 
 

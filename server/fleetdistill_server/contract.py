@@ -69,6 +69,7 @@ def make_contract(
                 tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()],
                 least_samples=method.least_samples().get(part, 0),
                 most_rows=method.most_rows().get(part, 0),
+                rows_per_direction=method.rows_per_direction().get(part, 0),
             )
             for part, tensors in method.uploads().items()
         ],

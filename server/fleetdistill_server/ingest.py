@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 import google_crc32c
 import numpy as np
 
+from fleetdistill.class_statistics import most_directions
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING
+from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.channels import LARGEST, LARGEST_STEP
 from fleetdistill.wire.codec import KINDS, float_type, in_channel_steps
@@ -313,7 +315,7 @@ class Ingest:
         slot = by_path[f"{part.name}/counts"]
         counts = self._declared_counts(slot, staging)
         if (directions := by_path.get(f"{part.name}/directions")) is not None:
-            self._check_directions(directions, counts, staging)
+            self._check_directions(directions, counts, self._rows_per_direction(part.name), staging)
 
     def _check_shared(self, part: knowledge_pb2.Part, staging: Staging) -> None:
         """Samples beyond the declared, degrees of freedom that counts do not give, more directions than these allow."""
@@ -327,8 +329,9 @@ class Ingest:
             text = f"{slot.path} is {df}, {counts.sum()} samples of {len(counts)} classes have {expected}"
             raise self._refuse(Code.BAD_VALUE, text, slot)
         directions = by_path.get(f"{part.name}/directions")
-        if directions is not None and directions.shape[0] > df // 2:
-            text = f"{directions.path} has {directions.shape[0]} rows, {df} degrees of freedom allow {df // 2}"
+        most = df // self._rows_per_direction(part.name)
+        if directions is not None and directions.shape[0] > most:
+            text = f"{directions.path} has {directions.shape[0]} rows, {df} degrees of freedom allow {most}"
             raise self._refuse(Code.BAD_VALUE, text, directions)
 
     def _declared_counts(self, slot: Slot, staging: Staging) -> np.ndarray:
@@ -339,12 +342,18 @@ class Ingest:
             raise self._refuse(Code.BAD_VALUE, text, slot)
         return counts
 
-    def _check_directions(self, slot: Slot, counts: np.ndarray, staging: Staging) -> None:
-        for row, count in enumerate(counts):
+    def _check_directions(self, slot: Slot, counts: np.ndarray, rows_per_direction: int, staging: Staging) -> None:
+        for row, count in enumerate(counts.tolist()):
             found = wire.array_of(_row_of(slot, row), staging)
-            if found[(count - 1) // 2 :].any():
-                text = f"{count} samples allow {(count - 1) // 2} directions, row {row} of {slot.path} has more"
+            most = most_directions(len(found), count, rows_per_direction)
+            if found[most:].any():
+                text = f"{count} samples allow {most} directions, row {row} of {slot.path} has more"
                 raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
+
+    def _rows_per_direction(self, part: str) -> int:
+        """As declared; contracts of earlier versions do not say."""
+        declared = next((one.rows_per_direction for one in self._contract.uploads if one.part == part), 0)
+        return declared or LEAST_ROWS_PER_DIRECTION
 
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:

@@ -26,8 +26,13 @@ B_1 = np.array([[0.0, 5, 1], [1, 4, 1], [2, 6, 1]])
 WITHIN = 1e-6
 
 
+def of_half(rows_nf: Array, rank: int) -> ClassSummary:
+    """With the specification's first cap on directions, (n - 1) // 2, which its oracles are of."""
+    return summarise(rows_nf, rank, rows_per_direction=2)
+
+
 def merged() -> dict[int, ClassSummary]:
-    return {0: merge([summarise(A_0, 1), summarise(B_0, 1)], 1), 1: merge([summarise(B_1, 1)], 1)}
+    return {0: merge([of_half(A_0, 1), of_half(B_0, 1)], 1), 1: merge([of_half(B_1, 1)], 1)}
 
 
 def assert_is(one: ClassSummary, count: int, mean: object, directions: object, variance: object) -> None:
@@ -40,18 +45,18 @@ def assert_is(one: ClassSummary, count: int, mean: object, directions: object, v
 
 
 def test_sta_1_a_summary_has_the_exact_diagonal_and_few_directions() -> None:
-    one = summarise(A_0, 1)
+    one = of_half(A_0, 1)
     assert_is(one, 4, [1.5, 1, 3], [0.2874462, 0.7737125, 1.3720919], [1.5840414, 0.0680357, 0.1173637])
     assert_allclose(one.diagonal, [1.6666667, 0.6666667, 2], atol=WITHIN)
-    three = summarise(A_0, 3)
+    three = of_half(A_0, 3)
     assert three.directions.shape == (3, 3)
     assert (np.abs(three.directions).sum(axis=1) > 0).tolist() == [True, False, False]
     assert_allclose(three.diagonal, A_0.var(axis=0, ddof=1), atol=WITHIN)
 
 
 def test_sta_2_two_rows_have_no_direction() -> None:
-    assert_is(summarise(B_0, 1), 2, [5, 2, 0.5], [0, 0, 0], [2, 2, 0.5])
-    assert_is(summarise(B_1, 1), 3, [1, 5, 1], [0.8660254, 0.8660254, 0], [0.25, 0.25, 0])
+    assert_is(of_half(B_0, 1), 2, [5, 2, 0.5], [0, 0, 0], [2, 2, 0.5])
+    assert_is(of_half(B_1, 1), 3, [1, 5, 1], [0.8660254, 0.8660254, 0], [0.25, 0.25, 0])
 
 
 def test_sta_3_one_row_is_its_own_mean() -> None:
@@ -66,7 +71,7 @@ def test_sta_4_a_merge_has_the_pooled_diagonal() -> None:
 
 
 def test_sta_5_merging_one_part_gives_it_back() -> None:
-    one = summarise(B_1, 1)
+    one = of_half(B_1, 1)
     assert_is(merge([one], 1), one.count, one.mean, one.directions[0], one.variance)
 
 
@@ -141,20 +146,29 @@ def test_one_row_moves_the_sums_of_clipped_rows_by_no_more_than_the_norm(
     assert np.linalg.norm(without[0]) <= len(rows) * norm * (1 + rounding)
 
 
-@given(rows=features(), rank=ranks)
-def test_a_summary_keeps_mean_and_diagonal_and_no_more_than_half_the_rows(rows: Array, rank: int) -> None:
-    one = summarise(rows, rank)
+@pytest.mark.parametrize(("rows", "directions"), [(9, 0), (10, 1), (19, 1), (20, 2), (29, 2), (90, 8)])
+def test_there_are_ten_rows_for_each_direction(rows: int, directions: int) -> None:
+    found = summarise(np.random.default_rng(rows).standard_normal((rows, 40)), 8).directions
+    assert (np.abs(found).sum(axis=1) > 0).tolist() == [True] * directions + [False] * (8 - directions)
+
+
+@given(rows=features(), rank=ranks, rows_per_direction=st.integers(2, 12))
+def test_a_summary_keeps_mean_and_diagonal_and_no_more_directions_than_its_rows_allow(
+    rows: Array, rank: int, rows_per_direction: int
+) -> None:
+    one = summarise(rows, rank, rows_per_direction)
     assert one.directions.shape == (rank, rows.shape[1])
     assert (one.variance >= 0).all()
     assert_allclose(one.mean, rows.mean(axis=0), atol=1e-9)
     expected = rows.var(axis=0, ddof=1) if len(rows) > 1 else np.zeros(rows.shape[1])
     assert_allclose(one.diagonal, expected, atol=1e-6)
-    assert (np.abs(one.directions).sum(axis=1) > 0).sum() <= (len(rows) - 1) // 2
+    most = min(len(rows) // rows_per_direction, (len(rows) - 1) // 2)
+    assert (np.abs(one.directions).sum(axis=1) > 0).sum() <= most
 
 
 @given(rows=features(), rank=ranks)
 def test_directions_are_orthogonal_longest_first_and_of_one_sign(rows: Array, rank: int) -> None:
-    found = summarise(rows, rank).directions
+    found = of_half(rows, rank).directions
     products = found @ found.T
     lengths = products.diagonal()
     assert_allclose(products - np.diag(lengths), 0, atol=1e-6 * max(1.0, float(lengths.max(initial=0))))
@@ -166,7 +180,7 @@ def test_directions_are_orthogonal_longest_first_and_of_one_sign(rows: Array, ra
 def test_directions_are_those_of_a_singular_value_decomposition(rows: Array, rank: int) -> None:
     scaled = (rows - rows.mean(axis=0)) / np.sqrt(8)
     values = np.linalg.svd(scaled, compute_uv=False)[: min(rank, 4)]
-    found = np.sqrt(np.square(summarise(rows, rank).directions).sum(axis=1))[: len(values)]
+    found = np.sqrt(np.square(of_half(rows, rank).directions).sum(axis=1))[: len(values)]
     assert_allclose(found, values, atol=1e-5 * max(1.0, float(values.max(initial=0))))
 
 
@@ -196,7 +210,7 @@ def test_a_merge_has_the_pooled_moments_whatever_the_order(data: st.DataObject, 
     rows = [
         data.draw(arrays(np.float64, (data.draw(st.integers(1, 9)), size), elements=elements)) for _ in range(parts)
     ]
-    summaries = [summarise(one, rank) for one in rows]
+    summaries = [of_half(one, rank) for one in rows]
     one, other = merge(summaries, rank), merge(summaries[::-1], rank)
     total = sum(len(part) for part in rows)
     mean = np.concatenate(rows).mean(axis=0)
@@ -214,7 +228,7 @@ def test_a_merge_has_the_pooled_moments_whatever_the_order(data: st.DataObject, 
 
 @given(rows=features(), rank=ranks)
 def test_merging_one_part_gives_it_back_whatever_it_is(rows: Array, rank: int) -> None:
-    one = summarise(rows, rank)
+    one = of_half(rows, rank)
     again = merge([one], rank)
     scale = 1e-7 * max(1.0, float(one.diagonal.max()))
     assert_allclose(again.mean, one.mean, atol=1e-9)
@@ -224,7 +238,7 @@ def test_merging_one_part_gives_it_back_whatever_it_is(rows: Array, rank: int) -
 
 @given(rows=features(rows=8), share=st.floats(0, 0.99))
 def test_shrinking_keeps_the_pooled_variance_and_zero_changes_nothing(rows: Array, share: float) -> None:
-    classes = {3: summarise(rows, 2), 5: summarise(rows[:5] * 2 + 1, 2)}
+    classes = {3: of_half(rows, 2), 5: of_half(rows[:5] * 2 + 1, 2)}
     found = shrink(classes, share)
 
     def pooled(of: dict[int, ClassSummary]) -> Array:
@@ -239,7 +253,7 @@ def test_shrinking_keeps_the_pooled_variance_and_zero_changes_nothing(rows: Arra
 
 @given(rows=features(rows=7), seed=st.integers(0, 2**64 - 1), count=st.integers(0, 20))
 def test_drawn_rows_are_named_by_their_seed(rows: Array, seed: int, count: int) -> None:
-    one = summarise(rows, 2)
+    one = of_half(rows, 2)
     found = draw(one, count, seed, nonnegative=False)
     assert found.shape == (count, rows.shape[1])
     assert np.array_equal(found, draw(one, count, seed, nonnegative=False))

@@ -81,6 +81,7 @@ def lesson_of(seed: int) -> Lesson:
     [
         ({"rank": 65}, r"rank must be in \[0, 64\], got 65"),
         ({"rank": -1}, r"rank must be in \[0, 64\]"),
+        ({"rows_per_direction": 1}, "rows_per_direction must be >= 2, got 1"),
         ({"shrinkage": 1.0}, "shrinkage must be >= 0 and < 1"),
         ({"drawn_weight": -0.1}, "drawn_weight must be >= 0"),
         ({"clip_norm": -0.5}, "clip_norm must be >= 0"),

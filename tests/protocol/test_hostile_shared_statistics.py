@@ -37,7 +37,7 @@ from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store import Store
 
-SIZE, MOST_ROWS, LEAST, SAMPLES = 4, 3, 5, 15
+SIZE, MOST_ROWS, LEAST, SAMPLES, ROWS_PER_DIRECTION = 4, 3, 5, 15, 4
 EXPECTS = {"statistics": "shared_statistics"}
 TITLE = "Shared statistics"
 _numbers = itertools.count(1)
@@ -49,7 +49,13 @@ Send = Callable[[Payload], tuple[str, str]]
 def uploads() -> list[contract_pb2.PartShapes]:
     tensors = [contract_pb2.NamedShape(name=name, shape=[SIZE]) for name in ("means", "variances")]
     return [
-        contract_pb2.PartShapes(part="statistics", tensors=tensors, least_samples=LEAST, most_rows=MOST_ROWS),
+        contract_pb2.PartShapes(
+            part="statistics",
+            tensors=tensors,
+            least_samples=LEAST,
+            most_rows=MOST_ROWS,
+            rows_per_direction=ROWS_PER_DIRECTION,
+        ),
     ]
 
 
@@ -141,13 +147,13 @@ def honest(*counts: int, rank: int = MOST_ROWS) -> SharedStatistics:
     """What a device with so many rows of class 0, 1, ... sends."""
     labels = np.repeat(np.arange(len(counts)), counts)
     rows = np.random.default_rng(1).normal(size=(len(labels), SIZE))
-    return to_wire(moments_of(rows, labels, LEAST), rank)
+    return to_wire(moments_of(rows, labels, LEAST), rank, ROWS_PER_DIRECTION)
 
 
 SENT = honest(9, 6)
 assert SENT.directions is not None
 FIVE = honest(LEAST)
-"""Of five rows of one class: 4 degrees of freedom, two directions."""
+"""Of five rows of one class: 4 degrees of freedom, one direction."""
 
 
 def changed(name: str, at: tuple[int, ...], value: float) -> SharedStatistics:
@@ -182,7 +188,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
     "more directions than the degrees of freedom allow": (
         replace(FIVE, directions=whole(3, SIZE), steps=half(3)),
         "bad-value",
-        "statistics/directions has 3 rows, 4 degrees of freedom allow 2",
+        "statistics/directions has 3 rows, 4 degrees of freedom allow 1",
     ),
     "more directions than the contract allows": (
         replace(SENT, directions=whole(MOST_ROWS + 1, SIZE), steps=half(MOST_ROWS + 1)),

@@ -30,7 +30,7 @@ from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store import Store
 
-RANK, SIZE, LEAST, SAMPLES = 3, 4, 5, 15
+RANK, SIZE, LEAST, SAMPLES, ROWS_PER_DIRECTION = 3, 4, 5, 15, 3
 TITLE = "Class statistics and soft predictions"
 _numbers = itertools.count(1)
 
@@ -39,7 +39,9 @@ _numbers = itertools.count(1)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     shapes = {"means": [SIZE], "directions": [RANK, SIZE], "variances": [SIZE]}
     tensors = [contract_pb2.NamedShape(name=name, shape=shape) for name, shape in shapes.items()]
-    declared = contract_pb2.PartShapes(part="statistics", tensors=tensors, least_samples=LEAST)
+    declared = contract_pb2.PartShapes(
+        part="statistics", tensors=tensors, least_samples=LEAST, rows_per_direction=ROWS_PER_DIRECTION
+    )
     opened = prepare_store(tmp_path_factory.mktemp("front") / "store", uploads=[declared])
     yield opened
     opened.close()

@@ -19,12 +19,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.class_statistics import ClassSummary, clip, draw_classes, from_wire, mean_alone, summarise, to_wire
+from fleetdistill.class_statistics import (
+    ROWS_PER_DIRECTION,
+    ClassSummary,
+    clip,
+    draw_classes,
+    from_wire,
+    mean_alone,
+    summarise,
+    to_wire,
+)
 from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
 from fleetdistill.methods.base import PERSONAL, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
+from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +64,8 @@ class AveragedConfig(LocalTraining):
         extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
             for an extractor that comes with trained weights.
         rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
+        rows_per_direction: Samples of a class that a device must have for each direction, at least 2. The more, the
+            less does the span of the directions say about single rows.
         shrinkage: s, share of the covariance that all classes have in common, in [0, 1).
         min_samples: n_min, samples that a device must have of a class to send it, at least 2.
         clip_norm: L2 norm to which the features of a row are scaled down before they are summarised, at least 0; 0 is
@@ -79,6 +91,7 @@ class AveragedConfig(LocalTraining):
     rate_drop_after: int = 0
     extractor_rounds: int = 5
     rank: int = 8
+    rows_per_direction: int = ROWS_PER_DIRECTION
     shrinkage: float = 0.1
     min_samples: int = 5
     clip_norm: float = 0.0
@@ -97,6 +110,7 @@ class AveragedConfig(LocalTraining):
         LocalTraining.__post_init__(self)
         if not 0 <= self.rank <= _MOST_RANK:
             raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
+        check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
         check_range("shrinkage", self.shrinkage, 0, 1)
         check_range("min_samples", self.min_samples, 2)
         not_negative = ("rate_drop_after", "extractor_rounds", "clip_norm", "drawn_weight")
@@ -266,7 +280,7 @@ class AveragedDevice(DeviceMethod):
         labels = self.local.data.labels.cpu().numpy()
         held = np.bincount(labels, minlength=self.local.classes)
         classes = {
-            label: summarise(rows_nf[labels == label], self.config.rank)
+            label: summarise(rows_nf[labels == label], self.config.rank, self.config.rows_per_direction)
             for label in np.flatnonzero(held >= self.config.min_samples).tolist()
         }
         return {label: mean_alone(one) for label, one in classes.items()} if self.config.means_only else classes

@@ -149,6 +149,10 @@ class ServerMethod:
         """For each part of an answer with shared statistics: the most directions that it may have."""
         return {}
 
+    def rows_per_direction(self) -> Mapping[str, int]:
+        """For each such part: samples of a class, or degrees of freedom, that there must be for each direction."""
+        return {}
+
     def extractor_file(self) -> NetworkFile | None:
         """The extractor as an ONNX file, for devices without PyTorch; any device of the run may fetch it.
 

@@ -135,6 +135,9 @@ class ClassStatsServer(ServerMethod):
     def least_samples(self) -> Mapping[str, int]:
         return {"statistics": self.config.min_samples}
 
+    def rows_per_direction(self) -> Mapping[str, int]:
+        return {"statistics": self.config.rows_per_direction}
+
     def most_rows(self) -> Mapping[str, int]:
         return {"statistics": self.config.rank}
 

@@ -128,6 +128,9 @@ class AveragedServer(ServerMethod):
     def least_samples(self) -> Mapping[str, int]:
         return {"statistics": self.config.min_samples}
 
+    def rows_per_direction(self) -> Mapping[str, int]:
+        return {"statistics": self.config.rows_per_direction}
+
     # --- rounds
 
     async def round(self, cohort: Cohort) -> None:

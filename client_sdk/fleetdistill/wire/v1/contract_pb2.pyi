@@ -128,12 +128,17 @@ class PartShapes(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     LEAST_SAMPLES_FIELD_NUMBER: _builtins.int
     MOST_ROWS_FIELD_NUMBER: _builtins.int
+    ROWS_PER_DIRECTION_FIELD_NUMBER: _builtins.int
     part: _builtins.str
     """Name of the part in the answer."""
     least_samples: _builtins.int
     """For class and shared statistics: samples that a class must have to be among them. 0 for any other kind."""
     most_rows: _builtins.int
     """For shared statistics: most rows of `directions`. 0 for any other kind."""
+    rows_per_direction: _builtins.int
+    """For class statistics: samples of a class that there must be for each of its directions; for shared statistics: degrees
+    of freedom for each. 0 counts as 2. Never more directions of a class than (samples - 1) / 2.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
         """Its tensors by their path within the part, such as "parameters/0.weight", with their whole shapes; of class statistics
@@ -147,10 +152,11 @@ class PartShapes(_message.Message):
         tensors: _abc.Iterable[Global___NamedShape] | None = ...,
         least_samples: _builtins.int = ...,
         most_rows: _builtins.int = ...,
+        rows_per_direction: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "most_rows", b"most_rows", "part", b"part", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "most_rows", b"most_rows", "part", b"part", "rows_per_direction", b"rows_per_direction", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

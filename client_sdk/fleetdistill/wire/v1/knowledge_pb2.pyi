@@ -376,7 +376,7 @@ class SharedStatistics(_message.Message):
     @_builtins.property
     def directions(self) -> _tensor_pb2.Tensor:
         """[r, D] int8, -127 to 127: rows of a factor of the covariance, each in steps of its own. r is at most
-        `PartShapes.most_rows` and df / 2. Not there for r = 0.
+        `PartShapes.most_rows` and df / `PartShapes.rows_per_direction`. Not there for r = 0.
         """
 
     @_builtins.property
