@@ -44,6 +44,7 @@ from fleetdistill.errors import (
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
 from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
+from fleetdistill.printable import printable
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire
@@ -742,7 +743,7 @@ class Device:
                 self._link.heartbeat(self._identity)
 
     def _tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
-        logger.info("%s: %s", self.device_id, text)
+        logger.info("%s: %s", self.device_id, printable(text))
         self._on_event(Event(kind, number, text, values or {}))
 
 

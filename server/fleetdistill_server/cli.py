@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.printable import escape_log
 from fleetdistill.version import VERSION
 from fleetdistill_server import views
 from fleetdistill_server.command_line import (
@@ -84,6 +85,7 @@ def serve(
     from fleetdistill_server.supervisor import Supervisor
 
     logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
+    escape_log()
     loaded = load_run_config(config)
     _check_listen(loaded.server, insecure)
     if until_finished and not loaded.run.rounds:

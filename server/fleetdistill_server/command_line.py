@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill.printable import printable
 from fleetdistill_server import views
 from fleetdistill_server.store import Store
 
@@ -38,7 +39,7 @@ def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except FleetDistillError as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {printable(str(error))}", err=True)
             raise typer.Exit(1) from error
 
     return wrapped

@@ -37,6 +37,7 @@ from fleetdistill.errors import (
     in_words,
 )
 from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
+from fleetdistill.printable import escape_log, printable
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
@@ -430,11 +431,12 @@ def main() -> int:
     parser.add_argument("--most-short-rounds", type=int)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
+    escape_log()
     end_with_parent(given.parent)
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:
-        print(f"the engine stops: {error}", file=sys.stderr)
+        print(f"the engine stops: {printable(str(error))}", file=sys.stderr)
         return EXIT_CONFIGURATION
     except NoSpaceError as error:
         logger.warning("%s", error)

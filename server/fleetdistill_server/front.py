@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.printable import escape_log
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, compression_of
@@ -444,6 +445,7 @@ def main() -> int:
     tls = Tls(given.pki, given.enrol_listen, given.certificate_days) if given.pki else None
     bounds = Bounds(given.disk_budget_bytes, given.keep_free_bytes)
     logging.basicConfig(level=given.log_level, format="front: %(message)s")
+    escape_log()
     keep_freed_memory()
     allow_open_files()
     end_with_parent(given.parent)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import GENERAL
+from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
@@ -48,12 +49,12 @@ class View:
             value = next(iter(self.lists.values()))
         return json.dumps(value, indent=1)
 
-    def tables(self) -> list[Table | str]:
-        """Everything as tables."""
+    def tables(self) -> Sequence[Table | Text | str]:
+        """Everything as tables, in which nothing is markup: devices chose some of the words."""
         told = _for_people(self.facts)
-        facts = ["\n".join(f"{name}: {value}" for name, value in told.items())] if told else []
+        facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in told.items()))] if told else []
         lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
-        return [*facts, *(_table(title, rows) if rows else f"{title} (0)" for title, rows in lists.items())]
+        return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
 
 
 def runs(store: Store, served: str | None = None) -> View:
@@ -305,14 +306,9 @@ def _for_people(row: Row) -> Row:
 def _table(title: str, rows: Sequence[Row]) -> Table:
     """A table of rows with the same names; columns that are empty in all of them are left out."""
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    table = Table(title=f"{title} ({len(rows)})", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=Text(f"{title} ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
-        table.add_column(name.replace("_", " "), overflow="fold")
+        table.add_column(Text(printable(name.replace("_", " "))), overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
     return table
-
-
-def printable(text: str) -> str:
-    """The text without characters that a terminal obeys instead of showing them."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.printable import printable
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.traffic import readable_bytes
-from fleetdistill_server.views import UNTIL_STOPPED, printable
+from fleetdistill_server.views import UNTIL_STOPPED
 
 LOOK_SECONDS = 0.5
 _OVER = ("finished", "stopped")

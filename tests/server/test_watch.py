@@ -207,7 +207,7 @@ def closed_round(number: int) -> Row:
 def test_what_a_device_says_is_shown_and_never_obeyed(over: Store, terminal: bool) -> None:
     over.add_event(RUN, "declined", "[bold]x[/bold]\x1b]0;owned\x07\nround 9: all is well", number=1, device="a")
     text = shown(over, console={"force_terminal": terminal})
-    assert "[bold]x[/bold]\ufffd]0;owned\ufffd\ufffdround 9: all is well" in text
+    assert "[bold]x[/bold]\\x1b]0;owned\\x07\\nround 9: all is well" in text
 
 
 def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -> None:
