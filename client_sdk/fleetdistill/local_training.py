@@ -193,7 +193,7 @@ def train_steps(
         `mean_loss` is over all steps, NaN if there was none.
     """
     _check_plan(epochs, batch_size)
-    smallest = _smallest_batch(model, count, batch_size)
+    smallest = _checked_smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
     with in_mode(model, training=True):
         for epoch in range(epochs):
@@ -269,8 +269,13 @@ def _batches(count: int, batch_size: int, smallest: int, generator: torch.Genera
             yield rows
 
 
-def _smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
-    smallest = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+def smallest_batch(model: nn.Module) -> int:
+    """Rows that a mini-batch of training needs: 2 for a model with batch-norm, which has no variance of one, else 1."""
+    return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+
+
+def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
+    smallest = smallest_batch(model)
     if count < smallest:
         reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
         raise DataError(f"the training data have {count} samples: {reason}; give at least {smallest}")

@@ -449,11 +449,18 @@ def test_paper_switches_every_deviation_off_and_leaves_the_variant() -> None:
     assert (ours.outcome_space, ours.norm2_reduction, ours.teacher_guard) == ("probs", "mean_l2", True)
 
 
-@pytest.mark.parametrize(("samples", "epochs"), [(80, 10), (4200, 2), (7, 115), (400, 2), (399, 3)])
+@pytest.mark.parametrize(("samples", "epochs"), [(80, 10), (4200, 2), (7, 40), (21, 20), (399, 2)])
 def test_the_server_takes_at_least_40_steps(samples: int, epochs: int) -> None:
     config = CDKTConfig()
-    assert config.server_epochs(samples) == epochs  # max(2, ceil(40 * 20 / P))
-    assert epochs * math.ceil(samples / config.batch_size) >= 40
+    assert config.server_epochs(samples) == epochs  # max(2, ceil(40 / ceil(P / 20)))
+    steps_of_a_pass = math.ceil(samples / config.batch_size)
+    assert epochs * steps_of_a_pass >= 40
+    assert epochs == 2 or (epochs - 1) * steps_of_a_pass < 40
+
+
+def test_a_proxy_set_smaller_than_a_batch_makes_one_step_a_pass() -> None:
+    """P = 5, R = 2, least steps 1 as in the paper: two passes of one step, not ceil(20 / 5) = 4."""
+    assert CDKTConfig(min_server_steps=1).server_epochs(5) == 2
 
 
 @pytest.mark.parametrize(

@@ -267,14 +267,40 @@ def test_d2s_4_head_on_body_is_the_whole_network() -> None:
             assert torch.equal(server.head(layer)(model.features(x, layer)), whole)
 
 
-def test_d2s_5_distillation_starts_at_zero_for_layer_1_only() -> None:
-    server, device = disturbed_server(), make_device(1)
-    for layer in range(1, 5):
-        sent = triplets_of(server, device, layer)
-        p_bc = server.soft_labels(server.head(layer), sent.at_layer)
-        term = server._distillation(copy.deepcopy(server.network), sent, p_bc)
-        value = float(term(torch.arange(20)).detach())  # type: ignore[misc]
-        assert abs(value) < 1e-6 if layer == 1 else value > 1e-4
+@pytest.mark.parametrize("layer", [2, 3, 4])
+def test_d2s_5_a_copy_takes_the_step_of_the_distillation_loss(layer: int) -> None:
+    """One full batch, SGD without momentum, no labels: theta - rate * dJ/dtheta, with J of eq. (9) written out."""
+    how = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64}
+    server, device = disturbed_server(label_epochs=0, distill_epochs=1, **how), make_device(1)
+    sent = triplets_of(server, device, layer)
+    mine = copy.deepcopy(server.network)
+    p_bc = mine[layer - 1 :](sent.at_layer).softmax(1).detach()
+    loss = (p_bc * (p_bc.log() - mine(sent.first).log_softmax(1))).sum(1).mean()
+    assert float(loss.detach()) > 1e-4
+    gradients = torch.autograd.grad(loss, list(mine.parameters()))
+    trained = server._clients_to_server(sent, server.soft_labels(server.head(layer), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    assert trained is not None
+    for after, before, gradient in zip(trained.parameters(), mine.parameters(), gradients, strict=True):
+        assert_close(after, before - 0.1 * gradient, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("distance", ["head", "mse"])
+def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance: str) -> None:
+    """p and q are equal there, but for rounding, and Adam's first step has the size of the rate for any gradient."""
+    server, device = disturbed_server(label_epochs=0, distill_epochs=1, distance=distance), make_device(1)
+    sent = triplets_of(server, device, 1)
+    trained = server._clients_to_server(sent, server.soft_labels(server.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    assert trained is not None
+    assert not changed(trained, state_of(server.network))
+    labels_too = disturbed_server(distill_epochs=1, label_epochs=1, distance=distance)
+    labels_only = disturbed_server(distill_epochs=0, label_epochs=1, distance=distance)
+    copies = [
+        one._clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+        for one in (labels_too, labels_only)
+    ]
+    assert copies[0] is not None
+    assert copies[1] is not None
+    assert not changed(copies[0], state_of(copies[1]))
 
 
 def triplets_of(server: FedD2SServer, device: FedD2SDevice, layer: int, name: str = "d0") -> Triplets:

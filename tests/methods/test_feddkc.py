@@ -247,6 +247,26 @@ def test_sequential_order_goes_device_after_device_and_mixed_does_not() -> None:
     assert any((batch < 64).any() and (batch >= 64).any() for batch in mixed)
 
 
+def normalising_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize(("batch_norm", "sizes"), [(False, [1, 4, 1]), (True, [4])])
+def test_a_batch_of_one_row_is_left_out_only_where_batch_norm_needs_two(batch_norm: bool, sizes: list[int]) -> None:
+    """Device a has one row, b five, in batches of four: without batch-norm every row is trained on."""
+    server = make_server(server_order="sequential", batch_size=4)
+    if batch_norm:
+        server.predictor = normalising_predictor((FEATURES,), CLASSES)
+    assert [len(batch) for batch in server._batches([1, 5], torch.Generator().manual_seed(0))] == sizes
+
+
+def test_a_device_of_one_row_is_trained_on_in_sequential_order() -> None:
+    server = make_server(server_order="sequential")
+    before = copy.deepcopy(server.predictor.state_dict())
+    run_round(server, {"a": make_knowledge(1, rows=1)})
+    assert not torch.equal(server.predictor.state_dict()["1.weight"], before["1.weight"])
+
+
 def test_refined_rows_are_counted_by_tag() -> None:
     knowledge = make_knowledge(1)
     assert knowledge.logits is not None
@@ -318,6 +338,24 @@ def test_initial_zero_knowledge_distils_from_a_uniform_teacher_as_the_paper_does
             return float(device.local.model.eval()(device.local.data.inputs).softmax(1).max(1).values.mean())
 
     assert confidence(paper) < confidence(plain)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_device_whose_knowledge_is_held_back_later_has_no_uniform_teacher(restarted: bool) -> None:
+    """Nothing valid in round 1 is the paper's uniform teacher; in round 2 it is a guard, and the labels alone count."""
+    device, labels_alone = make_device(initial_zero_knowledge=True), make_device(beta=0.0)
+    device.handle(ask(NOTHING))
+    labels_alone.local.model.load_state_dict(device.local.model.state_dict())
+    state = pack_state(device.state_dict())
+    labels_alone.load_state_dict(unpack_state(state))
+    if restarted:
+        weights, device = device.local.model.state_dict(), make_device(initial_zero_knowledge=True)
+        device.local.model.load_state_dict(weights)
+        device.load_state_dict(unpack_state(state))
+    for one in (device, labels_alone):
+        one.handle(ask(NOTHING, seed=2))
+    for mine, theirs in zip(device.local.model.parameters(), labels_alone.local.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_device_loss_is_equation_1() -> None:

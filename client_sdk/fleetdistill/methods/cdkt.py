@@ -129,8 +129,9 @@ class CDKTConfig(LocalTraining):
         }
 
     def server_epochs(self, proxy_samples: int) -> int:
-        """Passes over P proxy samples: `global_epochs`, or as many as make `min_server_steps` steps."""
-        return max(self.global_epochs, math.ceil(self.min_server_steps * self.batch_size / proxy_samples))
+        """Passes over P proxy samples: `global_epochs`, or as many as make `min_server_steps` steps of ceil(P / B)."""
+        steps_of_a_pass = math.ceil(proxy_samples / self.batch_size)
+        return max(self.global_epochs, math.ceil(self.min_server_steps / steps_of_a_pass))
 
     @property
     def up(self) -> tuple[bool, bool]:

@@ -48,7 +48,8 @@ class FedDKCConfig(LocalTraining):
         server_order: `mixed` trains on one shuffled pool, `sequential` device after device as in the paper.
         server_epochs: Passes over all uploads. Momentum, weight decay and batch size are the devices'.
         server_learning_rate: Of the server's SGD.
-        initial_zero_knowledge: In round 1 distil from a uniform teacher, as the paper's Algorithm 1 does.
+        initial_zero_knowledge: In a device's first round distil from a uniform teacher, as the paper's Algorithm 1
+            does. Where a guard holds knowledge back later, the device trains on its labels alone.
         shared_initial: All devices start from one extractor; without it the server learns little from their features.
         teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
         paper: The paper's values of all settings that are not given: `beta` on both sides, temperature 1, one device
@@ -132,12 +133,14 @@ class FedDKCDevice(DeviceMethod):
         super().__init__(config, local)
         self._optimizer = make_local_optimizer(config, local.model.parameters())
         self._sample_ids: Array = np.arange(len(local.data))
+        self._has_answered = False
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Eq. (1) over the local epochs, then one pass in eval mode for features and logits."""
         teacher = self._teacher(ask.part("knowledge", RefinedKnowledge))
         self._train(teacher, ask.seed)
+        self._has_answered = True
         knowledge = self._knowledge()
         return Answer(
             parts={"knowledge": knowledge}, samples=len(self.local.data), notes={"unknown_ids": teacher.unknown}
@@ -150,7 +153,7 @@ class FedDKCDevice(DeviceMethod):
 
         shape = (len(self.local.data), self.local.classes)
         if not knowledge.valid or knowledge.sample_ids is None or knowledge.values is None:
-            everywhere = self.config.initial_zero_knowledge
+            everywhere = self.config.initial_zero_knowledge and not self._has_answered  # later a guard held it back
             return _Teacher(torch.full(shape, 1 / shape[1]), torch.full(shape[:1], everywhere), everywhere, 0)
         own_rows, rows = rows_by_id(self._sample_ids, knowledge.sample_ids)
         probs, valid = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.bool)
@@ -199,12 +202,13 @@ class FedDKCDevice(DeviceMethod):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimiser's momentum."""
-        return {"optimizer": self._optimizer.state_dict()}
+        """The optimiser's momentum, and whether there has been an answer."""
+        return {"optimizer": self._optimizer.state_dict(), "has_answered": self._has_answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the optimiser."""
+        """Restores what `state_dict` gave."""
         self._optimizer.load_state_dict(state["optimizer"])
+        self._has_answered = bool(state.get("has_answered", True))  # SDK 0.1 does not save it
 
 
 @dataclass(frozen=True)

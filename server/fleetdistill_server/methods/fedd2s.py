@@ -179,12 +179,18 @@ class FedD2SServer(ServerMethod):
         return None if failure else trained
 
     def _distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
-        """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1."""
+        """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1.
+
+        None for l = 1, where p and q begin equal: only labels are exchanged there (fedd2s.md, section 3.6), and a loss
+        of 0 would move the copy all the same, because Adam's first step has the size of the rate for any gradient.
+        """
+        if sent.layer == 1:
+            return None
         p_bc = p_bc.to(self.setting.torch_device)
         if self.config.distance == "head":
             return lambda rows: distillation_loss(trained(sent.first[rows]), p_bc[rows], self.config.temperature)
-        below = trained[: sent.layer - 1]  # layers 2 to l; none for l = 1, where both sides have the same features
-        return (lambda rows: feature_distance(below(sent.first[rows]), sent.at_layer[rows])) if len(below) else None
+        below = trained[: sent.layer - 1]  # layers 2 to l
+        return lambda rows: feature_distance(below(sent.first[rows]), sent.at_layer[rows])
 
     def _reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
         """Message 4: t and the head, or what replaces them; nothing where the guard fires or the copy was left out."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.knowledge import ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.local_training import extract, make_optimizer
+from fleetdistill.local_training import extract, make_optimizer, smallest_batch
 from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc import FedDKCConfig
@@ -147,13 +147,13 @@ class FedDKCServer(ServerMethod):
         return "server_learning_rate", self.config.server_learning_rate
 
     def _batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
-        """Row positions of every mini-batch of one epoch; a batch of one row would break batch-norm."""
+        """Row positions of every mini-batch of one epoch; with batch-norm a batch of one row is left out."""
         pools = [sum(sizes)] if self.config.server_order == "mixed" else sizes
         batches: list[Tensor] = []
-        first = 0
+        first, smallest = 0, smallest_batch(self.predictor)
         for size in pools:
             shuffled = first + torch.randperm(size, generator=generator)
-            batches.extend(batch for batch in shuffled.split(self.config.batch_size) if len(batch) > 1)
+            batches.extend(batch for batch in shuffled.split(self.config.batch_size) if len(batch) >= smallest)
             first += size
         return [batch.to(self.setting.torch_device) for batch in batches]
 
