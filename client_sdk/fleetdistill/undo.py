@@ -75,14 +75,17 @@ def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
         knowledge_type: The run's; what a server says goes up to 3.4e38 with float32, with the others up to 65504.
         rate: The setting that is then to blame.
     """
+    reason = reason_not_sent(values, knowledge_type)
+    if reason:
+        raise KnowledgeError(f"after training {reason}; {_too_large(rate)}")
+
+
+def reason_not_sent(values: Tensor, knowledge_type: str) -> str | None:
+    """Why what a model says cannot be sent, as `check_can_be_sent` has it; None if it can."""
     largest = float(values.abs().max()) if values.numel() else 0.0
     travels_in = float_type(knowledge_type)
     limit = float(np.finfo(travels_in).max)
-    if not largest <= limit:
-        raise KnowledgeError(
-            f"after training the model says up to {largest:g}, {travels_in.name} goes up to {limit:g}; "
-            f"{_too_large(rate)}"
-        )
+    return None if largest <= limit else f"the model says up to {largest:g}, {travels_in.name} goes up to {limit:g}"
 
 
 def _too_large(rate: Rate) -> str:

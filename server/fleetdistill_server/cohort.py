@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fleetdistill import failpoints
-from fleetdistill.errors import DamagedError, NoSpaceError, QuorumNotReached, StoreError
+from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, QuorumNotReached, StoreError, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
@@ -31,6 +31,7 @@ from fleetdistill_server.store import Row, Store
 logger = logging.getLogger(__name__)
 PayloadFor = Parts | Callable[[str], Parts] | None
 ColumnsFor = Callable[[str], Sequence[str]]
+_LONGEST_EVENT = 1000
 
 
 class Waker(Protocol):
@@ -157,6 +158,7 @@ class Cohort:
                 answer must have, and no others. By default all of them.
 
         With `devices_per_round` a step ends with that many answers: who has not answered by then is out for the round.
+        A device whose payload cannot be encoded is not asked, with an event: it is out for the round too.
 
         Raises:
             QuorumNotReached: Too few answered before the deadline.
@@ -168,7 +170,9 @@ class Cohort:
         # A step without a quorum brings something to the devices, so there all of them matter.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered, among = 0, set(asked)
-        for row in self._store.asks(self._terms.run, self.round, self._steps):
+        rows = self._store.asks(self._terms.run, self.round, self._steps)
+        self._in_round -= among - {row["device"] for row in rows}
+        for row in rows:
             if row["device"] not in among:  # asked before a crash; its answer to an earlier step has been lost since
                 self._store.close_ask(row["id"], "not asked any more when the round was played again")
                 continue
@@ -253,10 +257,14 @@ class Cohort:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks(run, self.round, number)}
-        rows = [
-            self._ask_row(step, number, device, payload, with_columns(kinds, columns(device)) if columns else kinds)
-            for device in asked
-        ]
+        rows = []
+        for device in asked:
+            expects = with_columns(kinds, columns(device)) if columns else kinds
+            try:
+                rows.append(self._ask_row(step, number, device, payload, expects))
+            except (KnowledgeError, WireError) as error:  # one device's payload may not end the run of all
+                text = f"step {step!r} cannot be sent to {device}; it is out for the round: {error}"
+                self.event("not-asked", text[:_LONGEST_EVENT], device)
         for row in rows:
             old = known.get(row["device"])
             if old is not None and old["payload"] != row["payload"]:

@@ -176,6 +176,19 @@ def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
     assert "distillation-undone" not in [kind for kind, _, _ in calm.events]
 
 
+def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
+    """It was never trained, as every round was undone: its knowledge is made for the second round."""
+    server = make_server(knowledge="full", server_learning_rate=1e30)
+    with torch.no_grad():
+        for parameter in server.model.parameters():
+            parameter.mul_(1e5)
+    sent = {"a": made_up(columns=COLUMNS["full"])}
+    run_round(server, sent)
+    cohort = run_round(server, sent, completed=1)
+    assert not cohort.sent["a"]["knowledge"].valid  # type: ignore[union-attr]
+    assert "knowledge-left-out" in [kind for kind, _, _ in cohort.events]
+
+
 def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
     """What the server would learn towards."""
     found: list[Knowledge] = []

@@ -13,7 +13,7 @@ import numpy as np
 from fleetdistill.device import DEFAULT_COLUMNS
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
-from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.knowledge import Array, SampleKnowledge
 from fleetdistill.link import Link
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
@@ -83,15 +83,15 @@ class AnsweringDevice:
         chunks = wire.chunks(payload.source, payload.slots, status.next_byte)
         self.receipts.append(self._link.upload(header, chunks).id)
 
+    def _feature_column(self, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return random.random((shape[0], math.prod(shape[1:])), np.float32).reshape(shape)
+
     def _knowledge(self, seed: int) -> Payload:
         contract = self._contract
         assert contract is not None
         random = np.random.default_rng(seed)
         classes = len(contract.classes)
-        features = {
-            one.name: random.random((self._rows, math.prod(one.shape)), np.float32).reshape(self._rows, *one.shape)
-            for one in contract.features
-        }
+        features = {one.name: self._feature_column(random, (self._rows, *one.shape)) for one in contract.features}
         knowledge = SampleKnowledge(
             sample_ids=np.arange(self._rows),
             features=features,

@@ -22,7 +22,7 @@ from fleetdistill.methods.cdkt import CDKTConfig
 from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import embedding_tap, logits_and_embedding
-from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
+from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.averaging import TensorMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import Notes, ServerMethod
@@ -96,8 +96,18 @@ class CDKTServer(ServerMethod):
         nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.setting.proxy_digest)}
         if not self.config.exchange or not cohort.completed:
             return nothing
-        knowledge: Parts = {"knowledge": self._knowledge()}
+        said = self._knowledge()
+        reason = self._reason_not_sent(said)
+        if reason:  # a first model that was never trained may say what does not fit
+            cohort.event("knowledge-left-out", f"what the global model says is held back: {reason}")
+            return nothing
+        knowledge: Parts = {"knowledge": said}
         return lambda device: nothing if device in self._held_back else knowledge
+
+    def _reason_not_sent(self, said: ProxyKnowledge) -> str | None:
+        values = [torch.from_numpy(one) for one in (said.logits, said.embeddings) if one is not None]
+        reasons = [reason_not_sent(one, self.setting.knowledge_type) for one in values]
+        return next(filter(None, reasons), None)
 
     def _knowledge(self) -> ProxyKnowledge:
         """K_s: L_s and H_s in eval mode."""

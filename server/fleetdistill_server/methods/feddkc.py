@@ -23,7 +23,7 @@ from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
-from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
+from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
@@ -173,6 +173,12 @@ class FedDKCServer(ServerMethod):
     def _answer(self, upload: Upload, cohort: Cohort) -> None:
         """z^S = W^S(H) in eval mode after training; the guard holds back a teacher that is worse than no teacher."""
         logits = self._predict(upload.features)
+        reason = reason_not_sent(logits, self.setting.knowledge_type)
+        if reason:
+            text = f"what the predictor says about the rows of {upload.device} is held back: {reason}"
+            cohort.event("knowledge-left-out", text, upload.device)
+            self._knowledge[upload.device] = (upload.sample_ids, torch.zeros_like(logits), False)
+            return
         labels = upload.labels.cpu()
         teacher = float((logits.argmax(1) == labels).double().mean())
         own = float((upload.logits.cpu().argmax(1) == labels).double().mean())
@@ -198,7 +204,11 @@ class FedDKCServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.predictor.load_state_dict(state["predictor"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._knowledge = {device: (ids, logits, valid) for device, (ids, logits, valid) in state["knowledge"].items()}
+        self._knowledge = {
+            # An earlier version kept what cannot be sent as valid, and its run stopped at the next ask.
+            device: (ids, logits, valid and reason_not_sent(logits, self.setting.knowledge_type) is None)
+            for device, (ids, logits, valid) in state["knowledge"].items()
+        }
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
         return self.predictor, self._feature_shape

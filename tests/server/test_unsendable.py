@@ -1,0 +1,161 @@
+"""What cannot be sent to a device costs that device a round, and never ends a run: all methods, and FedDKC attacked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.answering import AnsweringDevice
+from support.fleets import RUNS, assert_no_upload_lost, prepare, run_in_memory
+from torch import nn
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Parts, RefinedKnowledge
+from fleetdistill.methods import METHODS
+from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.codec import encode
+from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}
+
+
+def poisoned(payload: Any, fits: Callable[[str], bool]) -> Callable[[str], Parts | None]:
+    def parts(device: str) -> Parts | None:
+        own = payload(device) if callable(payload) else payload
+        return own if fits(device) else {**(own or {}), **TOO_LARGE}
+
+    return parts
+
+
+@pytest.mark.parametrize("name", [*sorted(METHODS), "classstats agreeing"])
+def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In round 1 nobody's can, in round 2 all but one device's: of two the quorum wants both, so both fall short."""
+    with pytest.raises(KnowledgeError, match="does not fit float"):
+        encode(TOO_LARGE, np.float16)
+    honest = Cohort.ask
+
+    async def ask(self: Cohort, step: str, payload: Any = None, **how: Any) -> AsyncIterator[DeviceAnswer]:
+        def fits(device: str) -> bool:
+            return self.round > 2 or (self.round == 2 and device == self.devices[0])
+
+        async for answer in honest(self, step, poisoned(payload, fits), **how):
+            yield answer
+
+    monkeypatch.setattr(Cohort, "ask", ask)
+    wanted = RUNS[name]
+    config, specs, work = prepare(wanted, tmp_path / "work")
+    in_float16 = config.contract.model_copy(update={"knowledge_type": "float16"})
+    store = run_in_memory((config.model_copy(update={"contract": in_float16}), specs, work))
+    row = store.run(RUN)
+    assert row is not None
+    assert (row["status"], row["completed_rounds"]) == ("finished", config.run.rounds)
+    rounds = store.rounds(RUN)
+    assert [one["status"] for one in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
+    told = [(one["round"], one["device"]) for one in store.events(RUN, "not-asked")]
+    first, second = json.loads(rounds[0]["cohort"])
+    assert told[:3] == [(1, first), (1, second), (2, second)]
+    assert all("does not fit" in one["text"] for one in store.events(RUN, "not-asked"))
+    assert_no_upload_lost(store)
+    store.close()
+
+
+# --- FedDKC
+
+
+class Loud(AnsweringDevice):
+    """Its features are as large as float16 goes."""
+
+    def _feature_column(self, random: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, 65504, np.float32)
+
+
+def steep_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Of rows as large as float16 goes it says more than float16 holds, and its training comes to nothing finite."""
+    linear = nn.Linear(math.prod(feature_shape), classes)
+    nn.init.uniform_(linear.weight, 0.0, 1.0)
+    return nn.Sequential(nn.Flatten(), linear)
+
+
+def config_for(**run: Any) -> RunConfig:
+    sys.modules["test_unsendable"] = sys.modules[__name__]
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": 3, "min_devices": 3, **run},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float16"},
+            "model": {"server": "test_unsendable:steep_predictor"},
+            "method": {"server_epochs": 1, "teacher_guard": False},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+class Turns:
+    """A waker that lets one device take one step."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        self._devices, self._turn = devices, 0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        self._turn += 1
+        self._devices[self._turn % len(self._devices)].step(0.0)
+
+    def wake_other(self) -> None:
+        """Devices in this process need no wake-up."""
+
+
+def fleet(store: Store, *kinds: type[AnsweringDevice]) -> Turns:
+    desk = Desk(store)
+    return Turns([kind(MemoryLink(desk), RUN, f"d{number}") for number, kind in enumerate(kinds)])
+
+
+def state_of(store: Store) -> dict[str, Any]:
+    state: dict[str, Any] = unpack_state(store.blobs.get_state((store.run(RUN) or {})["checkpoint"]))
+    return state
+
+
+def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
+    store = Store.in_memory()
+    asyncio.run(Engine(store, config_for(), fleet(store, AnsweringDevice, AnsweringDevice, Loud)).run())
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * 3
+    assert {row["device"] for row in store.events(RUN, "knowledge-left-out")} == {"d2"}
+    valid = {device: bool(one[2]) for device, one in state_of(store)["knowledge"].items()}
+    assert valid == {"d0": True, "d1": True, "d2": False}
+    assert {row["status"] for row in store.uploads(RUN)} == {"used"}
+    store.close()
+
+
+@pytest.mark.parametrize("value", [1e6, float("inf"), float("nan")])
+def test_a_run_that_an_earlier_version_stopped_over_it_goes_on(value: float) -> None:
+    store, devices = Store.in_memory(), None
+    devices = fleet(store, AnsweringDevice, AnsweringDevice, AnsweringDevice)
+    asyncio.run(Engine(store, config_for(), devices).run())
+    state = state_of(store)
+    ids, logits, _ = state["knowledge"]["d2"]
+    state["knowledge"]["d2"] = [ids, torch.full_like(logits, value), True]
+    # As that version left it: kept as valid, the next round open, the run stopped after the last of its failures.
+    store.set_checkpoint(RUN, store.blobs.put_state(pack_state(state)))
+    with store.transaction():
+        store._write("UPDATE runs SET completed_rounds = 2 WHERE name = ?", RUN)
+    store.start_round(RUN, ["d0", "d1", "d2"])
+    store.end_run(RUN, "stopped", "the engine failed 6 times at the same point")
+    asyncio.run(Engine(store, config_for(), devices).run())
+    row = store.run(RUN) or {}
+    assert (row["status"], row["completed_rounds"]) == ("finished", 3)
+    assert [one["status"] for one in store.rounds(RUN)] == ["closed"] * 4
+    store.close()
