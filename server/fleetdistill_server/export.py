@@ -12,6 +12,7 @@ from fleetdistill.onnx_file import OnnxReport
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.store import Store
 
 _PARITY_SAMPLES = 64
@@ -32,7 +33,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
 
     row = store.run(run)
     if row is None:
-        raise ConfigurationError(f"there is no run {run!r}")
+        raise ConfigurationError(no_such_run(run, store.run_names()))
     if not row["completed_rounds"]:
         raise ExportError(f"run {run!r} has completed no round yet; there is nothing to export")
     config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})

@@ -24,6 +24,7 @@ from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.blobs import Held
+from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.store import Row, Store
 
 GRACE_SECONDS = 3600.0
@@ -187,7 +188,7 @@ def prune(
     """
     row = store.run(run)
     if row is None:
-        raise ConfigurationError(f"there is no run {run!r}; the store has {', '.join(store.run_names()) or 'none'}")
+        raise ConfigurationError(no_such_run(run, store.run_names()))
     _check_may_go(row, keep_rounds, whole, served)
     grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
     with alone(store):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,10 +25,29 @@ from fleetdistill.methods import config_class
 from fleetdistill.names import NAME
 from fleetdistill_server.limits import Limits
 from fleetdistill_server.security import ENROL_PORT, Tls
+from fleetdistill_server.setting_errors import sentences
 
 
-class _Section(BaseModel):
+class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Section(_Settings):
+    """Of run.toml; methods check their numbers themselves."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _host_and_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    plain = (host.startswith("[") and host.endswith("]")) or ":" not in host
+    if not (host and plain and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("must be host:port, such as 127.0.0.1:50051 or [::1]:50051")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+"""`host:port`; port 0 takes a free one."""
 
 
 class RunSection(_Section):
@@ -99,13 +119,13 @@ class EvaluationSection(_Section):
 class ServerSection(_Section):
     """[server]: where and how the server runs; may change between starts of one run."""
 
-    listen: str = "127.0.0.1:50051"
+    listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     torch_device: str = "auto"
     pki: str = ""
-    enrol_listen: str = ""
+    enrol_listen: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
     certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
     compression: Literal["zstd", "none"] = "zstd"
     keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
@@ -191,13 +211,13 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"[run] method: {error}") from error
     types = get_type_hints(cls)
     known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
-    section = create_model(cls.__name__, __base__=_Section, **known)
+    section = create_model(cls.__name__, __base__=_Settings, **known)
     try:
         # In JSON, where strict takes 1 for a float and not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
         return cls.from_settings(given)
     except ValidationError as error:
-        raise ConfigurationError(_sentence(error, {"method": list(known)}, "method")) from error
+        raise ConfigurationError(sentences(error, {"method": list(known)}, "method")) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"[method] {error}") from error
 
@@ -241,7 +261,7 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     try:
         checked = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(_sentence(error, _SETTINGS)) from error
+        raise ConfigurationError(sentences(error, _SETTINGS)) from error
     checked.method_config().check_rounds(checked.run.rounds)
     return checked
 
@@ -257,19 +277,3 @@ _SETTINGS = {
     "limits": list(LimitsSection.model_fields),
 }
 """Known sections, and the known settings of each."""
-
-
-def _sentence(error: ValidationError, known: Mapping[str, Sequence[str]], section: str = "") -> str:
-    """Says of every problem where it is: `[section] key: what is wrong, got value`."""
-    problems = []
-    for one in error.errors():
-        path = [str(part) for part in (section, *one["loc"]) if part != ""]
-        where = f"[{path[0]}] {'.'.join(path[1:])}".strip()
-        if one["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            what = "setting" if len(path) > 1 else "section"
-            problems.append(f"{where}: unknown {what}; known are {', '.join(known[path[0] if path[1:] else ''])}")
-        elif one["type"] == "missing":
-            problems.append(f"{where}: it is missing")
-        else:
-            problems.append(f"{where}: {one['msg'].removeprefix('Value error, ')}, got {one['input']!r}")
-    return "; ".join(problems)

@@ -20,6 +20,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
+from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.store import Row, Store
 
 UNTIL_STOPPED = "until stopped"
@@ -75,7 +76,7 @@ def run(store: Store, name: str, served: str | None = None) -> View:
     """
     found = {row["name"]: row for row in store.runs()}
     if name not in found:
-        raise ConfigurationError(f"there is no run {name!r}; the store has {', '.join(found) or 'none'}")
+        raise ConfigurationError(no_such_run(name, list(found)))
     told = _Told.by("round", store, name)
     guards, hopes = guards_by_round(store, name), expected(store, name)
     traffic = store.traffic_by_kind(name)
@@ -100,7 +101,7 @@ def devices(store: Store, only: str | None) -> View:
     """Devices of all runs, or of one."""
     names = [row["name"] for row in store.runs() if only in (None, row["name"])]
     if only is not None and not names:
-        raise ConfigurationError(f"there is no run {only!r}")
+        raise ConfigurationError(no_such_run(only, store.run_names()))
     told = {name: _Told.by("device", store, name) for name in names}
     hopes = {name: expected(store, name) for name in names}
     revoked = {row["subject"] for row in store.revocations()}

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
+from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views import UNTIL_STOPPED
@@ -43,8 +44,7 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
     """
     found = store.progress(run, int(seen.get("last event", {}).get("id", 0)))
     if found is None:
-        known = ", ".join(row["name"] for row in store.runs()) or "none"
-        raise ConfigurationError(f"there is no run {run!r}; the store has {known}")
+        raise ConfigurationError(no_such_run(run, store.run_names()))
     for event in found.events:
         seen["last event"] = {"id": event["id"]}
     rows = [("step", row) for row in found.steps] + [("round", row) for row in found.rounds] + [("run", found.run)]

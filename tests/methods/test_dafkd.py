@@ -836,14 +836,14 @@ def test_the_global_model_exports(tmp_path: Path) -> None:
     ("settings", "sentence"),
     [
         ({"generator_level": "feature", "sharing": False}, "feature-level generator needs sharing"),
-        ({"discriminator_location": "cloud"}, "unknown discriminator_location 'cloud', expected server or device"),
+        ({"discriminator_location": "cloud"}, "unknown discriminator_location 'cloud', expected one of server, device"),
         ({"upload_model": False}, "upload_model=false needs device-side importance and ensemble_space='probs'"),
         (
             {"upload_model": False, "discriminator_location": "device", "ensemble_space": "logits"},
             "upload_model=false needs device-side importance and ensemble_space='probs'",
         ),
         ({"discriminator_location": "device", "ensemble_space": "logits"}, "use ensemble_space='probs'"),
-        ({"sync": "later"}, "unknown sync 'later', expected lagged or exact"),
+        ({"sync": "later"}, "unknown sync 'later', expected one of lagged, exact"),
         ({"generator_level": "pixel"}, "unknown generator_level"),
         ({"generator_loss": "hinge"}, "unknown generator_loss"),
         ({"aggregation": "median"}, "unknown aggregation"),

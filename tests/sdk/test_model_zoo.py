@@ -146,11 +146,13 @@ def test_wrong_options_are_refused_with_a_sentence(options, sentence):
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(
-        ConfigurationError, match=r"unknown device model 'resnet3'; use one of .*digits_cnn_large, .*resnet6"
+        ConfigurationError,
+        match=r"unknown device model 'resnet3'; did you mean 'resnet6'. .*digits_cnn_large, .*resnet6",
     ):
         build_model("resnet3")
     with pytest.raises(
-        ConfigurationError, match=r"unknown server model 'resnet12'; use one of digits_server, resnet20"
+        ConfigurationError,
+        match=r"unknown server model 'resnet12'; did you mean 'resnet20'. Expected one of digits_server",
     ):
         build_server_model("resnet12")
 

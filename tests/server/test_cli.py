@@ -291,7 +291,7 @@ def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> No
 def test_an_unknown_name_is_a_sentence_with_the_known_ones(option: str, value: str, tmp_path: Path) -> None:
     said = sentence("simulate", *SMALL, option, value, "--out", tmp_path)
     assert repr(value) in said or f" {value}" in said
-    assert any(word in said for word in ("expected one of", "known are", "use one of", "must be"))
+    assert any(word in said for word in ("xpected one of", "must be"))
 
 
 def test_simulate_leaves_a_folder_alone_that_is_not_its_own(tmp_path: Path) -> None:

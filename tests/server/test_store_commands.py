@@ -115,6 +115,12 @@ def test_prune_refuses_with_a_sentence(directory: Path, arguments: tuple[str, ..
     assert said in told
 
 
+@pytest.mark.parametrize("command", [("show",), ("watch",), ("prune",)])
+def test_a_run_that_is_mistyped_is_guessed(directory: Path, command: tuple[str, ...]) -> None:
+    code, told = call("runs", *command, "digist", "--store", str(directory))
+    assert (code, told) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits\n")
+
+
 def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "4 payloads and the database" in said) == (0, True)

@@ -216,7 +216,7 @@ class TestDownload:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match="unknown data set 'svhn'; known are digits, fashion-mnist, mnist, cifar10"):
+    with pytest.raises(DataError, match="unknown data set 'svhn', expected one of digits, fashion-mnist, mnist"):
         load_dataset("svhn")
 
 

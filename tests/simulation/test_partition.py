@@ -344,7 +344,7 @@ class TestArguments:
             iid(labels, 1, 0)
 
     def test_unknown_names_list_the_known_ones(self) -> None:
-        with pytest.raises(ConfigurationError, match="unknown partition 'pieces'; known are iid, dirichlet_by_class"):
+        with pytest.raises(ConfigurationError, match="unknown partition 'pieces', expected one of iid, dirichlet"):
             partition("pieces", TEN_BY_100, 5, 0)
         with pytest.raises(ConfigurationError, match="unexpected keyword argument 'alfa'"):
             partition("dirichlet_by_class", TEN_BY_100, 5, 0, alpha=1.0, alfa=1.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Plan
 from fleetdistill.methods.local import LocalTraining
+from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
@@ -99,8 +100,7 @@ def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:
     if method in _registered:
         return _registered[method]
     if method not in METHODS:
-        known = ", ".join(sorted({*METHODS, *_registered}))
-        raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
+        raise ConfigurationError(unknown_name("method", method, sorted({*METHODS, *_registered})))
     config, device = METHODS[method]
     module = import_module(f"fleetdistill.methods.{method}")
     return getattr(module, config), getattr(module, device)

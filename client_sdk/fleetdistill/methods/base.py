@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import Kind, Metric, Parts
-from fleetdistill.names import USUAL_PREDICTOR
+from fleetdistill.names import USUAL_PREDICTOR, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"),
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:
     """Raises ConfigurationError unless `value` is one of `known`."""
     if value not in known:
-        raise ConfigurationError(f"unknown {name} {value!r}, expected one of {', '.join(known)}")
+        raise ConfigurationError(unknown_name(name, value, known))
 
 
 def check_share(name: str, value: float) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.errors import WireError
 from fleetdistill.knowledge import Array, ProxyKnowledge
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, check_range
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
 
@@ -99,8 +99,7 @@ class CDKTConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {', '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         for name in ("alpha", "beta", "control_weight"):
             check_range(name, getattr(self, name), 0)
         for name in ("temperature", "server_learning_rate"):

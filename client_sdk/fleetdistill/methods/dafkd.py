@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Plan, WeightedPredictions
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.models import GENERATORS
+from fleetdistill.names import unknown_name
 from fleetdistill.portable_noise import portable_noise
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class DaFKDConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected {' or '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         self._check_ranges()
         self._check_variant()
 
@@ -129,8 +129,7 @@ class DaFKDConfig(LocalTraining):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0)
         if self.generator is not None and self.generator not in GENERATORS:
-            known = ", ".join(sorted(GENERATORS))
-            raise ConfigurationError(f"unknown generator {self.generator!r}, expected one of {known}")
+            raise ConfigurationError(unknown_name("generator", self.generator, sorted(GENERATORS)))
 
     def _check_variant(self) -> None:
         on_device = self.discriminator_location == "device"

@@ -17,7 +17,7 @@ import numpy as np
 
 from fleetdistill.errors import ConfigurationError, ModelError
 from fleetdistill.knowledge import Array, ModelParameters, Plan, RefinedKnowledge, SampleKnowledge, rows_by_id
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ class FedD2SConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in (("steps", STEPS), ("s2c_mode", S2C_MODES), ("distance", DISTANCES), ("average", AVERAGES)):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected {' or '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         check_range("drop_every", self.drop_every, 1)
         check_range("temperature", self.temperature, 0, open_low=True)
         check_range("warmup_epochs", self.warmup_epochs, 0)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array, RefinedKnowledge, SampleKnowledge, rows_by_id
-from fleetdistill.methods.base import CUT, Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import CUT, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.feddkc_ranges import (
     check_epsilon,
     check_kernel_name,
@@ -79,12 +78,8 @@ class FedDKCConfig(LocalTraining):
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
-        if self.refinement not in REFINEMENTS:
-            raise ConfigurationError(
-                f"unknown refinement {self.refinement!r}, expected one of {', '.join(REFINEMENTS)}"
-            )
-        if self.server_order not in SERVER_ORDERS:
-            raise ConfigurationError(f"unknown server_order {self.server_order!r}, expected mixed or sequential")
+        check_choice("refinement", self.refinement, REFINEMENTS)
+        check_choice("server_order", self.server_order, SERVER_ORDERS)
         check_kernel_name(self.kernel)
         check_epsilon(self.epsilon)
         for name in ("refine_temperature", "temperature", "server_learning_rate"):

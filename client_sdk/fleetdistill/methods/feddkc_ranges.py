@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.names import unknown_name
 
 KERNELS = ("exp", "linear", "softplus", "sigmoid", "quadratic")
 """Names that KKR's `kernel` setting takes: e^x, x + 1, ln(1 + e^x), 1 / (1 + e^-x), 1 + x²."""
@@ -68,4 +69,4 @@ def check_kernel_name(kernel: str) -> None:
         ConfigurationError: The name is not one of `KERNELS`.
     """
     if kernel not in KERNELS:
-        raise ConfigurationError(f"unknown kernel {kernel!r}, expected one of {', '.join(KERNELS)}")
+        raise ConfigurationError(unknown_name("kernel", kernel, KERNELS))

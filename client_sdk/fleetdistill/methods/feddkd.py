@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.errors import CannotAnswer, ConfigurationError, ModelError
+from fleetdistill.errors import CannotAnswer, ModelError
 from fleetdistill.knowledge import DistillationGradient, ModelParameters, Plan
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range, check_share
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range, check_share
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class FedDKDConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}, expected one of {', '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         for name in ("learning_rate_round_decay", "dkd_lr_round_decay", "dkd_lr_step_decay"):
             check_share(name, getattr(self, name))
         for name in ("dkd_lr", "dkd_max_norm", "temperature"):

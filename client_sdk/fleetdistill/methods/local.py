@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range, check_share
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ class LocalTraining:
     robust: str = "gross"
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigurationError(f"unknown optimizer {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_range("learning_rate", self.learning_rate, 0, open_low=True)
         check_range("weight_decay", self.weight_decay, 0)
         check_range("momentum", self.momentum, 0, 1)

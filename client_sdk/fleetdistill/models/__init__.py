@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +87,7 @@ def build_generator(name: str, **options: Any) -> NoiseGenerator:
         ConfigurationError: Unknown name, or options that make no generator.
     """
     if name not in GENERATORS:
-        raise ConfigurationError(f"unknown generator {name!r}, expected one of {', '.join(sorted(GENERATORS))}")
+        raise ConfigurationError(unknown_name("generator", name, sorted(GENERATORS)))
     return build(GENERATORS, "generator", name, options)  # type: ignore[return-value]  # the table's are of this class
 
 
@@ -114,9 +115,7 @@ def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[
     """
     module_name, colon, factory_name = table.get(name_or_path, name_or_path).partition(":")
     if not (colon and module_name and factory_name):
-        raise ConfigurationError(
-            f"unknown {kind} {name_or_path!r}; use one of {', '.join(sorted(table))}, or package.module:factory"
-        )
+        raise ConfigurationError(f"{unknown_name(kind, name_or_path, sorted(table))}, or package.module:factory")
     try:
         factory = getattr(import_module(module_name), factory_name, None)
     except Exception as error:  # a module of the app's own may fail in any way while it is imported

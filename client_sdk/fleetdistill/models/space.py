@@ -19,6 +19,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.models.shapes import checked_classes
+from fleetdistill.names import unknown_name
 
 MakePredictor = Callable[[int, int], nn.Module]
 """(q, C) -> a module from coordinates `[batch, q]` to logits `[batch, C]`."""
@@ -52,9 +53,7 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
         hidden = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         made = nn.Sequential(*hidden, nn.Linear(widths[-1], checked_classes(classes)))
     else:
-        raise ConfigurationError(
-            f"unknown predictor {wanted!r}, expected one of {', '.join(PREDICTORS)}, or a function"
-        )
+        raise ConfigurationError(f"{unknown_name('predictor', wanted, PREDICTORS)}, or a function")
     with torch.no_grad():
         shape = tuple(made.eval()(torch.zeros(2, inputs)).shape)
     if shape != (2, classes):

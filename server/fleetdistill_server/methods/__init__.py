@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
     from fleetdistill_server.methods.base import ServerMethod
@@ -50,7 +51,6 @@ def _usual_class(method: str) -> type[ServerMethod]:
     if method in _registered:
         return _registered[method]
     if method not in SERVER_METHODS:
-        known = ", ".join(sorted({*SERVER_METHODS, *_registered}))
-        raise ConfigurationError(f"unknown method {method!r}, expected one of {known}")
+        raise ConfigurationError(unknown_name("method", method, sorted({*SERVER_METHODS, *_registered})))
     module = import_module(f"fleetdistill_server.methods.{method}")
     return getattr(module, SERVER_METHODS[method])  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.names import unknown_name
 from fleetdistill_server.simulation.partition import largest_remainder
 
 _DIGITS = tuple("0123456789")
@@ -150,7 +151,7 @@ def _known_name(name: str) -> str:
     plain = {known.replace("-", ""): known for known in DATASETS}
     found = plain.get(name.lower().replace("-", "").replace("_", ""))
     if found is None:
-        raise DataError(f"unknown data set {name!r}; known are {', '.join(DATASETS)}")
+        raise DataError(unknown_name("data set", name, DATASETS))
     return found
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.names import unknown_name
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -364,7 +365,7 @@ def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **param
 
 def _known(kind: str) -> Callable[..., Partition]:
     if kind not in PARTITIONS:
-        raise ConfigurationError(f"unknown partition {kind!r}; known are {', '.join(PARTITIONS)}")
+        raise ConfigurationError(unknown_name("partition", kind, PARTITIONS))
     return PARTITIONS[kind]
 
 

@@ -1,0 +1,105 @@
+"""What is wrong with settings, in our words: of every error that Pydantic finds in run.toml or in [method]."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from fleetdistill.names import NAME_RULE, did_you_mean
+
+_LONGEST_VALUE = 80
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_BRANCHES = ("int", "float", "str", "bool")
+"""How Pydantic names the branch of a union at the end of a setting's place."""
+
+_WHOLE, _NUMBER, _TEXT = "a whole number", "a number", "text in quotes"
+EXPECTED: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda of: _WHOLE,
+    "int_from_float": lambda of: _WHOLE,
+    "int_parsing_size": lambda of: f"{_WHOLE} of fewer digits",
+    "float_type": lambda of: _NUMBER,
+    "finite_number": lambda of: "a finite number",
+    "string_type": lambda of: _TEXT,
+    "bool_type": lambda of: "true or false",
+    "list_type": lambda of: "a list",
+    "dict_type": lambda of: "a section of settings",
+    "model_type": lambda of: "a section of settings",
+    "greater_than": lambda of: f"above {of['gt']:g}",
+    "greater_than_equal": lambda of: f"at least {of['ge']}",
+    "less_than": lambda of: f"below {of['lt']}",
+    "less_than_equal": lambda of: f"at most {of['le']}",
+    "too_short": lambda of: f"a list of at least {of['min_length']}",
+    "string_too_long": lambda of: f"at most {of['max_length']} characters",
+    "string_pattern_mismatch": lambda of: NAME_RULE,  # a name's is the only pattern
+    "literal_error": lambda of: str(of["expected"]),
+    "value_error": lambda of: str(of["error"]).removeprefix("must be "),
+}
+"""What a setting must be, by the type of Pydantic's error and its context."""
+
+
+def sentences(error: ValidationError, known: Mapping[str, Sequence[str]], section: str = "") -> str:
+    """Says of every problem where it is, what is wrong and what was expected.
+
+    Args:
+        error: What Pydantic found.
+        known: Settings of each section; the sections under "".
+        section: Where all of it is, for the settings of a method.
+    """
+    problems: dict[str, list[ErrorDetails]] = {}
+    for one in error.errors():
+        problems.setdefault(_where(one, section), []).append(one)
+    return "; ".join(_sentence(where, ones, known, section) for where, ones in problems.items())
+
+
+def _sentence(where: str, found: Sequence[ErrorDetails], known: Mapping[str, Sequence[str]], section: str) -> str:
+    first = found[0]
+    path = _path(first, section)
+    if first["type"] in _UNKNOWN:
+        return f"{where}: {_unknown(path, known)}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    expected = " or ".join(dict.fromkeys(_expected(one) for one in found))
+    if first["type"] == "value_error" and len(path) == 1:
+        return f"{where}: {expected}"  # of the section as a whole: its settings are no help
+    value = first["input"]
+    close = did_you_mean(value, _choices(first)) if isinstance(value, str) else ""
+    return f"{where} is {_shown(value)}, must be {expected}{close}"
+
+
+def _unknown(path: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
+    """A key that is not known: the section where it is, or one that is close, and what there is."""
+    what, there = ("setting", known[path[0]]) if path[1:] else ("section", known[""])
+    elsewhere = [name for name, keys in known.items() if path[-1] in keys and name]
+    hint = f"; it belongs to [{elsewhere[0]}]." if path[1:] and elsewhere else did_you_mean(path[-1], there)
+    return f"unknown {what}{f'{hint} Known' if hint else '; known'} are {', '.join(there)}"
+
+
+def _expected(one: ErrorDetails) -> str:
+    say = EXPECTED.get(one["type"])
+    return say(one.get("ctx", {})) if say else "of another kind"
+
+
+def _choices(one: ErrorDetails) -> list[str]:
+    expected = one["ctx"]["expected"] if one["type"] == "literal_error" else ""
+    return re.findall(r"'([^']*)'", expected)
+
+
+def _path(one: ErrorDetails, section: str) -> list[str]:
+    path = [str(part) for part in (section, *one["loc"]) if part != ""]
+    return path[:-1] if len(path) > 2 and path[-1] in _BRANCHES else path
+
+
+def _where(one: ErrorDetails, section: str) -> str:
+    path = _path(one, section)
+    return f"[{path[0]}] {'.'.join(path[1:])}".strip()
+
+
+def _shown(value: object) -> str:
+    """A value as TOML has it, or nearly; of a long one the beginning."""
+    text = "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
