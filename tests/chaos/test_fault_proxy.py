@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy, Kind, Way, seeded_faults
+from support.processes import PATIENCE_SECONDS
 
 DATA = bytes(range(256)) * 40
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -66,7 +67,7 @@ async def exchange(proxy: FaultProxy, data: bytes = DATA) -> bytes:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from support.processes import peak_memory
+from support.processes import PATIENCE_SECONDS, peak_memory
 from support.secured import SecuredFront, device_credentials, make_pki, person_credentials, secured_front
 from wire_samples import make_identity, make_profile
 
@@ -30,7 +30,7 @@ from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.pki import Authority, Role
 from fleetdistill_server.store import Store
 
-_SECONDS = 30.0
+_SECONDS = PATIENCE_SECONDS
 # gRPC's own, before our code is asked: a message over 4 MiB.
 _OF_GRPC = {"RESOURCE_EXHAUSTED"}
 # It goes on for as long as the run does, so the caller ends it.

@@ -16,7 +16,7 @@ from fuzz.run import MOST_GROWTH, fuzz_in_process, fuzz_sockets
 from fuzz.specimens import specimens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes import own_peak_memory
+from support.processes import PATIENCE_SECONDS, own_peak_memory
 
 from fleetdistill.wire.codec import KINDS
 from fleetdistill_server import ingest
@@ -133,7 +133,7 @@ def test_the_decoder_under_atheris(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="atheris exists for Linux on x86-64 only")
     script = Path(__file__).with_name("decoder.py")
     command = [sys.executable, str(script), str(tmp_path), "-runs=3000", "-seed=1", "-max_len=4096"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=_environment())
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Done 3000 runs" in done.stderr
 

@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn
 
 from fleetdistill import Device
@@ -84,10 +85,10 @@ def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
     server = started(folder, "-c", "from fleetdistill_server.cli import app; app()", "serve", "run.toml")
     try:
         devices = [started(folder, "app.py", str(part)) for part in range(3)]
-        said = [device.communicate(timeout=300)[0] for device in devices]
+        said = [device.communicate(timeout=PATIENCE_SECONDS)[0] for device in devices]
     finally:
         server.send_signal(signal.SIGINT)
-        server.communicate(timeout=60)
+        server.communicate(timeout=PATIENCE_SECONDS)
     assert [device.returncode for device in devices] == [0, 0, 0], said
     assert all(text.endswith("\nown general personal\n") for text in said)
     inputs = np.random.default_rng(0).random((3, 3, 32, 32), dtype=np.float32)

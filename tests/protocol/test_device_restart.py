@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.live_front import RUN, Client, LiveFront, open_round, write_asks
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 from support.small_device import Events, small_device
 from wire_samples import data_of, make_payload
 
@@ -63,7 +63,9 @@ def run_and_die(function: str, *arguments: object) -> None:
     code = f"from protocol import test_device_restart as own; own.{function}({', '.join(map(repr, arguments))})"
     paths = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in (".", "../client_sdk", "../server"))
     environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 

@@ -31,7 +31,7 @@ from support.live_front import (
     upload_name,
     write_asks,
 )
-from support.processes import peak_memory, wait_until
+from support.processes import PATIENCE_SECONDS, peak_memory, wait_until
 from wire_samples import data_of, in_pieces, make_chunk, make_payload, make_profile
 
 from fleetdistill.wire import payload as wire
@@ -43,7 +43,8 @@ from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends
 
 PIECE = 64
-LONG_WAIT = 30.0
+LONG_WAIT = 60.0
+LEASE = 6.0  # more than a busy machine holds anything up
 WIDE = (64, 64)
 
 
@@ -68,7 +69,9 @@ def uploads_of(store: Store, client: Client) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("service", ["", "fleetdistill.wire.v1.DeviceService"])
 def test_health_says_serving(front: LiveFront, service: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{front.port}") as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_SECONDS
+        )
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -77,7 +80,7 @@ def test_health_says_serving(front: LiveFront, service: str) -> None:
 
 def test_without_a_profile_check_in_only_tells_the_contract(front: LiveFront, store: Store) -> None:
     with client_of(front, "curious") as client:
-        response = client.stub.CheckIn(service_pb2.CheckInRequest(identity=client.identity), timeout=30)
+        response = client.stub.CheckIn(service_pb2.CheckInRequest(identity=client.identity), timeout=PATIENCE_SECONDS)
     assert response.contract.run == RUN
     assert response.secret == b""
     assert store.device(RUN, "curious") is None
@@ -86,18 +89,18 @@ def test_without_a_profile_check_in_only_tells_the_contract(front: LiveFront, st
 def test_the_only_run_need_not_be_named(front: LiveFront) -> None:
     with client_of(front) as client:
         identity = service_pb2.Identity(device="nameless")
-        response = client.stub.CheckIn(service_pb2.CheckInRequest(identity=identity), timeout=30)
+        response = client.stub.CheckIn(service_pb2.CheckInRequest(identity=identity), timeout=PATIENCE_SECONDS)
     assert response.contract.run == RUN
 
 
 def test_check_in_gives_a_new_device_its_secret_once(front: LiveFront, store: Store) -> None:
     with client_of(front, "newcomer") as client:
         first = client.stub.CheckIn(
-            service_pb2.CheckInRequest(identity=client.identity, profile=make_profile()), timeout=30
+            service_pb2.CheckInRequest(identity=client.identity, profile=make_profile()), timeout=PATIENCE_SECONDS
         )
         client.secret = first.secret
         again = client.stub.CheckIn(
-            service_pb2.CheckInRequest(identity=client.identity, profile=make_profile()), timeout=30
+            service_pb2.CheckInRequest(identity=client.identity, profile=make_profile()), timeout=PATIENCE_SECONDS
         )
     assert len(first.secret) == 32
     assert again.secret == b""
@@ -140,8 +143,8 @@ def test_no_call_works_with_a_wrong_secret(client: Client, store: Store, secret:
         lambda: client.status(name),
         lambda: client.upload(name, make_payload()),
         lambda: client.download(b"0" * 32),
-        lambda: client.stub.Heartbeat(service_pb2.HeartbeatRequest(identity=client.identity), timeout=30),
-        lambda: client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=30),
+        lambda: client.stub.Heartbeat(service_pb2.HeartbeatRequest(identity=client.identity), timeout=PATIENCE_SECONDS),
+        lambda: client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=PATIENCE_SECONDS),
     ]
     for call in calls:
         with refused() as found:
@@ -154,7 +157,7 @@ def test_no_call_works_with_a_wrong_secret(client: Client, store: Store, secret:
 def test_a_run_that_is_not_there_is_named(front: LiveFront) -> None:
     with client_of(front) as client, refused() as found:
         identity = service_pb2.Identity(run="elsewhere", device="d1")
-        client.stub.CheckIn(service_pb2.CheckInRequest(identity=identity), timeout=30)
+        client.stub.CheckIn(service_pb2.CheckInRequest(identity=identity), timeout=PATIENCE_SECONDS)
     assert (found[0].status, found[0].reason) == (grpc.StatusCode.NOT_FOUND, "unknown-run")
     assert "elsewhere" in found[0].text
 
@@ -199,7 +202,7 @@ def test_a_waiting_device_is_woken_through_the_pipe(client: Client, store: Store
 def test_a_device_that_names_no_run_is_woken_too(client: Client, store: Store, pipes: tuple[Ends, Ends]) -> None:
     identity = service_pb2.Identity(device=client.device, secret=client.secret)
     request = service_pb2.NextAskRequest(identity=identity, wait_seconds=LONG_WAIT)
-    waiting = client.stub.NextAsk.future(request, timeout=60)
+    waiting = client.stub.NextAsk.future(request, timeout=PATIENCE_SECONDS)
     time.sleep(0.3)
     assert not waiting.done()
     began = time.monotonic()
@@ -243,11 +246,11 @@ def test_a_senseless_wait_hurts_nobody(client: Client, front: LiveFront, store: 
 
 def test_a_device_that_waits_for_work_is_not_taken_for_gone(tmp_path: Path) -> None:
     store = prepare_store(tmp_path)
-    with live_front(tmp_path, lease_seconds=2.0) as front, client_of(front) as client:
+    with live_front(tmp_path, lease_seconds=LEASE) as front, client_of(front) as client:
         client.check_in()
-        until = time.monotonic() + 5
+        until = time.monotonic() + 1.5 * LEASE
         while time.monotonic() < until:
-            client.next_ask(20.0)
+            client.next_ask(2 * LEASE)
     assert store.events(RUN, "lease-ended") == []
     store.close()
 
@@ -265,7 +268,7 @@ def test_a_silent_device_is_gone_and_comes_back_with_its_next_call(tmp_path: Pat
 
 def test_leaving_closes_the_ask(client: Client, store: Store) -> None:
     name = ask(store, client)
-    client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=30)
+    client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=PATIENCE_SECONDS)
     row = store.ask(RUN, name.round, 1, client.device)
     assert row is not None
     assert (row["status"], row["reason"]) == ("out", "device left")
@@ -275,9 +278,9 @@ def test_leaving_closes_the_ask(client: Client, store: Store) -> None:
 def test_a_heartbeat_says_whether_the_work_is_still_wanted(client: Client, store: Store) -> None:
     beat = service_pb2.HeartbeatRequest(identity=client.identity)
     name = ask(store, client)
-    assert client.stub.Heartbeat(beat, timeout=30).ask_open
+    assert client.stub.Heartbeat(beat, timeout=PATIENCE_SECONDS).ask_open
     store.close_short_round(RUN, name.round, "nobody answered")
-    assert not client.stub.Heartbeat(beat, timeout=30).ask_open
+    assert not client.stub.Heartbeat(beat, timeout=PATIENCE_SECONDS).ask_open
 
 
 def test_the_end_of_the_run_ends_the_wait(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_a_later_attempt_gets_the_first_ones_receipt(client: Client, store: Stor
 def test_an_upload_goes_on_where_a_cancelled_stream_stopped(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=50)
     begin = [client.header(name, payload), *as_messages(in_pieces(payload, PIECE)[:10])]
-    stream = client.stub.Upload.future(itertools.chain(begin, hold()), timeout=60)
+    stream = client.stub.Upload.future(itertools.chain(begin, hold()), timeout=PATIENCE_SECONDS)
     # The front writes through a buffer, so that a part of what it took may not be seen from outside yet.
     time.sleep(0.5)
     stream.cancel()
@@ -454,7 +457,7 @@ def test_a_stream_that_ends_early_keeps_what_it_brought(client: Client, store: S
 def test_two_streams_of_one_upload_end_in_one_receipt(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=50)
     begin = [client.header(name, payload), *as_messages(in_pieces(payload, PIECE)[:10])]
-    older = client.stub.Upload.future(itertools.chain(begin, hold()), timeout=60)
+    older = client.stub.Upload.future(itertools.chain(begin, hold()), timeout=PATIENCE_SECONDS)
     time.sleep(0.5)
     with refused() as found:  # the newest stream wins, and is told what the older one brought
         client.upload(name, payload)
@@ -484,7 +487,7 @@ def test_a_chunk_over_1_mib_is_refused(client: Client, store: Store) -> None:
 def test_bytes_that_are_no_message_leave_the_front_alive(client: Client, front: LiveFront, garbage: bytes) -> None:
     call = client.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload")
     with refused():
-        call(iter([garbage]), timeout=30)
+        call(iter([garbage]), timeout=PATIENCE_SECONDS)
     assert client.next_ask(0.0).WhichOneof("next") == "come_back"
 
 
@@ -505,7 +508,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
         def feed(self, chunk: object) -> None: ...
 
         def abandon(self) -> None:
-            synced.wait(5)
+            synced.wait(PATIENCE_SECONDS)
             abandoned.set()
 
     class SlowDesk:
@@ -516,7 +519,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
     async def messages() -> AsyncIterator[service_pb2.UploadRequest]:
         yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
         yield service_pb2.UploadRequest(chunk=make_chunk(0, 0, b"a"))
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def break_one() -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -531,7 +534,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
             assert not abandoned.is_set()
             synced.set()
 
-    asyncio.run(asyncio.wait_for(break_one(), 30))
+    asyncio.run(asyncio.wait_for(break_one(), PATIENCE_SECONDS))
     assert abandoned.is_set()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.live_front import RUN, live_front, open_round, write_asks
+from support.processes import PATIENCE_SECONDS
 from wire_samples import data_of, make_contract, make_identity, make_knowledge, make_profile
 
 from fleetdistill.knowledge import Plan
@@ -167,7 +168,7 @@ def test_reflection_lists_the_services_and_their_messages(tmp_path: Path) -> Non
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol="fleetdistill.wire.v1.DeviceService"),
         ]
-        listed, described = stub.ServerReflectionInfo(iter(requests), timeout=60)
+        listed, described = stub.ServerReflectionInfo(iter(requests), timeout=PATIENCE_SECONDS)
     assert {one.name for one in listed.list_services_response.service} >= {
         "fleetdistill.wire.v1.DeviceService",
         "grpc.health.v1.Health",

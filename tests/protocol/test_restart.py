@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.live_front import RUN, Client, LiveFront, as_messages, open_round, upload_name, write_asks
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 from wire_samples import data_of, make_payload
 
 from fleetdistill.grpc_link import GrpcLink
@@ -126,10 +126,12 @@ class stream:
 
     def __init__(self, client: Client, messages: list[service_pb2.UploadRequest], keep_open: bool = True) -> None:
         self._over = threading.Event()
-        self._call = client.stub.Upload.future(itertools.chain(messages, self._hold() if keep_open else ()), timeout=60)
+        self._call = client.stub.Upload.future(
+            itertools.chain(messages, self._hold() if keep_open else ()), timeout=PATIENCE_SECONDS
+        )
 
     def _hold(self) -> Iterator[service_pb2.UploadRequest]:
-        self._over.wait(60)
+        self._over.wait(PATIENCE_SECONDS)
         yield from ()
 
     def __enter__(self) -> Any:

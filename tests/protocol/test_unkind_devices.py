@@ -19,7 +19,7 @@ import pytest
 from support.answering import AnsweringDevice, AnsweringFleet
 from support.fleets import assert_no_upload_lost
 from support.live_front import live_front
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
@@ -84,7 +84,7 @@ class ThirdDevice(AnsweringDevice):
 
     def raw(self, messages: Iterator[bytes]) -> None:
         """Any bytes as an upload."""
-        self.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload")(messages, timeout=30)
+        self.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload")(messages, timeout=PATIENCE_SECONDS)
 
     def good(self, ask: service_pb2.Ask) -> Payload:
         return self._knowledge(ask.seed)
@@ -116,9 +116,11 @@ def dies_in_its_upload(device: ThirdDevice, ask: service_pb2.Ask) -> None:
         yield service_pb2.UploadRequest(header=header).SerializeToString()
         first = next(wire.chunks(payload.source, payload.slots))
         yield framed(first)
-        over.wait(30)
+        over.wait(PATIENCE_SECONDS)
 
-    call = device.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload").future(messages(), timeout=30)
+    call = device.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload").future(
+        messages(), timeout=PATIENCE_SECONDS
+    )
     wait_until(lambda: device.link.upload_status(device.identity, device.name(ask)).next_byte, "a staged byte")
     call.cancel()
     over.set()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from support.forked import Forked, Pipe
+from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Device, Event, failpoints
 from fleetdistill import device as sdk
@@ -202,7 +203,7 @@ class SmallRun:
     processes: dict[str, Forked]
     points: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def finish(self, seconds: float = 120.0) -> None:
+    def finish(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Runs to the end; whoever dies of a failpoint is started again at once."""
         until = time.monotonic() + seconds
         while not self._is_over():

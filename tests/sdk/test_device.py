@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from support.processes import PATIENCE_SECONDS
 from torch import nn
 
 from fleetdistill import Device, Event, Step, failpoints
@@ -1016,7 +1017,7 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
 
         def next_ask(self, identity: Any, wait_seconds: float) -> Any:
             self.asked.set()
-            assert self.interrupted.wait(30), "nobody interrupted the poll"
+            assert self.interrupted.wait(PATIENCE_SECONDS), "nobody interrupted the poll"
             raise LinkError("the question for work was cancelled")
 
         def interrupt(self) -> None:
@@ -1026,9 +1027,9 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
     with make_device(fleet, tmp_path, events, link=Waiting(fleet.desk)) as device:
         running = threading.Thread(target=device.run)
         running.start()
-        assert Waiting.asked.wait(30)
+        assert Waiting.asked.wait(PATIENCE_SECONDS)
         device.stop()
-        running.join(30)
+        running.join(PATIENCE_SECONDS)
         assert not running.is_alive()
     assert "lost-contact" not in events.kinds()
 

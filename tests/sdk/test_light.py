@@ -25,7 +25,7 @@ import torch
 from numpy.testing import assert_allclose
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.class_space import make_space
@@ -241,7 +241,7 @@ def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
     specs = [spec_of("twin", digits(0), tmp_path), spec_of("other", digits(1), tmp_path)]
     with serving(tmp_path, min_devices=3) as port, device_processes(specs, port) as processes:
         light = start_light(own, port)
-        assert [process.wait(120) for process in (light, *processes)] == [0, 0, 0]
+        assert [process.wait(PATIENCE_SECONDS) for process in (light, *processes)] == [0, 0, 0]
     assert not set(json.loads((own / "modules.json").read_text())) & {"torch", "onnx", "safetensors"}
     _, spaces, _ = unpack_answers((own / "state/state.safetensors").read_bytes())
     for spec in specs:
@@ -282,8 +282,8 @@ def test_killed_at_any_moment_it_goes_on_from_its_directory(point: str, tmp_path
     own = save(digits(0), tmp_path / "light")
     with serving(tmp_path) as port:
         killed = start_light(own, port, **{VARIABLE: point})
-        assert killed.wait(60) == -signal.SIGKILL
-        assert start_light(own, port).wait(60) == 0
+        assert killed.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+        assert start_light(own, port).wait(PATIENCE_SECONDS) == 0
     kinds = [kind for kind, _, _ in events_in(own)]
     assert kinds.count("extractor") == 1, "the file is kept, and fetched once"
     begun = [text for kind, _, text in events_in(own) if kind == "ask" and text.startswith("round")]
@@ -299,7 +299,7 @@ def test_the_example_runs_without_torch(tmp_path: Path) -> None:
     with serving(tmp_path) as port:
         own = ["--server", f"127.0.0.1:{port}", "--state-dir", str(tmp_path / "pi"), "--part", "0/3"]
         command = [sys.executable, "-c", code, *own]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "delivered" in done.stdout
     known = re.findall(r"the (\w+) answer knows ([\d.]+)%", done.stdout)

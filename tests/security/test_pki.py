@@ -15,7 +15,7 @@ from click.testing import Result
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from support.live_front import RUN, prepare_store
-from support.processes import children, wait_until
+from support.processes import PATIENCE_SECONDS, children, wait_until
 from support.secured import device_credentials, make_pki, secured_front
 from typer.testing import CliRunner
 
@@ -333,7 +333,7 @@ def test_serve_speaks_tls_on_every_address_and_keeps_its_ports(tmp_path: Path) -
             wait_until(lambda: fleetdistill(*viewer).exit_code == 0, "the same port")
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
             _, errors = process.communicate()
     assert "warning" not in errors
 

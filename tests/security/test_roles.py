@@ -362,7 +362,7 @@ def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) ->
 
         def messages() -> Iterator[service_pb2.UploadRequest]:
             yield from pieces[:4]
-            wait_until(lambda: stub.UploadStatus(status, timeout=CALL_SECONDS).next_byte > 0, "the first pieces", 20)
+            wait_until(lambda: stub.UploadStatus(status, timeout=CALL_SECONDS).next_byte > 0, "the first pieces")
             revoke_device(world.store, "uploading", "stolen")
             yield from pieces[4:]
 

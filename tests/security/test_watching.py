@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.live_front import RUN, prepare_store, write_asks
+from support.processes import PATIENCE_SECONDS
 from support.secured import make_pki, secured_front
 from typer.testing import CliRunner
 
@@ -96,9 +97,7 @@ def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["the run", "Ctrl-C"])
 def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) -> None:
-    # A test run in the background of a script has SIGINT ignored, and its children inherit that.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{heard}; import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
+    code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
     command = [sys.executable, "-c", code, "runs", "watch", RUN, *watched.there]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -114,7 +113,7 @@ def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) 
                 watched.store.end_run(RUN, "finished", "all rounds done")
             else:
                 process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=60)
+            rest, errors = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
     assert (process.returncode, errors) == (0, "")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from support.processes import PATIENCE_SECONDS
 from wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
@@ -63,7 +64,7 @@ def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
     def fail() -> None:
         raise RuntimeError("the loop is closed")
 
-    commits.call(lambda: commits.afterwards(fail)).result(10)()
+    commits.call(lambda: commits.afterwards(fail)).result(PATIENCE_SECONDS)()
     commits.commit(lambda one: one.add_event(RUN, "kind", "later"))
     commits.close()
     assert [event["text"] for event in store.events(RUN)] == ["later"]
@@ -84,7 +85,9 @@ Broken(Store.in_memory()).commit(lambda one: None)
 
 
 def test_a_front_does_not_outlive_its_commit_thread() -> None:
-    ended = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert ended.returncode == 1
     assert "the commit thread failed; the process ends" in ended.stderr
 
@@ -123,7 +126,7 @@ def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
     class SlowDesk:
         def begin_upload(self, header: object) -> object:
             began.set()
-            go_on.wait(30)
+            go_on.wait()
             raise StoreError("never mind")
 
         def heartbeat(self, request: object) -> service_pb2.HeartbeatResponse:
@@ -131,7 +134,7 @@ def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
 
     async def messages() -> AsyncIterator[service_pb2.UploadRequest]:
         yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def beat() -> None:
         with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as uploads:
@@ -140,7 +143,7 @@ def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
             while not began.is_set():
                 await asyncio.sleep(0.01)
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     assert (await service.Heartbeat(service_pb2.HeartbeatRequest(), None)).ask_open
             finally:
                 go_on.set()

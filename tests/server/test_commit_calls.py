@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.errors import RefusedError
 from fleetdistill_server.commits import CommitThread
@@ -42,7 +43,7 @@ def test_what_a_call_commits_is_there_when_it_is_done(store: Store, commits: Com
         commits.commit(lambda one: one.add_event(RUN, "kind", "second"))
         return "done"
 
-    assert commits.call(call).result(10)() == "done"
+    assert commits.call(call).result(PATIENCE_SECONDS)() == "done"
     assert texts(store) == ["first", "second"]
 
 
@@ -51,7 +52,7 @@ def test_a_call_that_is_refused_keeps_the_note_about_it(store: Store, commits: C
         commits.commit(lambda one: one.add_event(RUN, "kind", "note"))
         raise RefusedError("closed", "no")
 
-    outcome = commits.call(call).result(10)
+    outcome = commits.call(call).result(PATIENCE_SECONDS)
     assert texts(store) == ["note"]
     with pytest.raises(RefusedError, match="no"):
         outcome()
@@ -68,7 +69,7 @@ def test_a_job_that_fails_within_a_call_takes_back_only_itself(store: Store, com
             commits.commit(fail)
         commits.commit(lambda one: one.add_event(RUN, "kind", "after"))
 
-    commits.call(call).result(10)()
+    commits.call(call).result(PATIENCE_SECONDS)()
     assert texts(store) == ["before", "after"]
 
 
@@ -84,8 +85,8 @@ def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> 
         commits.commit(lambda one: one.add_event(RUN, "kind", "work"))
         commits.afterwards(wake)
 
-    commits.call(call).result(10)()
-    assert woken.wait(10)
+    commits.call(call).result(PATIENCE_SECONDS)()
+    assert woken.wait(PATIENCE_SECONDS)
     assert found == [["work"]]
 
 
@@ -97,10 +98,10 @@ def test_outside_a_call_it_follows_at_once(commits: CommitThread) -> None:
 
 def test_the_thread_outlives_a_caller_that_went_away(store: Store, commits: CommitThread) -> None:
     go_on = threading.Event()
-    busy = commits.call(lambda: go_on.wait(10))
+    busy = commits.call(lambda: go_on.wait(PATIENCE_SECONDS))
     given_up = commits.call(lambda: commits.commit(lambda one: one.add_event(RUN, "kind", "all the same")))
     assert not given_up.cancel()
     go_on.set()
-    busy.result(10)
-    given_up.result(10)
+    busy.result(PATIENCE_SECONDS)
+    given_up.result(PATIENCE_SECONDS)
     assert texts(store) == ["all the same"]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from support.processes import PATIENCE_SECONDS
 from wire_samples import (
     EXPECTS,
     data_of,
@@ -825,19 +826,19 @@ def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
     def slow_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
         if not in_stage.is_set():
             in_stage.set()
-            go_on.wait(1)
+            go_on.wait(PATIENCE_SECONDS)
         return stage(key, parts)
 
     monkeypatch.setattr(any_fleet.store.blobs, "stage", slow_stage)
     sessions: list[UploadSession] = []
     threads = [threading.Thread(target=lambda: sessions.append(any_fleet.begin(identity, payload))) for _ in range(2)]
     threads[0].start()
-    in_stage.wait(5)
+    in_stage.wait(PATIENCE_SECONDS)
     threads[1].start()
     threads[1].join(0.2)
     go_on.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE_SECONDS)
     chunks = in_pieces(payload, 16)
     (winner,) = (session for session in sessions if takes(session, chunks[0]))
     feed(winner, chunks[1:])
@@ -856,7 +857,7 @@ def test_no_stream_begins_before_every_older_one_has_let_go(any_fleet: Fleet, mo
 
     def slow_abandon() -> None:
         ending.set()
-        go_on.wait(1)
+        go_on.wait(PATIENCE_SECONDS)
         abandon()
 
     def noted_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
@@ -867,12 +868,12 @@ def test_no_stream_begins_before_every_older_one_has_let_go(any_fleet: Fleet, mo
     monkeypatch.setattr(any_fleet.store.blobs, "stage", noted_stage)
     threads = [threading.Thread(target=lambda: any_fleet.begin(identity, payload)) for _ in range(2)]
     threads[0].start()
-    ending.wait(5)
+    ending.wait(PATIENCE_SECONDS)
     threads[1].start()
     threads[1].join(0.2)
     go_on.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE_SECONDS)
     assert first_was_over
     assert all(first_was_over)
 

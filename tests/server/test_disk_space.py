@@ -16,6 +16,7 @@ import pytest
 from store.record_schema import DEVICES, RUN, recorded_config
 from support.live_front import Client, live_front, open_round, prepare_store, refused, upload_name, write_asks
 from support.parroting import ParrotDevice
+from support.processes import PATIENCE_SECONDS
 from wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import NoSpaceError
@@ -131,7 +132,7 @@ def test_making_room_holds_up_nobody_who_has_room(tmp_path: Path) -> None:
 
     def make_room() -> None:
         at_work.set()
-        go_on.wait(30)
+        go_on.wait()
 
     sender = Sender(tmp_path / "store", 1.5, make_room)
     refused_late: list[str] = []
@@ -145,13 +146,13 @@ def test_making_room_holds_up_nobody_who_has_room(tmp_path: Path) -> None:
     waiting = threading.Thread(target=begin)
     small = threading.Thread(target=lambda: sender.begin("d2").abandon(), daemon=True)
     waiting.start()
-    assert at_work.wait(10)
+    assert at_work.wait(PATIENCE_SECONDS)
     small.start()
-    small.join(10)
+    small.join(PATIENCE_SECONDS)
     held_up = small.is_alive()
     go_on.set()
-    waiting.join(10)
-    small.join(10)
+    waiting.join(PATIENCE_SECONDS)
+    small.join(PATIENCE_SECONDS)
     assert not held_up
     assert len(refused_late) == 1
     sender.store.close()
@@ -264,7 +265,7 @@ def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path:
 
 
 def _until_taken(client: Client, number: int) -> service_pb2.Receipt:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_SECONDS
     while True:
         with contextlib.suppress(Exception):
             return client.upload(upload_name(number), PAYLOAD)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.processes import PATIENCE_SECONDS
 from typer.testing import CliRunner
 
 from fleetdistill.errors import RunError
@@ -66,7 +67,7 @@ def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: P
                 assert process.stdout is not None
                 assert "is served on 0.0.0.0:" in process.stdout.readline()
                 process.send_signal(signal.SIGTERM)
-                _, errors = process.communicate(timeout=60)
+                _, errors = process.communicate(timeout=PATIENCE_SECONDS)
             finally:
                 process.kill()
         assert process.returncode == 0

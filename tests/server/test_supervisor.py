@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.answering import AnsweringDevice, AnsweringFleet
-from support.processes import children, is_alive, kill_in, wait_until
+from support.processes import PATIENCE_SECONDS, children, is_alive, kill_in, wait_until
 
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
 from fleetdistill.grpc_link import GrpcLink
@@ -98,7 +98,7 @@ def serve(config: Path) -> Iterator[Served]:
         started = children(process.pid)
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(PATIENCE_SECONDS)
         finally:
             for one in [process.pid, *started, *(pid for pid in served.seen if _is_ours(pid))]:
                 with contextlib.suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ def busy_port() -> Iterator[int]:
 
 def test_a_port_in_use_is_one_sentence(tmp_path: Path, busy_port: int) -> None:
     config = write_config(tmp_path, server_listen=f"127.0.0.1:{busy_port}")
-    done = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{busy_port}" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
@@ -153,7 +153,7 @@ def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path
     store = Store.open(tmp_path / "store")
     store.begin_run(RUN, load_run_config(write_config(tmp_path)).fixed_part())
     changed = write_config(tmp_path, run_rounds=7, method_beta=2.5)
-    done = subprocess.run([*COMMAND, "serve", str(changed)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, "serve", str(changed)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 1
     assert f"run.rounds was {MANY_ROUNDS}, is 7" in done.stderr
     assert "method.beta was None, is 2.5" in done.stderr
@@ -175,13 +175,13 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
             wait_until(lambda: completed(store) >= 3, "three rounds")
             pids = [served.child(ENGINE), served.child(FRONT)]
             served.process.send_signal(signal.SIGINT)
-            assert served.process.wait(60) == 0
+            assert served.process.wait(PATIENCE_SECONDS) == 0
             assert [pid for pid in pids if is_alive(pid)] == []
         assert "goes on from here" in "".join(served.said)
         assert "Traceback" not in "".join(served.said)
         before = completed(store)
         with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")):
-            wait_until(lambda: completed(store) >= before + 3, "three more rounds", 90)
+            wait_until(lambda: completed(store) >= before + 3, "three more rounds")
     rounds = store.rounds(RUN)
     assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
     assert sum(row["status"] == "closed" for row in rounds) == completed(store)
@@ -195,7 +195,7 @@ def test_children_end_by_themselves_when_the_supervisor_is_killed(tmp_path: Path
         wait_until(lambda: completed(store) >= 1, "a round")
         pids = [served.child(ENGINE), served.child(FRONT)]
         served.process.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end", 30)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
         store.close()
 
 
@@ -203,7 +203,7 @@ def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_pa
     with serve(write_config(tmp_path)) as served:
         pids = [served.child(FRONT), served.child(ENGINE)]  # the engine needs seconds to load torch
         served.process.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end", 60)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
 
 
 def test_killed_children_are_started_again(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_killed_children_are_started_again(tmp_path: Path) -> None:
             wait_until(lambda: completed(store) >= 1, "a round")
             wait_until(lambda: kill_in(lambda: _asks_open(store), served.child(module)), "a moment in mid-round")  # noqa: B023
             before = completed(store)
-            wait_until(lambda: completed(store) > before, "the next round", 90)  # noqa: B023
+            wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
         assert settled(store)
         assert [row["status"] for row in store.rounds(RUN)].count("short") == 0
         store.close()
@@ -230,7 +230,9 @@ def test_a_second_server_of_the_same_run_does_not_disturb_the_first(tmp_path: Pa
         wait_until(lambda: completed(store) >= 1, "a round")
         owner = run_row(store)["engine"]
         write_config(tmp_path, server_listen=f"127.0.0.1:{served.port()}")
-        second = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=120)
+        second = subprocess.run(
+            [*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
         assert second.returncode == 1
         before = completed(store)
         wait_until(lambda: completed(store) > before + 2, "the first server to go on")
@@ -281,7 +283,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     try:
         port = wait_until(lambda: supervisor.port or 0, "the front to listen")
         with AnsweringFleet(port, RUN, 2):
-            serving.join(120)
+            serving.join(PATIENCE_SECONDS)
     finally:
         supervisor.stop()
         serving.join()
@@ -300,7 +302,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     assert receipts
     (tmp_path / "broken_predictor.py").write_text(MENDED)
     with serve(write_config(tmp_path, model_server="broken_predictor:make")):
-        wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before", 120)
+        wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before")
     assert run_row(store)["status"] == "running"
     assert {upload["receipt"] for upload in store.uploads(RUN) if upload["status"] == "used"} >= receipts
     assert settled(store)
@@ -329,7 +331,7 @@ def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_
                 stack.callback(link.close)
                 device = AnsweringDevice(link, RUN, f"d{number}")
                 wait_until(lambda: _checked_in(device), "the run to be prepared")  # noqa: B023
-            serving.join(120)
+            serving.join(PATIENCE_SECONDS)
     finally:
         supervisor.stop()
         serving.join()
@@ -350,7 +352,7 @@ def _checked_in(device: AnsweringDevice) -> bool:
 
 def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     with serve(write_config(tmp_path, model_server="no_such_module:make")) as served:
-        assert served.process.wait(90) == 1
+        assert served.process.wait(PATIENCE_SECONDS) == 1
     said = "".join(served.said)
     assert said.count("the engine stops: ") == 1
     assert "cannot run this configuration" in said

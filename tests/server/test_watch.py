@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.live import Live
+from support.processes import PATIENCE_SECONDS
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -221,18 +222,16 @@ def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -
 def test_ctrl_c_ends_it_cleanly_in_mid_run(store: Store, tmp_path: Path) -> None:
     moves = Played(store).moves()
     next(moves)
-    command = [sys.executable, "-m", "fleetdistill_server.cli", "runs", "watch", RUN, "--store", str(tmp_path)]
     code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *command[3:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", code, "runs", "watch", RUN, "--store", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("run r (feddkc): running")
             next(moves)
             assert process.stdout.readline().startswith("round 1: open, 3 devices, 0 answers")
             process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=60)
+            rest, errors = process.communicate(timeout=PATIENCE_SECONDS)
         finally:
             process.kill()
     assert (process.returncode, errors) == (0, "")

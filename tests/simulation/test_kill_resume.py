@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
-from support.processes import children, kill_in, wait_until
+from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.fleet import RUN
@@ -23,7 +23,6 @@ from fleetdistill_server.supervisor import Supervisor
 pytestmark = pytest.mark.slow
 
 ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
-RUN_SECONDS = 200.0
 # So many local epochs that a round lasts long enough to be met in its middle.
 FLEET = Simulation(
     devices=3,
@@ -92,19 +91,19 @@ class Fleet:
         self._kill(pid, lambda: bool(self.store.devices_with_open_asks(RUN)))
 
     def _kill(self, pid: int, owing: Callable[[], bool]) -> None:
-        wait_until(lambda: kill_in(lambda: self.store.open_round(RUN) is not None and owing(), pid), "mid-round", 120)
+        wait_until(lambda: kill_in(lambda: self.store.open_round(RUN) is not None and owing(), pid), "mid-round")
 
     def wait_for_rounds(self, count: int) -> None:
         def there() -> bool:
             row = self.store.run(RUN)
             return row is not None and row["completed_rounds"] >= count
 
-        wait_until(there, f"{count} rounds", RUN_SECONDS)
+        wait_until(there, f"{count} rounds")
 
     def wait_for_the_end(self) -> None:
         self.wait_for_rounds(FLEET.rounds)
         for name, process in self._processes.items():
-            assert process.wait(RUN_SECONDS) == 0, name
+            assert process.wait(PATIENCE_SECONDS) == 0, name
 
 
 @contextlib.contextmanager

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import PATIENCE_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("digits_linear", "digits_mlp_small", "digits_cnn_small")
-PATIENCE_SECONDS = 120.0
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()"]
 

@@ -4,12 +4,14 @@
 
 Devices run the SDK with the torch-free counting method of the chaos runs. They join, leave, stand still, are killed and
 come back, and now and then one goes for good and a new one joins. Ends with one line, and with a status other than 0
-where the robust slope of a figure, over the time after the warm-up, amounts to more than its bound.
+where the robust slope of a figure, over the uploads after the warm-up, amounts to more than its bound. Growth is held
+against work done and not against time, so it does not matter how busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import resource
@@ -35,25 +37,26 @@ from fleetdistill_server.store import Store
 
 RUN = "soak"
 MEMORY_BOUND = 6 << 20
-"""Bytes that the slope of resident memory may amount to over the measured time."""
+"""Bytes that the slope of resident memory may amount to over the measured uploads."""
 FILES_BOUND = 5
-"""Open files that their slope may amount to over the measured time."""
+"""Open files that their slope may amount to over the measured uploads."""
 DEVICES = 8
 LEASE_SECONDS = 2.0
-_WARM_UP = 1 / 5  # of the whole time
+_WARM_UP = 1 / 5  # of all uploads
 _LOOK_SECONDS = 0.05
 _LONGEST_SAMPLE_SECONDS = 3.0
+_SHORTEST_SAMPLE_SECONDS = 0.25
 _KEPT_ANSWERS = 100
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of one process over the measured time.
+    """One figure of one process over the measured uploads.
 
     Attributes:
         name: What it is.
         last: Its last value.
-        growth: What its slope amounts to over the measured time.
+        growth: What its slope amounts to over them.
         bound: What it may amount to.
     """
 
@@ -73,7 +76,7 @@ class Outcome:
     """What a soak found.
 
     Attributes:
-        seconds: Measured time.
+        seconds: The whole time.
         rounds, uploads: Of the whole run.
         figures: Of front and engine.
         wrong: What went wrong beside them.
@@ -99,6 +102,21 @@ class Outcome:
 
 def _text(value: float, sign: str = "") -> str:
     return f"{value / 1e6:{sign}.1f} MB" if abs(value) >= 10_000 else f"{value:{sign}.1f}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """When a soak ends: after so many seconds or uploads, whichever comes first."""
+
+    seconds: float
+    uploads: float
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks at front and engine."""
+        if math.isinf(self.seconds):
+            return _SHORTEST_SAMPLE_SECONDS
+        return min(max(self.seconds / 600, _SHORTEST_SAMPLE_SECONDS), _LONGEST_SAMPLE_SECONDS)
 
 
 class Churning:
@@ -138,7 +156,7 @@ class Churning:
 
 
 class Watched:
-    """One server process and its figures over time."""
+    """One server process and its figures over the uploads."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
@@ -146,29 +164,32 @@ class Watched:
         self._memory: list[Point] = []
         self._files: list[Point] = []
 
-    def sample(self, now: float) -> None:
+    def sample(self, uploads: int) -> None:
         """Looks at it."""
         pages = int((self._folder / "statm").read_text().split()[1])
-        self._memory.append((now, pages * resource.getpagesize()))
-        self._files.append((now, len(os.listdir(self._folder / "fd"))))
+        self._memory.append((uploads, pages * resource.getpagesize()))
+        self._files.append((uploads, len(os.listdir(self._folder / "fd"))))
 
-    def figures(self, since: float) -> list[Figure]:
-        """Growth of both figures since then."""
+    def figures(self) -> list[Figure]:
+        """Growth of both figures after the warm-up."""
         kinds = (("memory", self._memory, MEMORY_BOUND), ("files", self._files, FILES_BOUND))
         found = []
         for name, points, bound in kinds:
-            later = [point for point in points if point[0] >= since]
+            later = [point for point in points if point[0] >= _WARM_UP * points[-1][0]]
             growth = theil_sen(later) * (later[-1][0] - later[0][0]) if len(later) > 1 else float("inf")
             found.append(Figure(f"{self.name}'s {name}", points[-1][1] if points else 0.0, growth, bound))
         return found
 
 
-def soak(work: Path, seconds: float, seed: int = 1, leak: bool = False) -> Outcome:
+def soak(
+    work: Path, *, seconds: float = math.inf, uploads: float = math.inf, seed: int = 1, leak: bool = False
+) -> Outcome:
     """Serves a restless fleet for a while and watches front and engine.
 
     Args:
         work: A folder for the run; it is made anew.
         seconds: How long, warm-up included.
+        uploads: How many uploads, warm-up included; it ends with whichever comes first.
         seed: Decides who is disturbed when.
         leak: The front leaks memory and files at every call, so that a test can see that it is found.
     """
@@ -176,6 +197,7 @@ def soak(work: Path, seconds: float, seed: int = 1, leak: bool = False) -> Outco
     work.mkdir(parents=True)
     place, port = Place(work), _free_port()
     place.config.write_text(as_toml(_config(place)))
+    began = time.monotonic()
     members.preload()
     pipes = members.make_pipes(place)
     front, engine = _start_front(place, port, leak), Forked(_run_engine, place)
@@ -189,7 +211,7 @@ def soak(work: Path, seconds: float, seed: int = 1, leak: bool = False) -> Outco
         def serving() -> bool:
             return front.poll() is None and engine.is_alive
 
-        since = _serve(place, port, watched, fleet, random.Random(f"soak/{seed}"), seconds, serving)
+        _serve(place, port, watched, fleet, random.Random(f"soak/{seed}"), Extent(seconds, uploads), serving)
         wrong = [] if serving() else ["front or engine ended before time"]
     finally:
         for one in fleet:
@@ -198,9 +220,7 @@ def soak(work: Path, seconds: float, seed: int = 1, leak: bool = False) -> Outco
         front.kill()
         front.wait()
         del pipes
-    return _outcome(
-        place, seconds * (1 - _WARM_UP), [figure for one in watched for figure in one.figures(since)], wrong
-    )
+    return _outcome(place, time.monotonic() - began, [figure for one in watched for figure in one.figures()], wrong)
 
 
 def _serve(
@@ -209,20 +229,20 @@ def _serve(
     watched: list[Watched],
     fleet: list[Churning],
     rng: random.Random,
-    seconds: float,
+    extent: Extent,
     serving: Callable[[], bool],
-) -> float:
-    """Keeps the fleet restless; returns the moment at which the warm-up was over."""
-    began = time.monotonic()
-    pause = min(max(seconds / 600, 0.25), _LONGEST_SAMPLE_SECONDS)
+) -> None:
+    """Keeps the fleet restless."""
+    store = Store.open(place.store)
+    began, uploads = time.monotonic(), 0
     next_sample, next_blow, number = began, began + 1.0, len(fleet)
-    while (now := time.monotonic()) < began + seconds and serving():
+    while (now := time.monotonic()) < began + extent.seconds and uploads < extent.uploads and serving():
         for device in fleet:
             device.look_after()
         if now >= next_sample:
-            next_sample = now + pause
+            next_sample, uploads = now + extent.pause, int(store._value("SELECT count(*) FROM uploads"))
             for one in watched:
-                one.sample(now)
+                one.sample(uploads)
         if now >= next_blow:
             next_blow = now + rng.uniform(0.2, 1.5)
             victim = rng.randrange(len(fleet))
@@ -232,7 +252,7 @@ def _serve(
             else:
                 fleet[victim].disturb(rng)
         time.sleep(_LOOK_SECONDS)
-    return began + seconds * _WARM_UP
+    store.close()
 
 
 def _outcome(place: Place, seconds: float, figures: list[Figure], wrong: list[str]) -> Outcome:
@@ -256,7 +276,7 @@ def _config(place: Place) -> Any:
                 "rounds": 2**31,
                 "min_devices": DEVICES // 2,
                 "quorum": 0.5,
-                "deadline_seconds": 1.0,
+                "deadline_seconds": 2.0,
             },
             "contract": {"classes": 2, "input_shape": [1], "knowledge_type": "float32"},
             "method": {"steps": 2, "large_share": 0.1, "ballast_bytes": 1 << 20},
@@ -311,7 +331,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     parser.add_argument("--leak", action="store_true", help="break the front on purpose")
     given = parser.parse_args()
-    outcome = soak(given.out.resolve(), 60 * given.minutes, given.seed, given.leak)
+    outcome = soak(given.out.resolve(), seconds=60 * given.minutes, seed=given.seed, leak=given.leak)
     print(outcome.line())
     return 0 if outcome.is_good else 1
 

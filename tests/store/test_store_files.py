@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from support.processes import PATIENCE_SECONDS
 from wire_samples import (
     data_of,
     in_pieces,
@@ -202,7 +203,7 @@ def test_processes_that_open_a_new_store_at_the_same_moment_all_can(tmp_path: Pa
         ]
         for process in processes:
             process.start()
-        assert [answers.get(timeout=30) for _ in processes] == [None] * 3
+        assert [answers.get(timeout=PATIENCE_SECONDS) for _ in processes] == [None] * 3
         for process in processes:
             process.join()
         opened = Store.open(directory)
@@ -544,7 +545,7 @@ def in_one_group(commits: CommitThread, store: Store, *jobs: Callable[[Store], A
 
     def occupy(_: Store) -> None:
         busy.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE_SECONDS)
 
     def run(number: int) -> None:
         try:
@@ -554,7 +555,7 @@ def in_one_group(commits: CommitThread, store: Store, *jobs: Callable[[Store], A
 
     first = threading.Thread(target=lambda: commits.commit(occupy))
     first.start()
-    busy.wait(10)
+    busy.wait(PATIENCE_SECONDS)
     threads = []
     for number in range(len(jobs)):
         threads.append(threading.Thread(target=run, args=(number,)))
@@ -563,7 +564,7 @@ def in_one_group(commits: CommitThread, store: Store, *jobs: Callable[[Store], A
             pass  # so that they queue in this order
     go_on.set()
     for thread in [first, *threads]:
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
     return answers
 
 
@@ -635,7 +636,7 @@ def test_closing_finishes_what_was_handed_in(store: Store) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
     commits.close()
     assert len(answers) == len(store.events(RUN)) == 20
     assert not commits._thread.is_alive()

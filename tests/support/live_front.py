@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 from wire_samples import EXPECTS, make_contract, make_profile
 
 from fleetdistill.wire import payload as wire
@@ -32,7 +32,7 @@ from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends
 
 RUN = "digits"
-CALL_SECONDS = 60.0
+CALL_SECONDS = PATIENCE_SECONDS
 
 
 def prepare_store(directory: Path, **contract: Any) -> Store:
@@ -115,7 +115,7 @@ class LiveFront:
         """Ends the process, by force if need be."""
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(PATIENCE_SECONDS)
         finally:
             self.kill()
 

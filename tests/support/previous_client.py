@@ -16,11 +16,12 @@ import grpc
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
+from support.processes import PATIENCE_SECONDS
 
 GOLDEN = Path(__file__).parents[1] / "protocol" / "golden"
 PACKAGE = "fleetdistill.wire.v1"
 CHUNK_BYTES = 1 << 20
-_SECONDS = 60.0
+_SECONDS = PATIENCE_SECONDS
 _ITEM_BYTES = {1: 4, 2: 2, 3: 8, 4: 4, 5: 8, 6: 1, 7: 1}  # by element type
 
 

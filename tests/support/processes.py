@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 300.0
+"""How long a test waits for what is bound to come, before it fails: generous, because a machine may be busy."""
 
 
-def wait_until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
+def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE_SECONDS) -> T:
     """Returns the first true value of a condition; fails with what was waited for."""
     until = time.monotonic() + seconds
     while not (found := condition()):

@@ -17,6 +17,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import x509 as device_x509
 from fleetdistill.credentials import Credentials, load_credentials, split
@@ -26,7 +27,7 @@ from fleetdistill_server.pki import SERVER, Authority, Role, make_authority, rea
 from fleetdistill_server.store import Store
 from fleetdistill_server.tokens import create_tokens
 
-CALL_SECONDS = 30.0
+CALL_SECONDS = PATIENCE_SECONDS
 DEVICE_DAYS = 30.0
 
 
@@ -103,7 +104,7 @@ class SecuredFront:
         """Ends the process."""
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(PATIENCE_SECONDS)
         finally:
             self.process.kill()
             self.process.wait()
