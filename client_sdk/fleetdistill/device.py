@@ -97,7 +97,7 @@ class Event:
 
     Attributes:
         kind: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped, kept, delivered,
-            exported, lost-contact or finished.
+            exported, lost-contact, stopped or finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -193,6 +193,7 @@ class Device:
         self._declared = False  # whether the server knows the worker's profile
         self._rows_known = False  # whether the server knows the version of the app's rows
         self._in_memory: Pending | None = None  # the answer whose state the worker holds
+        self._reason = ""  # why there is nothing to do, as the app was told
         self._stopped = threading.Event()
         self._closed = False
 
@@ -302,11 +303,13 @@ class Device:
         response = self._link.next_ask(self._identity, wait_seconds)
         match response.WhichOneof("next"):
             case "ask":
+                self._reason = ""
                 self._answer(response.ask)
                 return Step.ANSWERED
             case "finished":
                 return self._finish(response.finished)
             case _:
+                self._tell_reason(response.come_back.reason)
                 pause = random.uniform(response.come_back.after_seconds, response.come_back.before_seconds)
                 self._stopped.wait(pause)
                 return Step.WAITED
@@ -708,6 +711,12 @@ class Device:
             self._storage.remove(_EXPORT_DUE)  # the app is told once; the next delivered round tries again
             raise
         self._storage.remove(_EXPORT_DUE)
+
+    def _tell_reason(self, reason: str) -> None:
+        """Tells the app once why there is nothing to do, where the server says so."""
+        if reason and reason != self._reason:
+            self._tell("stopped", 0, f"{reason}; the device waits")
+        self._reason = reason
 
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":

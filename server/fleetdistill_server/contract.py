@@ -22,6 +22,12 @@ def build_method(config: RunConfig) -> ServerMethod:
     return server_class(config.run.method, settings)(settings, Setting.of(config))
 
 
+def initial_payload(method: ServerMethod) -> Payload | None:
+    """What a method that was just built gives every device to start from, drawn from the seed; None for nothing."""
+    start = method.initial()
+    return None if start is None else encode({"initial": start})
+
+
 def extractor_payload(method: ServerMethod) -> Payload | None:
     """The extractor as a file, as devices fetch it; None if the method gives none."""
     file = method.extractor_file()
@@ -36,8 +42,7 @@ def make_contract(
     Raises:
         ConfigurationError: The method needs a proxy set and the run has none.
     """
-    start = method.initial()
-    initial = None if start is None else encode({"initial": start})
+    initial = initial_payload(method)
     extractor = extractor_payload(method)
     needs = method.requirements()
     setting = method.setting

@@ -41,6 +41,8 @@ _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
 # A sweep comes every second; this process stood still, or the disk did, where none came for so long.
 _PAUSE_SECONDS = 5.0
+# Devices of a stopped run ask again after this to twice this.
+_STOPPED_SECONDS = 30.0
 _LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 
@@ -170,12 +172,12 @@ class Desk:
         if row is not None:
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
         status = self.store.run(run)
-        if status is not None and status["status"] in ("finished", "stopped"):
+        if status is not None and status["status"] == "finished":
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
             text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
             return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
-        return None
+        return _come_back_later(status["reason"]) if status is not None and status["status"] == "stopped" else None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
         """Renews the lease."""
@@ -639,6 +641,13 @@ class UploadSession:
         finally:
             self._abandoned = True
             self._desk.forget(self)
+
+
+def _come_back_later(reason: str) -> service_pb2.NextAskResponse:
+    """A stopped run goes on when the operator starts it again, so nobody is sent home."""
+    come_back = service_pb2.ComeBack(after_seconds=_STOPPED_SECONDS, before_seconds=2 * _STOPPED_SECONDS)
+    come_back.reason = f"the run is stopped until its operator starts it again: {reason}"[:_LONGEST_SENTENCE]
+    return service_pb2.NextAskResponse(come_back=come_back)
 
 
 def _unknown_run(run: str) -> RefusedError:

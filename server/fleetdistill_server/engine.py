@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,13 @@ from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
 from fleetdistill.printable import escape_log, printable
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
-from fleetdistill_server.contract import build_method, extractor_payload, make_contract
+from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.forgetting import forget_asked
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
@@ -199,16 +201,16 @@ class Engine:
         if self.method.setting.proxy_payload is not None:
             self._store.blobs.put(self.method.setting.proxy_payload)  # mends it
         if contract.initial_weights:
-            self._store.blobs.open(contract.initial_weights, verify=True)
+            self._mend(contract.initial_weights, initial_payload)
         if contract.extractor_file:
-            self._mend_extractor(contract.extractor_file)
+            self._mend(contract.extractor_file, extractor_payload)
 
-    def _mend_extractor(self, sha256: bytes) -> None:
+    def _mend(self, sha256: bytes, make: Callable[[ServerMethod], Payload | None]) -> None:
         """To make the file takes a while, so it is made again only where the one that is there cannot be read."""
         try:
             self._store.blobs.open(sha256, verify=True)
         except DamagedError:
-            made = extractor_payload(self.method)
+            made = make(self.method)
             if made is None or made.sha256 != sha256:
                 raise
             self._store.blobs.doubt()

@@ -102,6 +102,17 @@ def test_it_declines_and_leaves(previous: PreviousClient, store: Store) -> None:
     assert previous.identity.device not in store.present_devices(RUN)
 
 
+def test_it_waits_for_a_stopped_run(previous: PreviousClient, store: Store) -> None:
+    """It cannot read the reason, and comes back when it is told to."""
+    store.end_run(RUN, "stopped", "the engine failed 6 times")
+    try:
+        found = previous.next_ask()
+    finally:
+        store.end_run(RUN, "running", "")
+    assert found.WhichOneof("next") == "come_back"
+    assert 0 < found.come_back.after_seconds < found.come_back.before_seconds
+
+
 def test_it_is_told_what_it_cannot_understand_more_of(previous: PreviousClient, store: Store) -> None:
     """New codes and fields reach it as a final refusal with a sentence, and as `ask_open` false."""
     given = ask(store, previous)

@@ -39,6 +39,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill.worker import Worker
+from fleetdistill_server import desk
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
 from fleetdistill_server.run_config import RunConfig, run_config
@@ -1007,6 +1008,35 @@ def test_plain_text_to_another_machine_needs_the_apps_word(tmp_path: Path, serve
         Device(**arguments)
     assert not (tmp_path / "lock").exists()
     Device(**arguments, insecure=True).close()
+
+
+def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run` returns only once the run is finished; the app is told once why nothing happens."""
+    monkeypatch.setattr(desk, "_STOPPED_SECONDS", 0.0)
+    events, asked = Events(), 0
+
+    class Operator(MemoryLink):
+        """Starts the run again after three questions for work."""
+
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked == 4:
+                fleet.store.end_run(RUN, "running", "started again")
+                fleet.ask("d")
+            if asked == 5:
+                fleet.store.end_run(RUN, "finished", "1 rounds completed")
+            return super().next_ask(identity, wait_seconds)
+
+    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
+    with make_device(fleet, tmp_path, events, link=Operator(fleet.desk)) as device:
+        device.run()
+    assert events.kinds() == ["checked-in", "stopped", "ask", "scored", "answered", "delivered", "finished"]
+    assert events[1].text == (
+        "the run is stopped until its operator starts it again: the engine failed 6 times; the device waits"
+    )
 
 
 def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Path) -> None:

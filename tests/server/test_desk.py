@@ -447,16 +447,37 @@ def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monk
     assert looked_up == ["d1"]
 
 
-@pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet, status: str) -> None:
+def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
-    fleet.store.end_run(RUN, status, "30 rounds completed")
+    fleet.store.end_run(RUN, "finished", "30 rounds completed")
     assert fleet.desk.next_ask(identity) is not None
     fleet.send(identity, make_payload())
     response = fleet.desk.next_ask(identity)
     assert response is not None
-    assert response.finished == f"{status}: 30 rounds completed"
+    assert response.finished == "finished: 30 rounds completed"
+
+
+def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times" + "!" * 5000)
+    response = fleet.desk.next_ask(identity)
+    assert response is not None
+    come_back = response.come_back
+    assert 0 < come_back.after_seconds < come_back.before_seconds <= 60
+    assert come_back.reason.startswith("the run is stopped until its operator starts it again: the engine failed 6")
+    assert len(come_back.reason) == 1000
+    fleet.store.end_run(RUN, "running", "started again")
+    assert fleet.desk.next_ask(identity) is None
+
+
+def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fleet) -> None:
+    identity = fleet.join()
+    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.ask_to_forget(RUN, identity.device)
+    response = fleet.desk.next_ask(identity)
+    assert response is not None
+    assert "has it forgotten" in response.finished
 
 
 def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:

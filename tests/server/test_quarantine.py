@@ -393,10 +393,23 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
     store.close()
 
 
-def test_damaged_initial_weights_end_the_engine_with_a_sentence(fleet: Fleet) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_initial_weights_are_made_again_from_the_seed(fleet: Fleet, name: str) -> None:
     answered_round(fleet)
-    contract = fleet.desk.contract(RUN)
-    flip_a_bit(fleet.blob({"sha256": contract.initial_weights}))
+    sha256 = fleet.desk.contract(RUN).initial_weights
+    DAMAGES[name](fleet.blob({"sha256": sha256}))
+    with pytest.raises(DamagedError):
+        fleet.store.blobs.open(sha256, verify=True)
+    fleet.run()
+    assert fleet.store.blobs.open(sha256, verify=True).sha256 == sha256
+
+
+def test_initial_weights_that_cannot_be_made_again_end_the_engine_with_a_sentence(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered_round(fleet)
+    flip_a_bit(fleet.blob({"sha256": fleet.desk.contract(RUN).initial_weights}))
+    monkeypatch.setattr(FedAvgServer, "initial", lambda self: None)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()
 

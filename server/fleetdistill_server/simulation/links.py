@@ -122,7 +122,7 @@ def _watch_until_over(
     while any(process.poll() is None for process in processes):
         if failure:
             raise failure[0]
-        _refuse_stopped(supervisor.store, run)  # the devices are told, and may end before the supervisor does
+        _refuse_stopped(supervisor.store, run)  # before the supervisor says so
         failed = [process for process in processes if process.poll() not in (None, 0)]
         if failed:
             raise RunError(f"{len(failed)} device processes failed; what they said stands above")

@@ -62,19 +62,25 @@ class ComeBack(_message.Message):
 
     AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     BEFORE_SECONDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     after_seconds: _builtins.float
     """Earliest moment, seconds from now, at least 0."""
     before_seconds: _builtins.float
     """Latest moment, seconds from now, at least `after_seconds`."""
+    reason: _builtins.str
+    """Why there is nothing to do though the run is not over, such as that the operator has to start it again: a sentence of
+    at most 1,000 characters. Empty where the device just has to wait, and from a server of 0.1.
+    """
     def __init__(
         self,
         *,
         after_seconds: _builtins.float = ...,
         before_seconds: _builtins.float = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seconds", b"after_seconds", "before_seconds", b"before_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seconds", b"after_seconds", "before_seconds", b"before_seconds", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
