@@ -48,8 +48,9 @@ from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
+from fleetdistill_server.registration import register
 from fleetdistill_server.retention import free_after_round, sweep
-from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config
+from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
@@ -80,7 +81,7 @@ class Engine:
         self._config = config
         self._waker = waker
         self._name = config.run.name
-        store.begin_run(self._name, config.fixed_part(), completed_part)
+        register(store, config)
         store.set_keep_rounds(self._name, config.server.keep_rounds)
         self._token = store.own_run(self._name)
         self.method = build_method(config)

@@ -50,6 +50,10 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 """`host:port`; port 0 takes a free one."""
 
 
+OPERATORS = ("rounds", "min_devices", "devices_per_round", "over_selection", "quorum", "deadline_seconds", "threads")
+"""Settings of [run] that may change between starts of one run, because they say how it is operated, not what it is."""
+
+
 class RunSection(_Section):
     """[run]: the job itself."""
 
@@ -192,7 +196,10 @@ class RunConfig(_Section):
             raise ConfigurationError(f"[method] {error}") from error
 
     def fixed_part(self) -> dict[str, Any]:
-        """What may not change between two starts of one run; a proxy set may move, its digest is in the contract."""
+        """What is kept of a run: what it is, and in [run] how it is operated too (`OPERATORS`).
+
+        A proxy set may move; its digest is in the contract.
+        """
         fixed = self.model_dump(
             mode="json", exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
         )

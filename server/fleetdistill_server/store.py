@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fleetdistill.knowledge import Metrics
 from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
 from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
+from fleetdistill_server.run_changes import changes_between, refusal
 from fleetdistill_server.schema import migrations
 
 Row = dict[str, Any]
@@ -138,18 +139,8 @@ class Store:
 
     # --- runs
 
-    def begin_run(
-        self,
-        name: str,
-        config: Mapping[str, Any],
-        completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda known: known,
-    ) -> None:
-        """Registers a run, or finds it again.
-
-        Args:
-            name: The run.
-            config: Its settings.
-            completed: Adds to settings that an earlier version has stored what this version knows beside them.
+    def begin_run(self, name: str, config: Mapping[str, Any]) -> None:
+        """Registers a run, or finds it again; `registration.py` has what may change between two starts.
 
         Raises:
             RunError: The run exists with another configuration; the message says what changed.
@@ -157,10 +148,16 @@ class Store:
         with self.transaction():
             known = self.run(name)
             if known is not None:
-                _refuse_changes(name, completed(json.loads(known["config"])), json.loads(json.dumps(config)))
+                changes = changes_between(json.loads(known["config"]), json.loads(json.dumps(config)))
+                if changes:
+                    raise RunError(refusal(name, changes))
                 return
             row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": time.time()}
             self._insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
+
+    def change_run(self, name: str, config: Mapping[str, Any], contract: bytes | None) -> None:
+        """Sets a run's settings, and its contract in which some of them stand."""
+        self._write("UPDATE runs SET config = ?, contract = ? WHERE name = ?", json.dumps(config), contract, name)
 
     def run(self, name: str) -> Row | None:
         """The run's row."""
@@ -862,23 +859,3 @@ def _database_errors() -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise NoSpaceError("the database failed: the disk is full") from error
         raise StoreError(f"the database failed: {error}") from error
-
-
-def _refuse_changes(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    before, after = _flat(known), _flat(given)
-    changed = [
-        f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    if changed:
-        raise RunError(
-            f"run {name!r} exists with another configuration: {'; '.join(changed)}; "
-            "put the old values back, or give the changed run a new name"
-        )
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {path: value}
-    return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else str(key)).items()}

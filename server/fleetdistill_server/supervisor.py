@@ -20,7 +20,8 @@ from pathlib import Path
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server import serve_lock
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
-from fleetdistill_server.run_config import RunConfig, completed_part
+from fleetdistill_server.registration import register
+from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.store import Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
@@ -122,7 +123,7 @@ class Supervisor:
         self.store = Store.open(Path(config.server.store))
         self._lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
-        self.store.begin_run(config.run.name, config.fixed_part(), completed_part)
+        register(self.store, config)
 
     def stop(self) -> None:
         """Makes `serve` return; may be called from a signal handler."""

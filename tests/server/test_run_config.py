@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill_server.run_config import RunConfig, completed_part, load_run_config, run_config
-from fleetdistill_server.store import Store
+from fleetdistill_server.run_config import RunConfig, load_run_config, run_config
 
 GOOD: dict[str, Any] = {"run": {"name": "digits"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
 TOML = """
@@ -399,10 +398,10 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
         load_run_config(path)
 
 
-# --- what may change between two starts
+# --- what is kept of a run
 
 
-def test_the_server_section_may_change_and_nothing_else() -> None:
+def test_the_server_section_is_not_kept_and_all_else_is() -> None:
     fixed = run_config(GOOD).fixed_part()
     assert set(fixed) == {"run", "contract", "model", "method"}
     assert run_config(with_setting("server", "listen", "0.0.0.0:1")).fixed_part() == fixed
@@ -415,19 +414,3 @@ def test_the_server_section_may_change_and_nothing_else() -> None:
         changed = run_config(with_setting(section, key, value)).fixed_part()
         assert changed != fixed
         assert changed[section][key] == value
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_settings_that_it_did_not_know() -> None:
-    """What the store holds lacks today's settings; they count with their defaults, and only these are taken."""
-    today = run_config({"run": {"name": "r"}, "contract": {"classes": 2, "input_shape": [1]}}).fixed_part()
-    earlier = {section: dict(values) for section, values in today.items()}
-    for name in ("devices_per_round", "over_selection"):
-        del earlier["run"][name]
-    assert completed_part(earlier) == today
-    store = Store.in_memory()
-    store.begin_run("r", earlier)
-    store.begin_run("r", today, completed_part)
-    changed = {**today, "run": {**today["run"], "over_selection": 2.0}}
-    with pytest.raises(RunError, match=r"run\.over_selection was 1\.0, is 2\.0"):
-        store.begin_run("r", changed, completed_part)
-    store.close()
