@@ -506,6 +506,9 @@ class _MappedSource:
     def read(self, start: int, size: int) -> bytes:
         return self._view[self._header_bytes + start : self._header_bytes + start + size]
 
+    def view(self, start: int, size: int) -> memoryview:
+        return memoryview(self._view)[self._header_bytes + start : self._header_bytes + start + size]
+
 
 def _rename_durably(source: Path, target: Path) -> None:
     """Puts a file in its place, in a directory that may be new."""

@@ -216,10 +216,10 @@ class Cohort:
         async for _ in self.ask(step, payload, quorum=0.0):
             pass
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
-        """Notes something out of the ordinary for `fleetdistill runs show`."""
-        known = self._store.events(self._terms.run, kind)
-        if not any(row["round"] == self.round and row["device"] == device and row["text"] == text for row in known):
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
+        """Notes something out of the ordinary for `fleetdistill runs show`; see `Notes.event`."""
+        known = [row for row in self._store.events(self._terms.run, kind) if row["device"] == device]
+        if not any(once or (row["round"] == self.round and row["text"] == text) for row in known):
             self._store.add_event(self._terms.run, kind, text, number=self.round, device=device)
 
     def guard(self, name: str, text: str, device: str = "") -> None:

@@ -42,7 +42,7 @@ class BetweenRounds:
         for kind, text, device in self._events:
             store.add_event(run, kind, text, device=device)
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         """Notes something out of the ordinary."""
         self._events.append((kind, text, device))
 

@@ -459,7 +459,7 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     events: list[tuple[str, str]] = []
 
     class Taken:
-        def event(self, kind: str, text: str, device: str = "") -> None:
+        def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
             events.append((kind, device))
 
     parts = {name: statistics_of(half) for name, half in devices().items()}

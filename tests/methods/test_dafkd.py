@@ -118,7 +118,7 @@ class SmallCohort:
     def generator(self, name: str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(7, self.round, name))
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         self.events.append((kind, text))
 
     def guard(self, name: str, text: str, device: str = "") -> None:

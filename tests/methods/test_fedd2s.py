@@ -153,7 +153,7 @@ class Fleet:
         if quorum and any((step, device) in self.fails for device in to):
             raise QuorumNotReached(step, 0, 1)
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         self.events.append((kind, device, text))
 
     def guard(self, name: str, text: str, device: str = "") -> None:
@@ -331,10 +331,10 @@ def test_d2s_7_the_gradient_reaches_the_student_only() -> None:
 
 
 def test_d2s_8_the_mean_is_over_the_participants() -> None:
-    mean = WeightedMean()
-    for values in ([1.0, 2.0], [3.0, 6.0]):
-        mean.add(ModelParameters(parameters={"w": np.float32(values)}), 1)
-    np.testing.assert_array_equal(mean.result().parameters["w"], [2.0, 4.0])
+    mean = WeightedMean("gross")
+    for device, values in {"a": [1.0, 2.0], "b": [3.0, 6.0]}.items():
+        mean.add(device, ModelParameters(parameters={"w": np.float32(values)}), 1)
+    np.testing.assert_array_equal(mean.result(Fleet({})).parameters["w"], [2.0, 4.0])
 
     server, fleet = make_server(participation_ratio=0.2, distill_epochs=0), make_fleet(10)
     start = copy.deepcopy(server)

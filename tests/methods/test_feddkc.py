@@ -51,7 +51,7 @@ class FakeCohort:
             self.sent[device] = payload(device)
             yield SimpleNamespace(device=device, samples=1, part=lambda name, kind, d=device: self.knowledge[d])
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         self.events.append((kind, device, text))
 
     def guard(self, name: str, text: str, device: str = "") -> None:

@@ -166,7 +166,7 @@ class Fleet:
         if answered < math.ceil(quorum * len(to) - 1e-9):
             raise QuorumNotReached(step, answered, math.ceil(quorum * len(to)))
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         self.events.append((kind, device, text))
 
     def guard(self, name: str, text: str, device: str = "") -> None:
@@ -198,10 +198,10 @@ def make_fleet(count: int = 2, completed: int = 0, model: str = "test_feddkd:tin
 
 def mean_of(fleet: Fleet) -> ModelParameters:
     """What the server starts the distillation from: the mean of the models that were sent, of equal weights."""
-    mean = WeightedMean()
-    for parts in fleet.answers[0].values():
-        mean.add(parts["parameters"], 20)  # type: ignore[arg-type]
-    return mean.result()
+    mean = WeightedMean("gross")
+    for device, parts in fleet.answers[0].items():
+        mean.add(device, parts["parameters"], 20)  # type: ignore[arg-type]
+    return mean.result(fleet)  # type: ignore[arg-type]
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -327,10 +327,11 @@ def descended(
 ) -> Tensor:
     """The server's steps, with the devices' gradients given as functions of the weight."""
     for _ in range(steps):
-        mean = WeightedMean()
-        for gradient, weight in zip(gradient_of, weights, strict=True):
-            mean.add(ModelParameters(parameters={"weight": gradient(model.weight.detach()).numpy()}), weight)
-        descend(model, mean.result().parameters, 0.1)
+        mean = WeightedMean("off")
+        for number, (gradient, weight) in enumerate(zip(gradient_of, weights, strict=True)):
+            sent = ModelParameters(parameters={"weight": gradient(model.weight.detach()).numpy()})
+            mean.add(f"d{number}", sent, weight)
+        descend(model, mean.result(Fleet({})).parameters, 0.1)  # type: ignore[arg-type]
     return model.weight.detach()
 
 
@@ -534,7 +535,7 @@ def test_training_without_quorum_closes_the_round() -> None:
 @given(gradients=st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=6), gone=st.integers(0, 5))
 def test_a_missing_reply_leaves_the_mean_of_the_others(gradients: list[float], gone: int) -> None:
     gone %= len(gradients)
-    server = scalar_server(dkd_steps=1, dkd_lr=0.1)
+    server = scalar_server(dkd_steps=1, dkd_lr=0.1, robust="off")
     fleet = Fleet({f"d{i}": scripted(0, value) for i, value in enumerate(gradients)})
     fleet.fails = frozenset({(2, f"d{gone}")})
     run_round(server, fleet)
@@ -631,7 +632,7 @@ def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: boo
     now=st.dictionaries(st.sampled_from("abc"), st.floats(0, math.inf)),
 )
 def test_a_step_never_hides_that_a_loss_became_infinite(before: dict[str, float], now: dict[str, float]) -> None:
-    rise = Gradients(losses=now).rise_since(Gradients(losses=before))
+    rise = Gradients(WeightedMean("off"), now).rise_since(Gradients(WeightedMean("off"), before))
     both = before.keys() & now.keys()
     assert not math.isnan(rise)
     if any(math.isinf(now[device]) for device in both):

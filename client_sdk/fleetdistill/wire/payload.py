@@ -87,7 +87,10 @@ AnyChunk: TypeAlias = Chunk | knowledge_pb2.TensorChunk
 
 
 class DataSource(Protocol):
-    """Anything that gives a payload's bytes by offset: arrays in memory, a spool file, a blob."""
+    """Anything that gives a payload's bytes by offset: arrays in memory, a spool file, a blob.
+
+    One that can do so without a copy, such as a mapped file, has `view` too, with `read`'s arguments.
+    """
 
     def read(self, start: int, size: int) -> bytes:
         """Returns `size` bytes from `start` on."""
@@ -178,7 +181,7 @@ def chunk_data(chunk: AnyChunk) -> bytes:
 
 def array_of(slot: Slot, source: DataSource) -> np.ndarray:
     """Reads one tensor whole, as a read-only array: the numbers, where its elements stand for some."""
-    data = source.read(slot.start, slot.nbytes)
+    data = getattr(source, "view", source.read)(slot.start, slot.nbytes)
     elements = np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
     if slot.channels is None:
         return elements

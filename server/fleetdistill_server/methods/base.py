@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Notes(Protocol):
     """What a method tells of its work: a round's `Cohort`, or whoever calls it between rounds."""
 
-    def event(self, kind: str, text: str, device: str = "") -> None:
-        """Notes something out of the ordinary."""
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
+        """Notes something out of the ordinary; with `once` only where the run has no such event of the device yet."""
 
     def guard(self, name: str, text: str, device: str = "") -> None:
         """Notes that a guard fired."""

@@ -73,7 +73,8 @@ class CDKTServer(ServerMethod):
 
     async def round(self, cohort: Cohort) -> None:
         server = self.config.distance(self.config.server_metric)
-        outcomes, embeddings = TensorMean(), TensorMean()
+        robust, soft = self.config.robust, self.config.outcome_space == "probs"
+        outcomes, embeddings = TensorMean(robust, probabilities=soft), TensorMean(robust)
         own: dict[str, float | None] = {}
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self._knowledge_for(cohort), to=asked):

@@ -153,10 +153,10 @@ class AveragedServer(ServerMethod):
         self._round = number
 
     async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        mean = WeightedMean()
+        mean = WeightedMean(self.config.robust)
         async for answer in cohort.ask("train", {"extractor": self.initial()}, to=asked):
-            mean.add(answer.part("extractor", ModelParameters), weight=answer.samples)
-        load_parameters(self.extractor, mean.result())
+            mean.add(answer.device, answer.part("extractor", ModelParameters), answer.samples)
+        load_parameters(self.extractor, mean.result(cohort))
 
     async def _take_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Asks devices whose summary is not here, later than in the first such round newcomers; and who learns nothing.
@@ -216,7 +216,8 @@ class AveragedServer(ServerMethod):
 
     async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
         """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
-        mean, answered, seed, held = TensorMean(), list[str](), _seed(plan), self._take_held(taught)
+        mean = TensorMean(self.config.robust, probabilities=True)
+        answered, seed, held = list[str](), _seed(plan), self._take_held(taught)
         rows = self.config.drawn_rows * len(self._classes)
         async for answer in cohort.ask("agree", lambda device: self._classes_for(held[device], plan), to=taught):
             answered.append(answer.device)

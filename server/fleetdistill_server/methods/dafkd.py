@@ -111,17 +111,19 @@ class DaFKDServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         config, noise_seed = self.config, cohort.generator("noise").initial_seed()
         lagged = self._samples(noise_seed) if config.lagged else None  # of theta^g_t, which devices have too
-        models, generators, answers = WeightedMean(), WeightedMean(), list[DeviceAnswer]()
+        models, generators, answers = WeightedMean(config.robust), WeightedMean(config.robust), list[DeviceAnswer]()
         asked = cohort.sample(config.participation_ratio)
         async for answer in cohort.ask("train", lambda device: self._message(device, cohort, noise_seed), to=asked):
             weight = answer.samples if config.aggregation == "samples" else 1
-            generators.add(answer.part("generator", Generator).parameters, weight)  # eq. (4)
+            generators.add(answer.device, answer.part("generator", Generator).parameters, weight)  # eq. (4)
             if config.upload_model:
-                models.add(answer.part("parameters", ModelParameters), weight)  # eq. (6)
+                models.add(answer.device, answer.part("parameters", ModelParameters), weight)  # eq. (6)
             answers.append(answer)
-        load_parameters(self.generator, generators.result())
+        load_parameters(self.generator, generators.result(cohort))
         if config.upload_model:
-            load_parameters(self.model, models.result())
+            load_parameters(self.model, models.result(cohort))
+        far_off = {*generators.left_out, *models.left_out}
+        answers = [answer for answer in answers if answer.device not in far_off]  # nor do these teach
         if config.exact:
             answers = [a async for a in cohort.ask("predict", self._second_message(noise_seed), to=_names(answers))]
         if cohort.completed + 1 < config.kd_start_round:

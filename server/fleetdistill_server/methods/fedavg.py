@@ -47,11 +47,11 @@ class FedAvgServer(ServerMethod):
         return {"parameters": part_shapes(model_parameters(self.model))}
 
     async def round(self, cohort: Cohort) -> None:
-        mean = WeightedMean()
+        mean = WeightedMean(self.config.robust)
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}, to=asked):
-            mean.add(answer.part("parameters", ModelParameters), weight=answer.samples)
-        load_parameters(self.model, mean.result())
+            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)
+        load_parameters(self.model, mean.result(cohort))
 
     async def finish(self, cohort: Cohort) -> None:
         await cohort.tell({"parameters": model_parameters(self.model)})

@@ -103,7 +103,7 @@ class FedD2SServer(ServerMethod):
         cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})
         answers: dict[str, DeviceAnswer] = {}  # their arrays are mapped, and read again for the replies
         own: dict[str, float] = {}
-        mean = WeightedMean()
+        mean = WeightedMean(self.config.robust)
         async for answer in cohort.ask(
             "extract",
             lambda device: {"plan": self._plan(device, layers[device])},
@@ -115,10 +115,11 @@ class FedD2SServer(ServerMethod):
             p_bc = self.soft_labels(self.head(triplets.layer), triplets.at_layer)  # eq. (8)
             trained = self._clients_to_server(triplets, p_bc, cohort)  # eqs. (9), (10)
             if trained is not None:
-                mean.add(model_parameters(trained), len(triplets.labels) if self.config.average == "samples" else 1)
+                weight = len(triplets.labels) if self.config.average == "samples" else 1
+                mean.add(answer.device, model_parameters(trained), weight)
                 own[answer.device] = _accuracy(p_bc, triplets.labels)
         if own:
-            load_parameters(self.network, mean.result())  # eq. (11)
+            load_parameters(self.network, mean.result(cohort))  # eq. (11)
 
         def reply(device: str) -> Parts:
             return self._reply(self._triplets(answers[device], layers[device]), own.get(device), cohort)

@@ -23,7 +23,7 @@ from fleetdistill.tensors import batch_norm_names, load_parameters, model_parame
 from fleetdistill.undo import reason_undone, way_back
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 
@@ -34,7 +34,7 @@ _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 class Gradients:
     """What the devices answered to one distillation step: the mean gradient, and each device's loss in nats."""
 
-    mean: WeightedMean = field(default_factory=WeightedMean)
+    mean: WeightedMean
     losses: dict[str, float] = field(default_factory=dict)
 
     def add(self, device: str, sent: DistillationGradient, weight: float) -> bool:
@@ -43,13 +43,14 @@ class Gradients:
         self.losses[device] = sent.loss if usable else math.inf
         if not usable:
             return False
-        self.mean.add(ModelParameters(parameters=sent.gradients), weight)
+        self.mean.add(device, ModelParameters(parameters=sent.gradients), weight)
         return True
 
     @property
     def finite(self) -> dict[str, float]:
-        """The losses that are finite: those whose gradients are in the mean."""
-        return {device: loss for device, loss in self.losses.items() if math.isfinite(loss)}
+        """The losses that are finite: those whose gradients are in the mean, once it is made."""
+        left_out = self.mean.left_out
+        return {device: loss for device, loss in self.losses.items() if math.isfinite(loss) and device not in left_out}
 
     def rise_since(self, before: Gradients) -> float:
         """The mean loss over what it was one step before, for the devices that had a finite one then.
@@ -107,17 +108,17 @@ class FedDKDServer(ServerMethod):
 
     async def round(self, cohort: Cohort) -> None:
         number = cohort.completed + 1
-        mean, devices = WeightedMean(), list[str]()
+        mean, devices = WeightedMean(self.config.robust), list[str]()
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self._task(number), to=asked):
-            mean.add(answer.part("parameters", ModelParameters), weight=answer.samples)  # Alg. 1, line 6
+            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)  # Alg. 1, line 6
             devices.append(answer.device)
-        load_parameters(self.model, mean.result(), without=self._stays_on_devices)
+        load_parameters(self.model, mean.result(cohort), without=self._stays_on_devices)
         await self._distil(cohort, number, devices)
 
     async def _distil(self, cohort: Cohort, number: int, devices: list[str]) -> None:
         """Alg. 1, lines 7 to 11, each step with the devices that have a teacher of this round."""
-        taken, last, undo_step = 0, Gradients(), way_back(self.model)
+        taken, last, undo_step = 0, Gradients(WeightedMean(self.config.robust)), way_back(self.model)
         for step in range(1, self.config.steps_in(number) + 1):
             try:
                 gradients = await self._gradients(cohort, step, devices)
@@ -131,7 +132,7 @@ class FedDKDServer(ServerMethod):
             if self._too_few(cohort, step, gradients, len(devices)):
                 break
             undo_step, rate = way_back(self.model), self.config.dkd_rate(number, step)
-            descend_once = partial(self._descend, gradients, rate)
+            descend_once = partial(self._descend, gradients, rate, cohort)
             failure = reason_undone(descend_once, self.model, rate=("this step's dkd_lr", rate))  # line 10
             if failure:
                 text = f"distillation step {step} is undone: {failure}"
@@ -143,7 +144,7 @@ class FedDKDServer(ServerMethod):
 
     async def _gradients(self, cohort: Cohort, step: int, devices: list[str]) -> Gradients:
         """Messages 3 and 4: the model to every teacher, a gradient from each."""
-        gradients = Gradients()
+        gradients = Gradients(WeightedMean(self.config.robust))
         payload: Parts = {"plan": Plan(values={"dkd_step": step}), "parameters": self._shared()}
         async for answer in cohort.ask("distil", payload, to=devices):
             weight = answer.samples if self.config.dkd_weighting == "samples" else 1
@@ -172,8 +173,8 @@ class FedDKDServer(ServerMethod):
             cohort.event("distillation-stopped", f"{text}; the round ends after {step - 1} distillation steps")
         return finite < needed
 
-    def _descend(self, gradients: Gradients, rate: float) -> None:
-        shortened = limited(gradients.mean.result().parameters, self.config.dkd_max_norm)
+    def _descend(self, gradients: Gradients, rate: float, notes: Notes) -> None:
+        shortened = limited(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
         descend(self.model, shortened, rate)
 
     def _task(self, number: int) -> Parts:
