@@ -34,9 +34,8 @@ from fleetdistill.errors import (
     QuorumNotReached,
     RunError,
     StoreError,
-    in_words,
 )
-from fleetdistill.local_training import TensorData, as_tensor_data, evaluate
+from fleetdistill.local_training import TensorData, evaluate
 from fleetdistill.printable import escape_log, printable
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
@@ -45,6 +44,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
+from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
@@ -365,21 +365,6 @@ class Engine:
 
 def _data_version(profile: bytes) -> str:
     return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
-
-
-def load_evaluation(file: str, classes: int) -> TensorData:
-    """Reads `inputs` and `labels` of an `.npz`.
-
-    Raises:
-        ConfigurationError: The file is missing or damaged.
-    """
-    try:
-        with np.load(file) as arrays:
-            return as_tensor_data((arrays["inputs"], arrays["labels"]), classes)
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"[evaluation] data: {file!r} needs arrays inputs and labels: {in_words(error)}"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import nn
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
+from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 from fleetdistill_server.proxy import register_proxy
 from fleetdistill_server.run_config import ModelSection, RunConfig
@@ -36,6 +37,7 @@ class Setting:
         knowledge_type: float16, float32 or uint8, what knowledge travels in.
         proxy: The labelled proxy set, where the run has one.
         proxy_payload: The same as devices fetch it.
+        evaluation_file: The operator's labelled data, [evaluation] data; empty for none.
     """
 
     classes: int
@@ -46,6 +48,7 @@ class Setting:
     knowledge_type: str = "float16"
     proxy: TensorData | None = None
     proxy_payload: Payload | None = None
+    evaluation_file: str = ""
 
     @classmethod
     def of(cls, config: RunConfig) -> Setting:
@@ -60,7 +63,12 @@ class Setting:
             knowledge_type=config.contract.knowledge_type,
             proxy=proxy,
             proxy_payload=proxy_payload,
+            evaluation_file=config.evaluation.data,
         )
+
+    def evaluation(self) -> TensorData | None:
+        """The operator's labelled data; None for none. Raises ConfigurationError if the file cannot be read."""
+        return load_evaluation(self.evaluation_file, self.classes) if self.evaluation_file else None
 
     @property
     def proxy_digest(self) -> bytes:

@@ -50,7 +50,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.methods.classstats_merge import merged_moments
+from fleetdistill_server.methods.classstats_merge import Rules, merged_moments
 from fleetdistill_server.run_config import ModelSection, run_config
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.links import DriveDevices
@@ -465,8 +465,9 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     parts = {name: statistics_of(half) for name, half in devices().items()}
     assert parts["c"].means is not None
     loud = {**parts, "c": replace(parts["c"], means=parts["c"].means.astype(np.float32) * 500)}
-    found = merged_moments(loud, 0.0, Taken())  # type: ignore[arg-type]
+    found, counted = merged_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
     assert ("summary-left-out", "c") in events
+    assert counted == {"a": [0, 1], "b": [1, 2, 3]}
     assert found is not None
     assert np.array_equal(found.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
 
@@ -480,7 +481,7 @@ def test_a_cap_bounds_what_one_device_counts_for() -> None:
     played = Rounds(make_server(count_cap=3.0), halves).play()
     assert space_of(played).counts.tolist() == [10 + 10 + 50, 10 + 10 + 10]
     assert [text for kind, text in played.events if kind == "rows-capped"] == [
-        "c has sent statistics of 360 rows; they count as 60, count_cap = 3 times the median device's"
+        "c has sent statistics of 360 rows; they count as 60, at most 3 times the median device's"
     ]
 
 

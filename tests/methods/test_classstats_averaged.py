@@ -837,7 +837,7 @@ def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
     assert sorted(rounds.server._classes) == [1, 2, 3]
     for label, one in rounds.server._classes.items():
         assert_allclose(one.diagonal, without.server._classes[label].diagonal, rtol=1e-12)
-    assert [kind for kind, _ in rounds.events] == ["summary-left-out"]
+    assert [kind for kind, _ in rounds.events] == ["rows-capped", "summary-left-out"]
     assert "c" in rounds.server._parts  # kept apart: where the others come to be as long, it counts
 
     del rounds.server._parts["b"]  # no majority any more that says who is right

@@ -10,7 +10,7 @@ With `features = "averaged"` the method has another form, `fleetdistill.methods.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,7 +21,7 @@ import numpy as np
 from fleetdistill.class_answers import ClassAnswers, class_answers
 from fleetdistill.class_space import coordinates
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Plan
+from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import (
     GENERAL,
     OWN,
@@ -70,8 +70,8 @@ class ClassStatsConfig(LocalTraining):
             less does the span of the directions say about single rows.
         min_samples: n_min, samples that a device must have of a class to send it, at least 2.
         shrinkage: s, share of its diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
-        count_cap: Most rows of a device, as a multiple of the median device's, that its statistics count for; 0 for no
-            bound, else at least 1.
+        count_cap: Most rows of a device, as a multiple of the median device's, that its statistics count for, at least
+            1; 0 for 3, and for no bound where `robust` is off.
         predictor: `closed_form`, the nearest class mean; or `trained`, a predictor of the device's own.
         predictor_steps: Least steps that it is trained for, at least 1.
         own_statistics_guard: A device whose own statistics alone give a better personal answer takes that one.
@@ -164,15 +164,18 @@ class SpacePlan:
         merge: The server's name of it.
         counted: Whether this device's statistics are in it.
         draw_seed: Of rows that are drawn in it.
+        left_out: Classes that this device has sent and that are not in it all the same.
     """
 
     merge: int
     counted: bool
     draw_seed: int
+    left_out: tuple[int, ...] = ()
 
     def to_wire(self) -> Plan:
         """As it travels."""
-        return Plan(values={"merge": self.merge, "counted": self.counted, "draw_seed": self.draw_seed})
+        values: dict[str, PlanValue] = {"merge": self.merge, "counted": self.counted, "draw_seed": self.draw_seed}
+        return Plan(values=values | ({"left_out": list(self.left_out)} if self.left_out else {}))
 
     @classmethod
     def of(cls, ask: Ask) -> SpacePlan:
@@ -183,7 +186,15 @@ class SpacePlan:
             if type(values.get(name)) is not kind:
                 text = f"the plan's {name} is {values.get(name)!r}, expected {kind.__name__}"
                 raise WireError(f"step {ask.step!r}: {text}; update the older of device and server")
-        return cls(**{name: values[name] for name in expected})  # type: ignore[arg-type]  # checked above
+        left_out = values.get("left_out", [])  # not there where nothing is, and from earlier servers
+        if not isinstance(left_out, list):
+            raise WireError(f"step {ask.step!r}: the plan's left_out is {left_out!r}, expected a list of classes")
+        known: dict[str, Any] = {name: values[name] for name in expected}
+        return cls(**known, left_out=tuple(left_out))
+
+    def counts(self, labels: Iterable[int]) -> list[int]:
+        """Of the classes that this device has sent those that are in the space."""
+        return [label for label in labels if label not in self.left_out] if self.counted else []
 
 
 def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
@@ -283,7 +294,7 @@ class DeviceStatistics:
             self.space,
             self.rows,
             self.labels,
-            own.labels if plan.counted else (),
+            plan.counts(own.labels),
             self._classes,
             own if self._config.own_statistics_guard else None,
             self._config.rows_per_direction,
@@ -293,7 +304,7 @@ class DeviceStatistics:
     def restore(self, space: ClassSpace | None, plan: Mapping[str, Any] | None) -> None:
         """Takes up a space and its plan that were kept; the answers are made of them when they are asked for."""
         self.space = space
-        self.plan = None if plan is None else SpacePlan(**plan)
+        self.plan = None if plan is None else SpacePlan(**{**plan, "left_out": tuple(plan.get("left_out", ()))})
         self.answers = None
 
     @property

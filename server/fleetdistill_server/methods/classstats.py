@@ -19,7 +19,7 @@ from fleetdistill.class_answers import LEAVE_ONE_OUT
 from fleetdistill.class_space import make_space, shrinkage_rule
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, KnowledgeError, QuorumNotReached
 from fleetdistill.kept_features import FixedFeatures
-from fleetdistill.knowledge import ClassSpace, Metrics, ModelParameters, NetworkFile, Parts, SharedStatistics
+from fleetdistill.knowledge import Array, ClassSpace, Metrics, ModelParameters, NetworkFile, Parts, SharedStatistics
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.classstats import (
     SCATTERING,
@@ -39,7 +39,8 @@ from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import merged_moments
+from fleetdistill_server.methods.classstats_merge import Rules, merged_moments
+from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 
@@ -67,6 +68,8 @@ class ClassStatsServer(ServerMethod):
         features = prod(self._feature_shape)
         self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(setting.input_shape, features))
         self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
+        self._counted: dict[str, list[int]] = {}  # of each device the classes that are in the merge
+        self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._space: ClassSpace | None = None
         self._merge_name = 0  # names the space by what is in it
         self._held: dict[str, int] = {}  # the space that a device has acknowledged
@@ -213,10 +216,16 @@ class ClassStatsServer(ServerMethod):
         assert self._space is not None
         plan = SpacePlan(
             merge=self._merge_name,
-            counted=device in self._parts,
+            counted=bool(self._counted.get(device)),
+            left_out=self._left_out_of(device),
             draw_seed=derive_seed(self.setting.seed, "space", self._merge_name),
         )
         return {"plan": plan.to_wire(), "space": self._space}
+
+    def _left_out_of(self, device: str) -> tuple[int, ...]:
+        """The classes that a device has sent and that are not in the merge."""
+        part, counted = self._parts.get(device), self._counted.get(device, [])
+        return () if part is None else tuple(sorted(set(part[0].labels) - set(counted)))
 
     def _note_poor_classes(self, notes: Notes, figures: Mapping[int, Sequence[float]]) -> None:
         """A class that its own rows, left out, are not found in more often than by chance is worth a word."""
@@ -252,8 +261,10 @@ class ClassStatsServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
-        parts = {device: part for device, (part, _) in sorted(self._parts.items())}
-        moments = merged_moments(parts, self.config.count_cap, notes)
+        self._trusted = trusted_centres(self.setting.evaluation(), self.fixed.of) or self._trusted
+        rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
+        parts = {device: part for device, (part, _) in self._parts.items()}
+        moments, self._counted = merged_moments(parts, rules, notes)
         self._space, self._merge_name = None, 0
         if moments is None:
             return
@@ -285,6 +296,8 @@ class ClassStatsServer(ServerMethod):
             "parts": {device: [_packed_part(part), version] for device, (part, version) in self._parts.items()},
             "space": None if self._space is None else packed(self._space),
             "merge": self._merge_name,
+            "counted": {device: list(labels) for device, labels in self._counted.items()},
+            "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "held": dict(self._held),
             "silent": dict(self._silent),
             "round": self._round,
@@ -294,6 +307,9 @@ class ClassStatsServer(ServerMethod):
         self._parts = {device: (_unpacked_part(part), version) for device, (part, version) in state["parts"].items()}
         self._space = None if state["space"] is None else unpacked(state["space"])
         self._merge_name = state["merge"]
+        everything = {device: list(part.labels) for device, (part, _) in self._parts.items()}
+        self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
+        self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
         self._held, self._silent = dict(state["held"]), dict(state["silent"])
         self._round = state["round"]
 

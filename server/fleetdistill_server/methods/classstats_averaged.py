@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.class_statistics import draw_classes, from_wire, length, mean_alone, shrink, to_wire
+from fleetdistill.class_statistics import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract, train_steps
@@ -33,7 +33,8 @@ from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import Classes, merged, too_large
+from fleetdistill_server.methods.classstats_merge import Classes, Rules, merged, too_large
+from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
 
@@ -70,6 +71,7 @@ class AveragedServer(ServerMethod):
         self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
         self._parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self._classes: Classes = {}
+        self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._version = 0  # names the merge by what is in it
         self._agreed: tuple[int, Array] | None = None
         self._held: dict[str, list[int]] = {}  # the merge and the soft predictions that a device has acknowledged
@@ -282,7 +284,9 @@ class AveragedServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
-        classes = self._worth_learning(merged(self._parts, self.config.rank, notes), notes)
+        self._trusted = trusted_centres(self.setting.evaluation(), self._features_of) or self._trusted
+        rules = Rules(robust=self.config.robust, trusted=self._trusted)
+        classes = self._worth_learning(merged(self._parts, self.config.rank, rules, notes), notes)
         payload = encode({"classes": self._wire(classes)}, np.dtype(self.setting.knowledge_type))
         sent = decode(payload)["classes"]
         assert isinstance(sent, ClassStatistics)
@@ -290,6 +294,11 @@ class AveragedServer(ServerMethod):
         self._version = int.from_bytes(payload.sha256[:8], "big") >> 1
         self._agreed = None
         notes.report("merged_classes", len(self._classes))
+
+    def _features_of(self, inputs: Tensor) -> Array:
+        """As devices have them in their summaries."""
+        rows: Array = extract(self.extractor, inputs).flatten(1).double().numpy()
+        return clip(rows, self.config.clip_norm) if self.config.clip_norm else rows
 
     def _worth_learning(self, whole: Classes, notes: Notes) -> Classes:
         """The shrunk merge. As long as a guard finds classes at fault, it is made, and tried, again without them.
@@ -377,6 +386,7 @@ class AveragedServer(ServerMethod):
             "predictor": self.predictor.state_dict(),
             "parts": {device: packed(part) for device, part in self._parts.items()},
             "classes": packed(self._wire(self._classes)),
+            "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "version": self._version,
             "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
             "held": dict(self._held),
@@ -389,6 +399,7 @@ class AveragedServer(ServerMethod):
         self.predictor.load_state_dict(state["predictor"])
         self._parts = {device: unpacked(part) for device, part in state["parts"].items()}
         self._classes = from_wire(unpacked(state["classes"]))
+        self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
         self._version = state["version"]
         agreed = state["agreed"]
         self._agreed = None if agreed is None else (agreed[0], agreed[1].numpy())

@@ -1,85 +1,147 @@
-"""The merges of the devices' class statistics, without the devices and the classes that cannot be right."""
+"""The merges of the devices' class statistics, without what cannot be right of them."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from statistics import median
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fleetdistill.class_statistics import ClassSummary, from_wire, length, merge
+from fleetdistill.class_statistics import ClassSummary, from_wire, merge
 from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
 from fleetdistill.shared_statistics import Moments
 from fleetdistill.shared_statistics import from_wire as from_wire_shared
 from fleetdistill.shared_statistics import merge as merge_shared
 from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.methods.classstats_robust import MOST_ROWS, Fleet, LeftOut, Sent, capped, judge
 
-_LONGEST = 10.0  # times the fleet's median; rows of one extractor's features do not differ so much
 Classes = dict[int, ClassSummary]
 
 
-def merged(parts: Mapping[str, ClassStatistics], rank: int, notes: Notes) -> Classes:
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a merge asks of what devices have sent.
+
+    Attributes:
+        robust: `gross`, `strict` or `off`.
+        count_cap: Most rows that a device counts for, as a multiple of the median device's; 0 for what `robust` says.
+        trusted: Centres of classes from the operator's own data, `[F]` each.
+    """
+
+    robust: str
+    count_cap: float = 0.0
+    trusted: Mapping[int, Array] = field(default_factory=dict)
+
+
+def merged(parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes) -> Classes:
     """Every class over the devices that have sent it, by label, in the order of the devices' ids; not yet shrunk.
 
     Args:
         parts: What each device has sent.
         rank: Directions wanted, at least 0.
-        notes: Hears of classes of one device alone, and of devices that are left out.
+        rules: What they are held against.
+        notes: Takes events about classes of one device alone, and about what is left out or bounded.
     """
-    by_class: dict[int, list[ClassStatistics]] = defaultdict(list)
-    known = {device: part for device, part in sorted(parts.items()) if part.labels}
-    lengths = {device: max(map(length, from_wire(part).values())) for device, part in known.items()}
-    kept = [known[device] for device in _of_one_scale(lengths, notes)]
-    for part in kept:
-        for label in part.labels:
-            by_class[label].append(part)
-    _note_single_classes([part.labels for part in kept], notes)
-    return {label: merge([_one_class(part, label) for part in by_class[label]], rank) for label in sorted(by_class)}
+    kept = _kept({device: _sent(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes)
+    labels = sorted({label for one in kept.values() for label in one.labels})
+    return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}
 
 
-def merged_moments(parts: Mapping[str, SharedStatistics], count_cap: float, notes: Notes) -> Moments | None:
-    """The exact merge of statistics with one covariance; None where no device has a class.
+def merged_moments(
+    parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes
+) -> tuple[Moments | None, dict[str, list[int]]]:
+    """The exact merge of statistics with one covariance, and of each device the classes that are in it.
 
     Args:
-        parts: What each device has sent, in the order of the devices' ids.
-        count_cap: Most rows that a device counts for, as a multiple of the median device's; 0 for no bound.
-        notes: Takes events about classes of one device alone, and about devices that are left out or bounded.
+        parts: What each device has sent.
+        rules: What they are held against.
+        notes: Takes events about classes of one device alone, and about what is left out or bounded.
+
+    Returns:
+        None for the merge where no device has a class.
     """
-    known = {device: part for device, part in parts.items() if part.labels}
-    lengths = {device: _length(from_wire_shared(part)) for device, part in known.items()}
-    kept = [device for device in known if device in _of_one_scale(lengths, notes)]
+    fleet = {device: _sent_shared(part) for device, part in sorted(parts.items()) if part.labels}
+    kept = _kept(fleet, rules, notes)
+    counted = {device: list(one.labels) for device, one in kept.items()}
     if not kept:
-        return None
-    _note_single_classes([known[device].labels for device in kept], notes)
-    shares = _capped({device: _rows(known[device]) for device in kept}, count_cap, notes)
-    return merge_shared(_counted_for(from_wire_shared(known[device]), shares[device]) for device in kept)
+        return None, counted
+    return merge_shared(_moments_of(from_wire_shared(parts[device]), one) for device, one in kept.items()), counted
 
 
-def _length(moments: Moments) -> float:
-    """Root mean square length of the rows of the class that has the longest."""
-    return float(np.sqrt(np.square(moments.means).sum(axis=1).max() + np.trace(moments.covariance)))
+# --- what is kept
 
 
-def _rows(part: SharedStatistics) -> int:
-    return 0 if part.counts is None else int(part.counts.astype(np.int64).sum())
+def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> Fleet:
+    off = rules.robust == "off"
+    cap = rules.count_cap or (0.0 if off else MOST_ROWS)
+    bounded = capped(fleet, cap) if cap else fleet
+    for device in (one for one in fleet if bounded[one] is not fleet[one]):
+        rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))
+        text = f"{device} has sent statistics of {rows} rows; they count as {counted}, at most {cap:g} times the median"
+        notes.event("rows-capped", f"{text} device's", device)
+    kept, left_out = (bounded, list[LeftOut]()) if off else judge(bounded, rules.robust, rules.trusted)
+    for one in left_out:
+        what = f"class{'es' if len(one.labels) > 1 else ''} {', '.join(map(str, one.labels))}"
+        text = f"{one.device}: {one.reason}; what it has sent of {what} is left out of the merge"
+        notes.event("summary-left-out", text, one.device)
+    _note_single_classes([one.labels for one in kept.values()], notes)
+    return kept
 
 
-def _capped(rows: Mapping[str, int], cap: float, notes: Notes) -> dict[str, float]:
-    """The share of its rows that each device counts for."""
-    most = cap * median(rows.values()) if cap else float("inf")
-    for device in (one for one, count in rows.items() if count > most):
-        text = f"{device} has sent statistics of {rows[device]} rows; they count as {most:g}, count_cap = {cap:g} times"
-        notes.event("rows-capped", f"{text} the median device's", device)
-    return {device: min(1.0, most / count) for device, count in rows.items()}
+def _sent(part: ClassStatistics) -> Sent:
+    counts, means = part.counts, part.means
+    assert counts is not None
+    assert means is not None
+    traces = np.zeros(len(part.labels))
+    for row in range(len(traces)):  # in float64 class by class: all at once may be more than there is memory
+        for array, power in ((part.variances, 1), (part.directions, 2)):
+            traces[row] += 0.0 if array is None else float((array[row].astype(np.float64) ** power).sum())
+    order = np.argsort(part.labels)
+    return Sent(
+        labels=tuple(part.labels[one] for one in order),
+        counts=counts[order].astype(np.int64),
+        means=means[order],
+        traces=traces[order],
+    )
 
 
-def _counted_for(moments: Moments, share: float) -> Moments:
-    if share == 1.0:
-        return moments
-    counts = np.maximum((moments.counts * share).astype(np.int64), 1)
-    return replace(moments, counts=counts, df=max(int(counts.sum()) - len(counts), 0))
+def _sent_shared(part: SharedStatistics) -> Sent:
+    counts, means, variances = part.counts, part.means, part.variances
+    assert counts is not None
+    assert means is not None
+    assert variances is not None
+    trace = float(variances.astype(np.float64).sum())
+    if part.directions is not None and part.steps is not None:
+        lengths = np.square(part.directions.astype(np.float64)).sum(axis=1)
+        trace += float((lengths * np.square(part.steps.astype(np.float64))).sum())
+    order = np.argsort(part.labels)
+    return Sent(
+        labels=tuple(part.labels[one] for one in order),
+        counts=counts[order].astype(np.int64),
+        means=means[order],
+        traces=np.array([trace]),
+    )
+
+
+def _moments_of(moments: Moments, kept: Sent) -> Moments:
+    """Of the classes that are kept, with the rows that they count for; all else as it was sent."""
+    at = np.flatnonzero(np.isin(moments.labels, kept.labels))
+    df = moments.df if (moments.counts.tolist() == kept.counts.tolist()) else _degrees(kept.counts)
+    return replace(moments, labels=kept.labels, counts=kept.counts, means=moments.means[at], df=df)
+
+
+def _degrees(counts: Array) -> int:
+    return max(int(counts.sum()) - len(counts), 0)
+
+
+def _summaries_of(label: int, parts: Mapping[str, ClassStatistics], kept: Fleet) -> list[ClassSummary]:
+    found = []
+    for device, one in kept.items():
+        if label in one.labels:
+            count = int(one.counts[one.labels.index(label)])
+            found.append(replace(_one_class(parts[device], label), count=count))
+    return found
 
 
 def too_large(classes: Classes, limit: float, notes: Notes) -> list[int]:
@@ -89,19 +151,6 @@ def too_large(classes: Classes, limit: float, notes: Notes) -> list[int]:
     for label in over:
         notes.event("class-left-out", f"class {label}: its merged statistics go over {limit:g}; it is left out")
     return over
-
-
-def _of_one_scale(lengths: Mapping[str, float], notes: Notes) -> list[str]:
-    """Guard: the devices without those whose features are many times as long as the fleet's.
-
-    The variance of such a device would reach all classes by way of the pooled one. Of two devices neither is left out:
-    there is no telling which of them is right, and the median is their mean.
-    """
-    limit = _LONGEST * median(lengths.values()) if lengths else 0.0
-    for device in (one for one in lengths if lengths[one] > limit):
-        text = f"its features have length {lengths[device]:g}, {_LONGEST:g} times the fleet's is {limit:g}"
-        notes.event("summary-left-out", f"{device}: {text}; its summary is left out of the merge", device)
-    return [device for device in lengths if lengths[device] <= limit]
 
 
 def _note_single_classes(labels_of_devices: Sequence[Sequence[int]], notes: Notes) -> None:

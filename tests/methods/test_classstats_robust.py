@@ -1,0 +1,294 @@
+"""The tests on what devices have sent of their classes: each one by hand, laws, and attacks on whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from fleetdistill.knowledge import Array
+from fleetdistill_server.methods.classstats_robust import LeftOut, Sent, _Centres, _middle_of, capped, judge
+
+BY_CLASS, SHARED = "by class", "shared"
+forms = pytest.mark.parametrize("form", [BY_CLASS, SHARED])
+
+
+def sent(means: Mapping[int, Sequence[float]], *, trace: Any = 1.0, count: Any = 10, form: str = BY_CLASS) -> Sent:
+    """Of classes by label; trace and count of each class, or one of all."""
+    labels = tuple(sorted(means))
+    traces = np.broadcast_to(np.asarray(trace, float), len(labels) if form == BY_CLASS else 1)
+    return Sent(
+        labels=labels,
+        counts=np.broadcast_to(np.asarray(count, np.int64), len(labels)).copy(),
+        means=np.array([means[label] for label in labels], np.float16),
+        traces=traces.copy(),
+    )
+
+
+NEAR = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0, 1.0]}
+
+
+def gone(left_out: Sequence[LeftOut]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(one.device, one.labels) for one in left_out]
+
+
+# --- (a) counts
+
+
+def test_a_counts_go_down_to_three_times_the_median_device() -> None:
+    """ROB-4: of 10, 20, 30 and 10^9 the median is 25."""
+    counts = {"a": [10], "b": [12, 8], "c": [30], "d": [10**9 - 4 * 10**8, 4 * 10**8]}
+    fleet = {name: sent({label: [1.0, 0.0] for label in range(len(one))}, count=one) for name, one in counts.items()}
+    found = capped(fleet, 3.0)
+    assert [found[name].counts.tolist() for name in counts] == [[10], [12, 8], [30], [45, 30]]
+    assert all(found[name] is fleet[name] for name in "abc")
+
+
+def test_a_every_class_keeps_a_row() -> None:
+    fleet = {name: sent({0: [1.0, 0.0]}, count=5) for name in "ab"}
+    fleet["c"] = sent(NEAR, count=[10**6, 5, 5])
+    assert capped(fleet, 3.0)["c"].counts.tolist() == [15, 1, 1]
+
+
+def test_nobody_is_nothing_to_cap() -> None:
+    assert capped({}, 3.0) == {}
+
+
+# --- (b) length and spread
+
+
+def test_b_a_class_of_a_wide_covariance_is_left_out_alone() -> None:
+    """The median of nine traces is 1: 4 stays, 4.1 does not."""
+    fleet = {"a": sent(NEAR), "b": sent(NEAR, trace=[1, 4, 1]), "c": sent(NEAR, trace=[1, 1, 4.1])}
+    kept, left_out = judge(fleet, "gross")
+    assert gone(left_out) == [("c", (2,))]
+    assert left_out[0].reason == "its covariance has trace 4.1, the limit is 4, 4 times the median"
+    assert {name: one.labels for name, one in kept.items()} == {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1)}
+    assert kept["c"].traces.tolist() == [1, 1]
+    assert_array_equal(kept["c"].means, fleet["c"].means[:2])
+
+
+def test_b_of_one_covariance_that_is_wide_the_device_is_left_out() -> None:
+    """Each device's trace counts once, however many classes it claims: the median of 1, 1 and 4.1 is 1."""
+    fleet = {name: sent({0: [1.0, 0.0]}, form=SHARED) for name in "ab"}
+    fleet["c"] = sent(NEAR, trace=4.1, form=SHARED)
+    kept, left_out = judge(fleet, "gross")
+    assert gone(left_out) == [("c", (0, 1, 2))]
+    assert sorted(kept) == ["a", "b"]
+
+
+@forms
+def test_b_means_that_are_ten_times_too_long_are_left_out(form: str) -> None:
+    """Means (0, 11) and (0, 12): nearest to their own centres (0, 1.1) and (0, 1.2), so no other test sees them."""
+    near = {0: [0.0, 1.1], 1: [0.0, 1.2]}
+    fleet = {name: sent(near, form=form) for name in "abd"}
+    fleet["c"] = sent({0: [0.0, 11.0], 1: [0.0, 12.01]}, form=form)
+    kept, left_out = judge(fleet, "gross")
+    assert gone(left_out) == [("c", (0, 1))]
+    assert left_out[0].reason.startswith("its longest class mean has length 12.01, the limit is 12, 10 times")
+    assert sorted(kept) == ["a", "b", "d"]
+
+
+# --- (c) nearest centre
+
+
+def fleet_with(last: Sent, form: str = BY_CLASS) -> dict[str, Sent]:
+    return {**{name: sent(NEAR, form=form) for name in "abc"}, "d": last}
+
+
+@forms
+@pytest.mark.parametrize(
+    ("means", "share", "gross", "strict"),
+    [
+        ({0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0, 1.0]}, 1, False, False),
+        ({0: [1.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 1.0]}, 1 / 3, False, True),
+        ({0: [0.0, 1.0], 1: [1.0, 0.0]}, 0, True, True),
+        ({0: [1.0, 0.0], 1: [1.0, 0.1]}, 1 / 2, False, False),
+        ({0: [0.0, 1.0]}, None, False, False),
+        ({0: [0.0, 1.0], 7: [1.0, 0.0]}, None, False, False),
+    ],
+    ids=["honest", "two of three swapped", "two swapped", "one wrong", "one class", "one class that others have"],
+)
+def test_c_the_share_of_means_at_their_own_centre_decides(
+    form: str, means: dict[int, list[float]], share: float | None, gross: bool, strict: bool
+) -> None:
+    fleet = fleet_with(sent(means, form=form), form)
+    near = _Centres(fleet, {}).near(fleet["d"])
+    assert (near and near.share) == share
+    assert gone(judge(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
+    _, left_out = judge(fleet, "strict")
+    assert any("nearest to the centre of their class" in one.reason for one in left_out) == strict
+
+
+def test_c_the_reason_has_the_figures() -> None:
+    swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
+    _, (one,) = judge(fleet_with(swapped), "gross")
+    text = "0 of its 2 class means are nearest to the centre of their class, a share of 0; 0.25 is the least"
+    assert one.reason == text
+
+
+def test_c_of_two_as_bad_the_one_that_is_wrong_about_more_classes_goes_first() -> None:
+    """Two liars against one other honest device of each class: honest and lying devices alike have a share of 0."""
+    three = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    rolled = sent({label: three[label - 1] for label in range(3)})
+    honest = {
+        name: sent({label: NEAR[label] for label in held})
+        for name, held in zip("abc", ((0, 1), (1, 2), (0, 2)), strict=True)
+    }
+    kept, left_out = judge({**honest, "y": rolled, "z": rolled}, "gross")
+    assert gone(left_out) == [("y", (0, 1, 2)), ("z", (0, 1, 2))]
+    assert sorted(kept) == ["a", "b", "c"]
+
+
+def test_c_the_worst_goes_first_and_honest_ones_stay() -> None:
+    """With two liars of five the centres of class 0 and 1 are half wrong; without the first they are right again."""
+    swapped = {0: [0.0, 1.0], 1: [1.0, 0.0], 2: [1.0, 1.0]}
+    half = {0: [0.0, 1.0], 1: [1.0, 0.0]}
+    fleet = {**{name: sent(NEAR) for name in "abc"}, "d": sent(half), "e": sent(half)}
+    kept, left_out = judge(fleet, "gross")
+    assert gone(left_out) == [("d", (0, 1)), ("e", (0, 1))]
+    assert sorted(kept) == ["a", "b", "c"]
+    fleet = {**{name: sent(NEAR) for name in "abc"}, "d": sent(swapped)}
+    assert judge(fleet, "gross")[1] == []  # a third of its means is right
+
+
+def test_c_no_more_than_half_of_the_devices_are_left_out() -> None:
+    """Two against two: whoever is looked at has two of three others against it, until two are left."""
+    swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
+    kept, left_out = judge({"a": sent(NEAR), "b": sent(NEAR), "c": swapped, "d": swapped}, "gross")
+    assert len(kept) == len(left_out) == 2
+
+
+@forms
+def test_of_two_devices_neither_is_left_out(form: str) -> None:
+    fleet = {
+        "a": sent(NEAR, form=form),
+        "b": sent({0: [0.0, 90.0], 1: [90.0, 0.0]}, trace=500.0, form=form),
+    }
+    kept, left_out = judge(fleet, "strict")
+    assert (kept, left_out) == (fleet, [])
+
+
+# --- (d) distance
+
+
+@forms
+def test_d_strict_leaves_out_single_classes_that_lie_far_off(form: str) -> None:
+    """Of ten rows a class with trace 1 the unit is sqrt(1 / 10 + 0.05) = 0.387: at 1.2 from the median it is 3.1."""
+    shifted = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0 + 1.2, 1.0]}
+    fleet = fleet_with(sent(shifted, form=form), form)
+    kept, left_out = judge(fleet, "strict")
+    assert gone(left_out) == [("d", (2,))]
+    assert left_out[0].reason == "its class means lie this far from the median device's: 3.1 (class 2, limit 3)"
+    assert kept["d"].labels == (0, 1)
+    assert judge(fleet, "gross") == (fleet, [])
+    within = fleet_with(sent({**shifted, 2: [1.0 + 1.15, 1.0]}, form=form), form)  # 2.97
+    assert judge(within, "strict")[1] == []
+
+
+def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
+    """Means 0, 1, 2, 3, 8: from the median 2 they lie 2, 1, 0, 1, 6 units, 6 is more than 3 times 1 and than 3."""
+    unit = float(np.sqrt(1 / 20 + 0.05))
+    places = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 8}
+    fleet = {name: sent({0: [place * unit, 0.0]}, count=20) for name, place in places.items()}
+    assert gone(judge(fleet, "strict")[1]) == [("e", (0,))]
+    wider = {name: sent({0: [4 * place * unit, 0.0]}, count=20) for name, place in places.items() if name != "e"}
+    assert judge(wider, "strict")[1] == []  # 8, 4, 0, 4: no more than 3 times 4
+
+
+def test_d_two_devices_of_a_class_are_not_compared() -> None:
+    fleet = {"a": sent({0: [0.0, 0.0]}), "b": sent({0: [9.0, 0.0]}), "c": sent({1: [1.0, 0.0]})}
+    assert judge(fleet, "strict")[1] == []
+
+
+def test_d_means_without_spread_are_not_compared() -> None:
+    """As `means_only` sends them: there is no unit to measure their distance in."""
+    fleet = fleet_with(sent({0: [1.0, 0.0], 1: [0.0, 1.0], 2: [3.0, 1.0]}, trace=0.0))
+    fleet = {name: sent(dict(zip(one.labels, one.means, strict=True)), trace=0.0) for name, one in fleet.items()}
+    assert judge(fleet, "strict")[1] == []
+
+
+# --- (e) trusted centres
+
+
+def test_e_trusted_centres_outvote_any_number_of_liars() -> None:
+    """Three liars of four; without the operator's rows the honest one is left out."""
+    swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
+    fleet = {"a": sent(NEAR), **dict.fromkeys("bcd", swapped)}
+    trusted = {label: np.array(mean) for label, mean in NEAR.items()}
+    assert gone(judge(fleet, "gross", trusted)[1]) == [("b", (0, 1)), ("c", (0, 1))]  # half of four at most
+    assert gone(judge({"a": sent(NEAR), "b": swapped, "c": swapped}, "gross", trusted)[1]) == [("b", (0, 1))]
+    alone = {"a": sent(NEAR), "b": swapped}
+    assert gone(judge(alone, "gross", trusted)[1]) == [("b", (0, 1))]
+    assert judge(alone, "gross")[1] == []
+
+
+# --- laws
+
+
+@given(seed=st.integers(0, 2**32 - 1), devices=st.integers(1, 7))
+def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices: int) -> None:
+    generator = np.random.default_rng(seed)
+    means = list(generator.integers(-3, 4, size=(devices, 5)).astype(np.float16))  # with ties
+    fleet = {str(number): sent({0: mean}) for number, mean in enumerate(means)}
+    centres = _Centres(fleet, {})
+    assert len(_middle_of(means)) == min(devices, 2 + devices % 2)
+    for number, mean in enumerate(means):
+        others = [one.astype(np.float64) for other, one in enumerate(means) if other != number]
+        found = centres._without({0: mean.astype(np.float64)})
+        assert found.keys() == ({0} if others else set())
+        if others:
+            assert_array_equal(found[0], np.median(others, axis=0))
+    assert_array_equal(centres._without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
+
+
+def random_fleet(seed: int, devices: int, form: str) -> dict[str, Sent]:
+    generator = np.random.default_rng(seed)
+    fleet = {}
+    for number in range(devices):
+        labels = np.flatnonzero(generator.random(5) < 0.7).tolist() or [0]
+        means: dict[int, Array] = {c: 2 * np.eye(5)[c] + generator.normal(0, 0.4, 5) for c in labels}
+        trace = generator.choice([1.0, 1.5, 9.0], p=[0.6, 0.3, 0.1], size=len(labels) if form == BY_CLASS else 1)
+        count = generator.integers(5, 500, size=len(labels))
+        fleet[f"d{number}"] = sent(means, trace=trace, count=count, form=form)
+    return fleet
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    devices=st.integers(1, 8),
+    form=st.sampled_from([BY_CLASS, SHARED]),
+    robust=st.sampled_from(["gross", "strict"]),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_verdict_does_not_depend_on_the_order_and_adds_up(
+    seed: int, devices: int, form: str, robust: str, order: Any
+) -> None:
+    fleet = random_fleet(seed, devices, form)
+    names = list(fleet)
+    order.shuffle(names)
+    kept, left_out = judge(fleet, robust)
+    again, also = judge({name: fleet[name] for name in names}, robust)
+    assert sorted(gone(left_out)) == sorted(gone(also))
+    assert {name: one.labels for name, one in kept.items()} == {name: one.labels for name, one in again.items()}
+    for name, one in fleet.items():
+        out = [label for device, labels in gone(left_out) if device == name for label in labels]
+        assert sorted([*out, *(kept[name].labels if name in kept else ())]) == sorted(one.labels)
+    if not left_out:
+        assert all(kept[name] is one for name, one in fleet.items())
+
+
+@given(seed=st.integers(0, 2**32 - 1), devices=st.integers(1, 8), cap=st.floats(1, 9))
+def test_nobody_counts_for_more_than_the_cap_and_who_is_below_it_stays(seed: int, devices: int, cap: float) -> None:
+    fleet = random_fleet(seed, devices, BY_CLASS)
+    totals = {name: int(one.counts.sum()) for name, one in fleet.items()}
+    most = cap * float(np.median(list(totals.values())))
+    for name, one in capped(fleet, cap).items():
+        assert (one is fleet[name]) == (totals[name] <= most)
+        assert int(one.counts.sum()) <= max(most, 0) + len(one.labels)
+        assert (one.counts >= 1).all()
