@@ -31,6 +31,7 @@ from fleetdistill_server.command_line import (
     show,
 )
 from fleetdistill_server.people import connect
+from fleetdistill_server.run_commands import runs_cancel, runs_delete
 from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
 from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
@@ -96,13 +97,11 @@ def serve(
     supervisor = Supervisor(config, loaded, on_listening=lambda port: typer.echo(_where(loaded, supervisor)))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: supervisor.stop())
-    finished = supervisor.serve(
+    over = supervisor.serve(
         until_finished=until_finished,
-        on_finished=lambda: typer.echo(f"run {loaded.run.name!r} is finished; devices are still told so"),
+        on_over=lambda status: typer.echo(f"run {loaded.run.name!r} is {status}; devices are still told so"),
     )
-    typer.echo(
-        "stopped; the run is finished" if finished else f"stopped; `fleetdistill serve {config}` goes on from here"
-    )
+    typer.echo("stopped; the run is over" if over else f"stopped; `fleetdistill serve {config}` goes on from here")
 
 
 @app.command()
@@ -274,7 +273,6 @@ def runs_prune(
     older_than: Annotated[
         str | None, typer.Option(help="Only rounds that ended so long ago: a number and d, h or m, such as 30d.")
     ] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Delete the whole run, which must be over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
@@ -285,7 +283,6 @@ def runs_prune(
         run,
         keep_rounds=keep_rounds,
         older_than_seconds=None if older_than is None else seconds_of("--older-than", older_than),
-        whole=whole,
         dry_run=dry_run,
         served=served_run(store),
     )
@@ -322,6 +319,10 @@ def restore(
 
     payloads = make_store(backup, store)
     typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")
+
+
+runs_app.command("cancel")(runs_cancel)
+runs_app.command("delete")(runs_delete)
 
 
 @runs_app.command("watch")

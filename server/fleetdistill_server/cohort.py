@@ -276,6 +276,7 @@ class Cohort:
         with self._store.transaction():  # who deletes payloads holds the same lock
             if not all(self._store.blobs.has(sha256) for sha256 in {row["payload"] for row in rows} - {None}):
                 return False
+            self._store.assert_not_cancelled(run)
             self._store.write_asks(rows)
         failpoints.hit("engine.asks.after-commit")
         return True

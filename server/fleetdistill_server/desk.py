@@ -33,7 +33,7 @@ from fleetdistill_server.disk_space import DiskSpace
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.limits import Limiter, Limits, RefusalNotes, Who
 from fleetdistill_server.retention import drop_unneeded
-from fleetdistill_server.store import DEADLINE_PASSED, Row, Store
+from fleetdistill_server.store import DEADLINE_PASSED, OVER, Row, Store
 
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
@@ -172,7 +172,7 @@ class Desk:
         if row is not None:
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
         status = self.store.run(run)
-        if status is not None and status["status"] == "finished":
+        if status is not None and status["status"] in OVER:
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
             text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"

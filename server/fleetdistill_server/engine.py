@@ -124,6 +124,7 @@ class Engine:
         with self._store.transaction():
             if self._store.to_forget(self._name):
                 return False
+            self._store.assert_owner(self._name, self._token)
             failpoints.hit("engine.end.before-commit")
             self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         failpoints.hit("engine.end.after-commit")
@@ -177,11 +178,14 @@ class Engine:
                 for payload in (initial, extractor, self.method.setting.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
+                self._store.assert_owner(self._name, self._token)
                 failpoints.hit("engine.contract.before-commit")
                 self._store.publish_contract(self._name, contract.SerializeToString())
             failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
-            self._store.end_run(self._name, "running", "started again")
+            with self._store.transaction():
+                self._store.assert_owner(self._name, self._token)
+                self._store.end_run(self._name, "running", "started again")
         self._check_proxy()
         self._check_readable()
         self._restore()
@@ -223,6 +227,7 @@ class Engine:
             state = pack_state(self.method.state_dict())
             checkpoint = self._store.blobs.put_state(state)
             with self._store.transaction():
+                self._store.assert_owner(self._name, self._token)
                 self._store.secure_state(checkpoint, state)
                 self._store.set_checkpoint(self._name, checkpoint)
         self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))

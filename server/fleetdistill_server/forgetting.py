@@ -24,7 +24,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill_server.joining import GUARD
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.retention import WAIT_SECONDS, drop_unneeded, sweep_all
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store import AT_REST, Row, Store
 
 
 class BetweenRounds:
@@ -141,7 +141,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
         return True
     row = store.run(run)  # only now: an engine ends a run only while nobody is to be forgotten
     assert row is not None
-    over = row["status"] in ("finished", "stopped")
+    over = row["status"] in AT_REST
     if (served == run and not over) or row["checkpoint"] is None:
         return False
     _end_open_round(store, row)

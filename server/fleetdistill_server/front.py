@@ -43,7 +43,7 @@ from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.roles import Guard, open_guard
 from fleetdistill_server.security import Tls
-from fleetdistill_server.store import Store
+from fleetdistill_server.store import AT_REST, Store
 from fleetdistill_server.streams import BATCH, in_batches
 from fleetdistill_server.tls import Ports, add_services, listen_on
 from fleetdistill_server.undecodable import RefuseUndecodable
@@ -157,7 +157,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         runs = {run for run, _ in self._waiting.values()}
         for run in runs:
             row, ready = await self._work_of(run)
-            over = row is not None and row["status"] in ("finished", "stopped")
+            over = row is not None and row["status"] in AT_REST
             for event, (its_run, device) in list(self._waiting.items()):
                 if its_run == run and (over or device in ready):
                     event.set()

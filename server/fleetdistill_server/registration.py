@@ -34,6 +34,11 @@ def register(store: Store, config: RunConfig) -> None:
         if row is None:
             store.begin_run(name, settings)
             return
+        if row["status"] == "cancelled":
+            raise RunError(
+                f"run {name!r} was cancelled; give the next run another name, or delete this one with "
+                f"`fleetdistill runs delete {name}`"
+            )
         changes = changes_between(completed_part(json.loads(row["config"])), settings)
         if changes.keys() - _MINE:
             _replace(store, row, settings, changes)

@@ -25,7 +25,7 @@ from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.blobs import Held
 from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store import AT_REST, Row, Store
 
 GRACE_SECONDS = 3600.0
 """What nothing speaks of is left alone for so long: somebody may be about to."""
@@ -208,12 +208,9 @@ def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
 
 
 def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | None) -> None:
-    over = row["status"] in ("finished", "stopped")
+    over = row["status"] in AT_REST
     if keep_rounds is not None and keep_rounds < 0:
         raise ConfigurationError(f"--keep-rounds is {keep_rounds}, must be at least 0")
-    if whole and (not over or served == row["name"]):
-        state = "is being served" if served == row["name"] else f"is {row['status']}"
-        raise RunError(f"run {row['name']!r} {state}; only a run that is over, and not served, can be deleted whole")
     if keep_rounds == 0 and not over:
         raise RunError(
             f"run {row['name']!r} is {row['status']}: its newest closed round is needed, for devices that are slow and "

@@ -14,7 +14,7 @@ def m001_runs_devices_rounds(db: Database) -> None:
             "name": str,
             "config": str,  # JSON of the run's settings; starting the run again with others is refused
             "contract": bytes,  # serialized Contract; NULL until the engine has prepared the run
-            "status": str,  # preparing, running, finished, stopped
+            "status": str,  # preparing, running, finished, stopped, cancelled
             "reason": str,
             "completed_rounds": int,
             "next_round": int,

@@ -5,7 +5,9 @@ The lock ends with the process that holds it, however that ends. What the file h
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +35,19 @@ def take(store: Path, run: str) -> IO[Any]:
         lock.write(run)
         lock.flush()
     return lock
+
+
+@contextlib.contextmanager
+def kept_from_serving(store: Path) -> Iterator[str | None]:
+    """Keeps every server from this store for a while; if one has it already, gives the run that it works on."""
+    with disk_errors(f"locking the store {store}"):
+        lock = lock_file(store / _FILE)
+    if lock is None:
+        yield (store / _FILE).read_text()
+        return
+    with lock:
+        lock.truncate(0)
+        yield None
 
 
 def served_run(store: Path) -> str | None:

@@ -36,6 +36,10 @@ from fleetdistill_server.schema import migrations
 
 Row = dict[str, Any]
 _BUSY_SECONDS = 30
+OVER = ("finished", "cancelled")
+"""States of a run that is over, for its devices and for good, unless a finished one is given more rounds."""
+AT_REST = (*OVER, "stopped")
+"""States of a run that no engine works on; a stopped one goes on with the next start."""
 DEADLINE_PASSED = "deadline passed"
 """Reason of an ask that nobody answered in time."""
 
@@ -177,15 +181,26 @@ class Store:
         return [row["name"] for row in self._rows("SELECT name FROM runs ORDER BY created_at, name")]
 
     def own_run(self, name: str) -> str:
-        """Makes the caller the run's only engine; returns the token that its later writes must carry."""
+        """Makes the caller the run's only engine; returns the token that its later writes must carry.
+
+        Raises:
+            RunError: The run was cancelled.
+        """
         token = secrets.token_hex(8)
-        self._write("UPDATE runs SET engine = ? WHERE name = ?", token, name)
+        if not self._write("UPDATE runs SET engine = ? WHERE name = ? AND status != 'cancelled'", token, name):
+            raise RunError(f"run {name!r} was cancelled")
         return token
 
     def assert_owner(self, name: str, token: str) -> None:
-        """Raises RunError if another engine has taken the run over since `own_run`."""
+        """Raises RunError if another engine has taken the run over since `own_run`, or it was cancelled."""
         if self._value("SELECT engine FROM runs WHERE name = ?", name) != token:
+            self.assert_not_cancelled(name)
             raise RunError(f"run {name!r} was taken over by another engine")
+
+    def assert_not_cancelled(self, name: str) -> None:
+        """Raises RunError if the run was cancelled: devices may not be asked any more."""
+        if self._value("SELECT status FROM runs WHERE name = ?", name) == "cancelled":
+            raise RunError(f"run {name!r} was cancelled")
 
     def publish_contract(self, name: str, contract: bytes) -> None:
         """Opens the run for devices."""
@@ -204,8 +219,22 @@ class Store:
             self.blobs.put_state(state)
 
     def end_run(self, name: str, status: str, reason: str) -> None:
-        """Marks the run `finished` or `stopped`; `running` opens it again."""
+        """Marks the run `finished` or `stopped`; `running` opens it again. `cancel_run` is another end."""
         self._write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, reason, name)
+
+    def cancel_run(self, name: str, reason: str) -> bool:
+        """Ends a run for good: no engine owns it any more, and an open round is short. False if it was over before."""
+        with self.transaction():
+            row = self.run(name)
+            if row is None or row["status"] in OVER:
+                return False
+            self._write(
+                "UPDATE runs SET status = 'cancelled', reason = ?, engine = NULL WHERE name = ?", *(reason, name)
+            )
+            left = self.open_round(name)
+            if left is not None:
+                self.close_short_round(name, left["round"], "run cancelled")
+        return True
 
     # --- devices
 

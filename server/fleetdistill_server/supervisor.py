@@ -22,7 +22,7 @@ from fleetdistill_server import serve_lock
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig
-from fleetdistill_server.store import Store
+from fleetdistill_server.store import OVER, Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
 logger = logging.getLogger(__name__)
@@ -129,15 +129,15 @@ class Supervisor:
         """Makes `serve` return; may be called from a signal handler."""
         self._stopped.set()
 
-    def serve(self, *, until_finished: bool = False, on_finished: Callable[[], None] = lambda: None) -> bool:
+    def serve(self, *, until_finished: bool = False, on_over: Callable[[str], None] = lambda status: None) -> bool:
         """Serves until `stop`, or until the run is over and every device knows it.
 
         Args:
             until_finished: End by itself.
-            on_finished: Called once when the run is over.
+            on_over: Called once with the run's status, finished or cancelled, when it is over.
 
         Returns:
-            Whether the run is finished.
+            Whether the run is over.
 
         Raises:
             RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
@@ -162,9 +162,9 @@ class Supervisor:
             while not self._stopped.wait(_LOOK_SECONDS):
                 self._look_after_front()
                 self._look_after_engine()
-                if self._run_is_over() and not told:
+                if not told and (status := self._status()) in OVER:
                     told = True
-                    on_finished()
+                    on_over(status)
                 if until_finished and self._is_over():
                     break
             return self._run_is_over()
@@ -214,11 +214,14 @@ class Supervisor:
         if self._engine is None:
             # Only once the front listens: a second server of the same run fails there, before its engine takes the
             # run over from the first one's.
-            if self.port is not None:
+            if self.port is not None and self._status() != "cancelled":
                 given = [str(self._config_path), "--store", self._config.server.store]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
+            return
+        if self._status() == "cancelled":
+            self._engine.stop()
             return
         code = self._engine.process.poll()
         if code is None or self._run_is_over():
@@ -266,8 +269,11 @@ class Supervisor:
             engine.failures = 0
 
     def _run_is_over(self) -> bool:
+        return self._status() in OVER
+
+    def _status(self) -> str:
         row = self.store.run(self._config.run.name)
-        return row is not None and row["status"] == "finished"
+        return row["status"] if row is not None else ""
 
     def _is_over(self) -> bool:
         return self._run_is_over() and not self.store.present_devices(self._config.run.name)

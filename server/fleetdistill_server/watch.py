@@ -21,12 +21,11 @@ from rich.text import Text
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store import AT_REST, Row, Store
 from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views import UNTIL_STOPPED
 
 LOOK_SECONDS = 0.5
-_OVER = ("finished", "stopped")
 _LAST_EVENTS = 8
 _LAST_ROUNDS = 20
 
@@ -70,7 +69,7 @@ def _moment(change: Row) -> tuple[bool, int, int]:
 
 def is_over(new: list[Row]) -> bool:
     """Whether the run is over with these changes."""
-    return any(one["kind"] == "run" and one["status"] in _OVER for one in new)
+    return any(one["kind"] == "run" and one["status"] in AT_REST for one in new)
 
 
 def _pause() -> None:

@@ -266,8 +266,6 @@ def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
     asked = play(store, "cco")
     with pytest.raises(RunError, match=r"its newest closed round is needed.*keep at least 1"):
         prune(store, RUN, keep_rounds=0)
-    with pytest.raises(RunError, match="only a run that is over, and not served, can be deleted whole"):
-        prune(store, RUN, whole=True)
     assert readable(store, asked) == [1, 2, 3]
     with pytest.raises(ConfigurationError, match="there is no run 'nonsense'; the store has"):
         prune(store, "nonsense")
@@ -281,8 +279,6 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
     own = store.blobs.put_state(b"its own state")
     store.set_checkpoint(RUN, own)
     store.end_run(RUN, "finished", "2 rounds completed")
-    with pytest.raises(RunError, match="is being served"):
-        prune(store, RUN, whole=True, served=RUN)
     events_and_figures(store, asked)
     assert prune(store, RUN, keep_rounds=1).rounds == 1
     pruned = prune(store, RUN, whole=True)

@@ -105,7 +105,6 @@ def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
     [
         (("--keep-rounds", "0"), "its newest closed round is needed"),
         (("--keep-rounds", "-1"), "--keep-rounds is -1, must be at least 0"),
-        (("--all",), "run 'digits' is running; only a run that is over, and not served, can be deleted whole"),
         (("--older-than", "soon"), "--older-than 'soon': give a number and d, h or m, such as 30d"),
     ],
 )

@@ -151,7 +151,7 @@ def test_the_readmes_service_runs_finishes_and_resumes(hands: Hands) -> None:
     assert "agrees with PyTorch" in hands.says("export", "digits", "--out", "teacher.onnx")
     assert_any_batch(hands.folder / "teacher.onnx", (8, 4, 4))
     assert server.interrupt() == 0
-    assert "stopped; the run is finished" in server.said
+    assert "stopped; the run is over" in server.said
 
     # Everything again: the run is over, and whoever comes is told so at once.
     server, address = hands.serve(config)
