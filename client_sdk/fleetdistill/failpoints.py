@@ -76,6 +76,8 @@ FAILPOINTS = {
     "forget.after-state": "the run's state is one without the device, what the device has sent is still there",
     "forget.before-note": "nothing of the device is left, the device does not count as forgotten",
     # The operator's commands.
+    "rollback.before-commit": "an earlier checkpoint is read, the run still has its own",
+    "rollback.after-commit": "the run has the earlier checkpoint, later ones are still there",
     "backup.after-snapshot": "the database is copied, no payload is",
     "backup.before-manifest": "everything is in the backup but its manifest, without which it is none",
     "restore.before-rename": "the store is made whole beside its place",

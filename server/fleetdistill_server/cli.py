@@ -293,6 +293,24 @@ def runs_prune(
         typer.echo(f"{_payloads(pruned.later)} written within the hour: left to the server, which deletes them later")
 
 
+@runs_app.command("rollback")
+@one_sentence
+def runs_rollback(
+    run: str,
+    to: Annotated[int, typer.Option("--to", help="The round whose end the run goes back to; 0: before the first.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Sets a run back to an earlier round's state. Example: fleetdistill runs rollback digits --to 12"""
+    from fleetdistill_server import serve_lock
+    from fleetdistill_server.rollback import roll_back
+
+    opened = open_store(store)
+    with serve_lock.take(store, run):  # no server may work on it meanwhile
+        done = roll_back(opened, run, to)
+    undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
+    typer.echo(f"run {run!r} is back after round {to}: {undone} undone, {completed} left; start it again to go on")
+
+
 @app.command()
 @one_sentence
 def backup(

@@ -52,6 +52,7 @@ from fleetdistill_server.registration import register
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.store import Store
+from fleetdistill_server.usable import reason_not_usable
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,10 @@ _DOUBLINGS = 16
 _TOLD_AFTER = 3
 """So many short rounds in a row are told in the run's row; the log has each, and tells their number at every tenth."""
 _LONGEST_FAILURE = 1000
+
+
+class _NotUsable(Exception):
+    """What a round has made of the method's state is nothing to go on from."""
 
 
 class Engine:
@@ -83,6 +88,7 @@ class Engine:
         self._name = config.run.name
         register(store, config)
         store.set_keep_rounds(self._name, config.server.keep_rounds)
+        store.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
         self._token = store.own_run(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
@@ -309,11 +315,14 @@ class Engine:
         torch.manual_seed(derive_seed(self._config.run.seed, cohort.round, "round", "server"))
         try:
             await self.method.round(cohort)
+            self._check_usable(cohort)
             if cohort.completed + 1 == self._config.run.rounds:
                 cohort.add_newcomers(self._store.present_devices(self._name))
                 await self.method.finish(cohort)
-        except QuorumNotReached as reason:
+        except (QuorumNotReached, _NotUsable) as reason:
             logger.warning("round %d fell short: %s", cohort.round, reason)
+            if isinstance(reason, _NotUsable):
+                cohort.event("round-undone", str(reason))
             with self._store.transaction():
                 self._store.assert_owner(self._name, self._token)
                 self._store.close_short_round(self._name, cohort.round, str(reason))
@@ -325,22 +334,28 @@ class Engine:
         self._close(cohort)
         return True
 
-    def _close(self, cohort: Cohort) -> None:
+    def _check_usable(self, cohort: Cohort) -> None:
+        """No state becomes a checkpoint from which no later round could go on."""
+        reason = reason_not_usable(self.method.state_dict())
+        if reason:
+            raise _NotUsable(f"{reason} after it; the state of before the round is kept")
         self._score(cohort)
+
+    def _close(self, cohort: Cohort) -> None:
         failpoints.hit("engine.checkpoint.before-write")
         state = pack_state(self.method.state_dict())
         self._checkpoint = self._store.blobs.put_state(state)
         failpoints.hit("engine.checkpoint.after-write")
-        last, short = self._row()["checkpoint"], self._store.short_rounds_in_a_row(self._name)
+        short = self._store.short_rounds_in_a_row(self._name)
         with self._store.transaction():
             self._store.assert_owner(self._name, self._token)
             self._store.secure_state(self._checkpoint, state)
             if short:
                 self._store.end_run(self._name, "running", "")  # what was told of short rounds is over
-            self._store.close_round(self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures)
+            spent = self._store.close_round(self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures)
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
-        free_after_round(self._store, self._name, last)
+        free_after_round(self._store, self._name, spent)
         of = f" of {self._config.run.rounds}" if not self._endless else ""
         logger.info("round %d closed, %d%s", cohort.round, cohort.completed + 1, of)
 
@@ -353,9 +368,10 @@ class Engine:
             self._evaluation = load_evaluation(self._config.evaluation.data, self.method.setting.classes)
         try:
             counts = evaluate(model, self._evaluation, self.method.setting.classes)
-        except KnowledgeError as error:  # a model that has diverged is a figure that is missing, not the end of a run
-            cohort.event("not-scored", f"the global model cannot be scored: {error}")
-            return
+        except KnowledgeError as error:
+            raise _NotUsable(
+                f"the global model cannot be scored: {error}; the state of before the round is kept"
+            ) from error
         cohort.report("global_accuracy", counts.accuracy)
         cohort.report("global_confusion", counts.confusion.tolist())
 

@@ -45,7 +45,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     reads_inputs = tuple(exported[1]) == method.setting.input_shape
     rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
-    metadata = {"run": run, "round": str(row["next_round"] - 1), "method": config.run.method}
+    metadata = {"run": run, "round": str(store.checkpoints(run)[-1]["round"]), "method": config.run.method}
     return export_onnx(exported[0], path, samples, metadata)
 
 

@@ -1,8 +1,8 @@
 """What of a store may be deleted, and deleting it.
 
-Needed are, of every run, its checkpoint, what its contract names, and whatever its kept rounds speak of: the newest
-closed ones (`[server] keep_rounds`), short ones after them, and the open one. All else goes: at the end of a round what
-just ceased to be needed, and now and then, by `sweep`, what crashes left behind.
+Needed are, of every run, its newest checkpoints (`[server] keep_checkpoints`), what its contract names, and what its
+kept rounds speak of: the newest closed ones (`[server] keep_rounds`), short ones after them, and the open one. All else
+goes: at the end of a round what just ceased to be needed, and now and then, by `sweep`, what crashes left behind.
 
 No acknowledged upload is ever deleted. Who deletes looks at the rows and deletes under the database's write lock. Under
 the same lock the front commits a receipt only if the payload is still there, and the engine names a payload or a state
@@ -87,27 +87,26 @@ def needed(store: Store) -> Needed:
     found = Needed(set(), set())
     for name in store.run_names():
         row = store.run(name) or {}
-        if row["checkpoint"] is not None:
-            found.checkpoints.add(row["checkpoint"])
+        found.checkpoints.update(_checkpoints(store, row))
         if row["contract"] is not None:
             found.payloads.update(_named_by(row["contract"]))
         found.payloads.update(store.payloads_between(name, store.first_kept_round(name), _NEVER))
     return found
 
 
-def free_after_round(store: Store, run: str, checkpoint: bytes | None) -> None:
+def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) -> None:
     """Deletes what the run ceased to need when its newest round closed.
 
     Args:
         store: Of the run.
         run: The run.
-        checkpoint: The one that the round's replaced.
+        checkpoints: Those that the run keeps no longer.
     """
     keep = int((store.run(run) or {})["keep_rounds"])
     spent = store.payloads_between(run, store.first_kept_round(run, keep + 1), store.first_kept_round(run, keep))
     with store.blobs.alone() as free:
         if free:  # otherwise a later sweep does it
-            _delete(store, [*spent, *([checkpoint] if checkpoint is not None else [])])
+            _delete(store, [*spent, *checkpoints])
 
 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
@@ -196,7 +195,7 @@ def prune(
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else int(row["kept_from"])
         rounds = sum(kept_from <= one["round"] < stop for one in store.rounds(run))
-        spent = held.keys() & (store.payloads_between(run, 0, stop) | (_whole(row) if whole else set()))
+        spent = held.keys() & (store.payloads_between(run, 0, stop) | (_whole(store, row) if whole else set()))
         events, figures, spent = _give_up(store, row, stop, whole, spent, dry_run)
         old = {one for one in spent if held[one].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
@@ -247,10 +246,14 @@ def _give_up(
     return events, figures, left
 
 
-def _whole(row: Row) -> set[bytes]:
+def _whole(store: Store, row: Row) -> set[bytes]:
     """What a run needs beside the payloads of its rounds."""
-    found = _named_by(row["contract"]) if row["contract"] is not None else set()
-    return found | ({row["checkpoint"]} if row["checkpoint"] is not None else set())
+    return _checkpoints(store, row) | (_named_by(row["contract"]) if row["contract"] is not None else set())
+
+
+def _checkpoints(store: Store, row: Row) -> set[bytes]:
+    """The run's state, and those that it can be set back to."""
+    return {row["checkpoint"], *(one["sha256"] for one in store.checkpoints(row["name"]))} - {None}
 
 
 def _named_by(contract: bytes) -> set[bytes]:

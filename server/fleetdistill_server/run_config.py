@@ -133,6 +133,7 @@ class ServerSection(_Section):
     certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
     compression: Literal["zstd", "none"] = "zstd"
     keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
+    keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
     disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
 

@@ -242,3 +242,24 @@ def m009_data_versions(db: Database) -> None:
     # JSON: device id to the data version, hex, that its profile named when the round was started; NULL where none did,
     # and once the round has ended.
     db.execute("ALTER TABLE rounds ADD COLUMN data_versions TEXT")
+
+
+@migrations()
+def m010_checkpoints(db: Database) -> None:
+    # The states that a run can be set back to, the newest last; how many of them are kept stands in the run's row.
+    db.table("checkpoints").create(
+        {
+            "run": str,
+            "round": int,  # after which it is the state; 0: before the first round
+            "completed_rounds": int,
+            "sha256": bytes,
+            "at": float,
+        },
+        pk=("run", "round"),
+        not_null={"completed_rounds", "sha256"},
+    )
+    db.execute("ALTER TABLE runs ADD COLUMN keep_checkpoints INTEGER NOT NULL DEFAULT 1")
+    db.execute(
+        "INSERT INTO checkpoints SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND "
+        "status = 'closed'), completed_rounds, checkpoint, NULL FROM runs WHERE checkpoint IS NOT NULL"
+    )

@@ -207,8 +207,64 @@ class Store:
         self._write("UPDATE runs SET contract = ?, status = 'running' WHERE name = ?", contract, name)
 
     def set_checkpoint(self, name: str, checkpoint: bytes) -> None:
-        """Keeps the state that a run starts from, before its first round."""
-        self._write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
+        """Makes a state the run's where no round closes: before its first round, or after a device was forgotten."""
+        with self.transaction():
+            self._write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
+            self._write(_NOTE_CHECKPOINT, time.time(), name)
+
+    def checkpoints(self, run: str) -> list[Row]:
+        """The states of a run that are kept, oldest first: round, completed_rounds, sha256, at."""
+        return self._rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY round", run)
+
+    def set_keep_checkpoints(self, name: str, keep_checkpoints: int) -> None:
+        """Sets how many of a run's states are kept, the newest; at least 1."""
+        self._write("UPDATE runs SET keep_checkpoints = ? WHERE name = ?", keep_checkpoints, name)
+
+    def _let_go_of_checkpoints(self, run: str) -> set[bytes]:
+        """Lets go of the states beyond those that are kept; returns their digests."""
+        beyond = (
+            "FROM checkpoints WHERE run = ?1 AND round NOT IN (SELECT round FROM checkpoints WHERE run = ?1 "
+            "ORDER BY round DESC LIMIT (SELECT keep_checkpoints FROM runs WHERE name = ?1))"
+        )
+        spent = {row["sha256"] for row in self._rows(f"SELECT sha256 {beyond}", run)}
+        self._write(f"DELETE {beyond}", run)
+        return spent
+
+    def roll_back(self, run: str, number: int) -> set[bytes]:
+        """Makes the state after a round the run's again, in one transaction; who owned the run has lost it.
+
+        The rounds after it do not count any more: they are undone, and their uploads reported.
+
+        Returns:
+            Digests of the states that were let go of.
+
+        Raises:
+            RunError: The state of that round is not kept.
+        """
+        why = f"the run was set back to the state after round {number}"
+        with self.transaction():
+            kept = {row["round"]: row for row in self.checkpoints(run)}
+            if number not in kept:
+                raise RunError(f"run {run!r} keeps no checkpoint of round {number}")
+            self.own_run(run)
+            left = self.open_round(run)
+            if left is not None:
+                self.close_short_round(run, left["round"], why)
+            later = "run = ? AND round > ?"
+            asked = f"(SELECT id FROM asks WHERE {later})"
+            self._write(
+                f"UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'used' AND ask IN {asked}",
+                *(why, run, number),
+            )
+            closed = f"{later} AND status = 'closed'"
+            self._write(f"UPDATE rounds SET status = 'undone', reason = ? WHERE {closed}", why, run, number)
+            self._write(f"DELETE FROM checkpoints WHERE {later}", run, number)
+            self._write(
+                "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ? WHERE name = ?",
+                *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
+            )
+            self.add_event(run, "rolled-back", why, number=number)
+        return {row["sha256"] for one, row in kept.items() if one > number}
 
     def secure_state(self, checkpoint: bytes, state: bytes) -> None:
         """Writes a state again that was deleted before any row named it; within the transaction that names it.
@@ -303,6 +359,7 @@ class Store:
 
         Within a transaction, between two rounds. Rows stay; figures by class, which tell what classes it has, do not.
         """
+        self._write("DELETE FROM checkpoints WHERE run = ?", run)  # the devices' parts are in them
         self.set_checkpoint(run, checkpoint)
         self._write("UPDATE asks SET given_up = 1 WHERE run = ?", run)
         for device in devices:
@@ -390,7 +447,7 @@ class Store:
 
     def close_round(
         self, run: str, number: int, checkpoint: bytes, used: Sequence[int], figures: Mapping[str, Any]
-    ) -> None:
+    ) -> set[bytes]:
         """Closes a completed round with its checkpoint, in one transaction.
 
         Args:
@@ -399,6 +456,9 @@ class Store:
             checkpoint: SHA-256 of the state to go on from.
             used: Asks whose answers are in the result; other acknowledged answers of the round are reported.
             figures: What the method says about the round, JSON.
+
+        Returns:
+            Digests of checkpoints that the run keeps no longer.
         """
         with self.transaction():
             self._write(
@@ -410,6 +470,8 @@ class Store:
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
             self._end_round(run, number, "closed", None, "the round ended without needing it", figures)
+            self._write(_NOTE_CHECKPOINT, time.time(), run)
+            return self._let_go_of_checkpoints(run)
 
     def close_short_round(self, run: str, number: int, reason: str) -> None:
         """Closes a round that fell short; its uploads are reported, the budget is not charged."""
@@ -479,7 +541,7 @@ class Store:
         """
         with self.transaction():
             self._write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
-            for table in ("asks", "rounds", "traffic", "devices"):
+            for table in ("asks", "rounds", "traffic", "devices", "checkpoints"):
                 self._write(f"DELETE FROM {table} WHERE run = ?", run)
             self._write("DELETE FROM runs WHERE name = ?", run)
             events = self._write("DELETE FROM events WHERE run = ?", run)
@@ -851,6 +913,12 @@ class Store:
 
 _REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
 """Whether a row's device was revoked, for the condition of a statement on `devices`."""
+
+_NOTE_CHECKPOINT = """
+INSERT OR REPLACE INTO checkpoints (run, round, completed_rounds, sha256, at)
+SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND status = 'closed'), completed_rounds,
+checkpoint, ? FROM runs WHERE name = ?
+"""
 
 _WHY_GONE = f"""
 SELECT CASE WHEN {_REVOKED} THEN 'device revoked' ELSE 'device not present' END

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: the newest round's payloads, one checkpoint, the initial weights."""
+"""What a run leaves on the disk: the newest round's payloads, its newest checkpoints, the initial weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path, monke
     assert row is not None
     contract = contract_pb2.Contract.FromString(row["contract"])
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
-    assert len(store.blobs._states) == 1  # type: ignore[attr-defined]
+    assert [one["round"] for one in store.checkpoints(RUN)] == [2, 3, 4]
+    assert len(store.blobs._states) == 3  # type: ignore[attr-defined]
 
 
 # --- which rounds are kept
@@ -107,7 +108,7 @@ def test_what_a_later_round_or_another_run_speaks_of_stays(store: Store) -> None
     write_ask(store, RUN, 5, asked[1], step_number=2)
     store.start_round("other", ["d1"])
     write_ask(store, "other", 1, asked[2])
-    free_after_round(store, RUN, None)
+    free_after_round(store, RUN)
     assert readable(store, asked) == [1, 2, 3, 5], "a round frees what it replaced"
     sweep(store, 0.0)
     assert readable(store, asked) == [1, 2, 5], "a sweep also what a crash left"

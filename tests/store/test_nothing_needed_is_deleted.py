@@ -20,6 +20,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.retention import free_after_round, needed, prune, sweep
+from fleetdistill_server.rollback import roll_back
 from fleetdistill_server.store import Row, Store
 
 RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
@@ -32,8 +33,8 @@ runs, devices, payloads = st.sampled_from(RUNS), st.sampled_from(DEVICES), st.sa
 class Retention(RuleBasedStateMachine):
     """A server's life on a store in memory, whose payloads have no age: a sweep may strike at any moment."""
 
-    @initialize(keep=st.integers(1, 2))
-    def start(self, keep: int) -> None:
+    @initialize(keep=st.integers(1, 2), states=st.integers(1, 3))
+    def start(self, keep: int, states: int) -> None:
         self.store = Store.in_memory()
         self.desk = Desk(self.store)
         self.secrets: dict[tuple[str, str], bytes] = {}
@@ -42,6 +43,7 @@ class Retention(RuleBasedStateMachine):
         for run in RUNS:
             self.store.begin_run(run, {})
             self.store.set_keep_rounds(run, keep)
+            self.store.set_keep_checkpoints(run, states)
             self.store.publish_contract(run, make_contract(run=run).SerializeToString())
             self.store.set_checkpoint(run, self.store.blobs.put_state(b"state of the start"))
             for device in DEVICES:
@@ -130,10 +132,21 @@ class Retention(RuleBasedStateMachine):
         state = self.store.blobs.put_state(
             data.draw(st.sampled_from([b"one state", b"another", b"state of the start"]))
         )
-        before = (self.store.run(run) or {})["checkpoint"]
-        self.store.close_round(run, number, state, [ask for ask in answered if data.draw(st.booleans())], {})
+        spent = self.store.close_round(run, number, state, [ask for ask in answered if data.draw(st.booleans())], {})
         if data.draw(st.booleans()):  # or the engine dies before it
-            free_after_round(self.store, run, before)
+            free_after_round(self.store, run, spent)
+
+    @rule(run=runs, data=st.data())
+    def roll_back(self, run: str, data: st.DataObject) -> None:
+        """The round that is the newest closed one then may have given up its payloads."""
+        to = data.draw(st.sampled_from(self.store.checkpoints(run)))
+        done = roll_back(self.store, run, to["round"])
+        row = self.store.run(run) or {}
+        assert (row["checkpoint"], row["completed_rounds"]) == (to["sha256"], done.completed_rounds)
+        counted = [one for one in self.store.rounds(run) if one["status"] == "closed"]
+        assert len(counted) == done.completed_rounds
+        spoken = self.store.payloads_between(run, 0, 1 << 40)
+        self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
 
     @rule(run=runs)
     def the_disk_damages_an_answer(self, run: str) -> None:
@@ -171,6 +184,8 @@ class Retention(RuleBasedStateMachine):
     def what_is_needed_is_readable(self) -> None:
         for run in RUNS:
             self.store.blobs.get_state((self.store.run(run) or {})["checkpoint"])
+            for kept in self.store.checkpoints(run):
+                self.store.blobs.get_state(kept["sha256"])
             wanted = {row["sha256"] for row in self._acknowledged(run)}
             opened = self.store.open_round(run)
             for step in range(1, 9) if opened else ():

@@ -1,0 +1,29 @@
+"""Whether a method's state is one that a run can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def reason_not_usable(state: Mapping[str, Any]) -> str | None:
+    """Which tensor of a state no model can compute with; None if there is none.
+
+    A number that is not finite is one, and a negative variance of batch-norm, of which it takes the root.
+    """
+    for name, tensor in _tensors(state, ""):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return f"{name} is not finite"
+        if name.endswith("running_var") and bool((tensor < 0).any()):
+            return f"{name} is negative, {float(tensor.min()):g}"
+    return None
+
+
+def _tensors(state: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    items = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in items:
+        yield from _tensors(value, f"{path}.{key}" if path else str(key))

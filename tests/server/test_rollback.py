@@ -1,0 +1,261 @@
+"""The way back: no checkpoint of a model that nothing can go on from, and `runs rollback` to the earlier ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fleets import RUNS, Prepared, assert_no_upload_lost, prepare
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError, DamagedError, RunError
+from fleetdistill.failpoints import VARIABLE
+from fleetdistill.methods import METHODS
+from fleetdistill.state_file import unpack_state
+from fleetdistill_server import serve_lock
+from fleetdistill_server.cli import app
+from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.methods.fedavg import FedAvgServer
+from fleetdistill_server.rollback import RolledBack, roll_back
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.links import DriveDevices
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Row, Store
+from fleetdistill_server.usable import reason_not_usable
+
+
+def play(prepared: Prepared, store: Store) -> None:
+    """Engine and devices until the run is finished; a second call goes on with the devices' state directories."""
+    config, specs, _ = prepared
+    desk = Desk(store)
+    with ExitStack() as stack:
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
+
+
+def row_of(store: Store) -> Row:
+    row = store.run(RUN)
+    assert row is not None
+    return row
+
+
+def statuses(store: Store) -> list[str]:
+    return [row["status"] for row in store.rounds(RUN)]
+
+
+ALL = [*sorted(METHODS), "classstats averaged"]
+
+
+@pytest.mark.parametrize(
+    ("method", "to"), [*((one, 1) for one in ALL), *((one, 0) for one in ALL if one.startswith("classstats"))]
+)
+def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to(
+    method: str, to: int, tmp_path: Path
+) -> None:
+    prepared, store = prepare(RUNS[method], tmp_path / "work"), Store.in_memory()
+    play(prepared, store)
+    kept = {one["round"]: one for one in store.checkpoints(RUN)}
+    assert list(kept) == [0, 1, 2]
+    assert roll_back(store, RUN, to) == RolledBack(completed_rounds=to, undone=2 - to)
+    row = row_of(store)
+    assert (row["status"], row["completed_rounds"], row["checkpoint"]) == ("stopped", to, kept[to]["sha256"])
+    assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
+    assert {one["status"] for one in store.uploads(RUN) if one["round"] > to} <= {"reported"}
+    play(prepared, store)
+    assert (row_of(store)["status"], row_of(store)["completed_rounds"]) == ("finished", 2)
+    assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
+    assert {one["status"] for one in store.uploads(RUN) if one["round"] > 2} <= {"used"}
+    assert [one["kind"] for one in store.events(RUN, "rolled-back")] == ["rolled-back"]
+    assert_no_upload_lost(store)
+    store.close()
+
+
+def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) -> None:
+    prepared, store = prepare(RUNS["fedavg"], tmp_path / "work"), Store.in_memory()
+    config = prepared[0]
+    run = config.run.model_copy(update={"rounds": 4})
+    server = config.server.model_copy(update={"keep_checkpoints": 2})
+    play((config.model_copy(update={"run": run, "server": server}), *prepared[1:]), store)
+    kept = store.checkpoints(RUN)
+    assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
+    assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
+    assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
+    with pytest.raises(ConfigurationError, match=r"keeps no checkpoint of round 1, it has those of 3, 4; "):
+        roll_back(store, RUN, 1)
+    store.close()
+
+
+# --- the command, on a store on the disk
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> tuple[Prepared, Path]:
+    """A finished FedAvg run of two rounds, on the disk."""
+    prepared, directory = prepare(RUNS["fedavg"], tmp_path / "work"), tmp_path / "store"
+    store = Store.open(directory)
+    play(prepared, store)
+    store.close()
+    return prepared, directory
+
+
+def command(directory: Path, *given: str) -> Any:
+    return CliRunner().invoke(app, ["runs", "rollback", *given, "--store", str(directory)])
+
+
+def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
+    prepared, directory = played
+    done = command(directory, RUN, "--to", "1")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        f"run '{RUN}' is back after round 1: 1 round undone, 1 completed round left; start it again to go on\n",
+    )
+    store = Store.open(directory)
+    shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])
+    assert [one["status"] for one in json.loads(shown.stdout)["rounds"]] == [
+        "closed",
+        "undone: the run was set back to the state after round 1",
+    ]
+    play(prepared, store)
+    assert statuses(store) == ["closed", "undone", "closed"]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["other", "--to", "1"], "there is no run 'other'"),
+        ([RUN, "--to", "7"], "--to is 7: run 'simulation' keeps no checkpoint of round 7, it has those of 0, 1, 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, played: tuple[Prepared, Path]) -> None:
+    done = command(played[1], *given)
+    assert done.exit_code == 1
+    assert told in done.output
+
+
+def test_it_is_refused_while_a_server_uses_the_store(played: tuple[Prepared, Path]) -> None:
+    with serve_lock.take(played[1], RUN):
+        done = command(played[1], RUN, "--to", "1")
+    assert done.exit_code == 1
+    assert "another `fleetdistill serve` uses the store" in done.output
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:
+    store = Store.open(played[1])
+    before = row_of(store)
+    store.blobs.path_of(store.checkpoints(RUN)[1]["sha256"]).unlink()  # type: ignore[attr-defined]
+    with pytest.raises(DamagedError):
+        roll_back(store, RUN, 1)
+    assert row_of(store) == before
+    store.close()
+
+
+@pytest.mark.parametrize("point", ["rollback.before-commit", "rollback.after-commit"])
+def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tuple[Prepared, Path]) -> None:
+    given = ["runs", "rollback", RUN, "--to", "1", "--store", str(played[1])]
+    command = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", *given]
+    killed = subprocess.run(command, env={**os.environ, VARIABLE: f"{point}=kill"}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    store = Store.open(played[1])
+    whole = point == "rollback.after-commit"
+    assert (row_of(store)["completed_rounds"], statuses(store)[1]) == ((1, "undone") if whole else (2, "closed"))
+    if not whole:
+        roll_back(store, RUN, 1)
+    play(played[0], store)
+    assert row_of(store)["status"] == "finished"
+    assert_no_upload_lost(store)
+    store.close()
+
+
+def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_path: Path) -> None:
+    config, specs, _ = prepare(RUNS["fedavg"], tmp_path / "work")
+    store = Store.in_memory()
+    desk = Desk(store)
+    with ExitStack() as stack:
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+
+        def operator() -> None:
+            if row_of(store)["completed_rounds"] == 1 and store.uploads(RUN)[-1]["round"] == 2:
+                roll_back(store, RUN, 0)
+
+        with pytest.raises(RunError, match="was taken over by another engine"):
+            asyncio.run(Engine(store, config, DriveDevices(devices, operator)).run())
+    assert statuses(store) == ["undone", "short"]
+    assert_no_upload_lost(store)
+    play((config, specs, tmp_path), store)
+    assert statuses(store) == ["undone", "short", "closed", "closed"]
+    store.close()
+
+
+# --- no checkpoint of a model that nothing can go on from
+
+
+def spoil(change: Callable[[FedAvgServer], None]) -> Callable[[FedAvgServer, Cohort], Any]:
+    """FedAvg's round, after which the model of round 2 is spoiled."""
+    honest = FedAvgServer.round
+
+    async def spoiled(self: FedAvgServer, cohort: Cohort) -> None:
+        await honest(self, cohort)
+        if cohort.round == 2:
+            change(self)
+
+    return spoiled
+
+
+def first_weight(server: FedAvgServer) -> torch.Tensor:
+    return next(iter(server.model.state_dict().values()))
+
+
+def variance(server: FedAvgServer) -> torch.Tensor:
+    return next(one for name, one in server.model.state_dict().items() if name.endswith("running_var"))
+
+
+SPOILED: dict[str, tuple[Callable[[FedAvgServer], None], str]] = {
+    "not a number": (lambda server: first_weight(server).fill_(float("nan")), "is not finite"),
+    "infinite": (lambda server: first_weight(server).view(-1)[0].fill_(float("inf")), "is not finite"),
+    "a negative variance": (lambda server: variance(server).fill_(-1.0), "running_var is negative, -1 "),
+    "too large to score": (lambda server: first_weight(server).fill_(3e38), "the global model cannot be scored"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, told = SPOILED[name]
+    monkeypatch.setattr(FedAvgServer, "round", spoil(change))
+    store = Store.in_memory()
+    play(prepare(RUNS["fedavg"], tmp_path / "work"), store)
+    assert statuses(store) == ["closed", "short", "closed"]
+    (event,) = store.events(RUN, "round-undone")
+    assert event["round"] == 2
+    assert event["text"].endswith("the state of before the round is kept")
+    assert told in event["text"]
+    assert reason_not_usable(unpack_state(store.blobs.get_state(row_of(store)["checkpoint"]))) is None
+    assert_no_upload_lost(store)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"model": {"a.weight": torch.ones(2)}, "step": 3, "names": ["d0"], "empty": torch.empty(0)}, None),
+        ({"model": {"a.weight": torch.tensor([1.0, float("nan")])}}, "model.a.weight is not finite"),
+        ({"optimizer": [{"momentum": torch.tensor(-float("inf"))}]}, "optimizer.0.momentum is not finite"),
+        ({"bn.running_var": torch.tensor([0.0, -1e-3])}, "bn.running_var is negative, -0.001"),
+        ({"bn.running_mean": torch.tensor([0.0, -1e-3]), "n": torch.tensor([-1])}, None),
+    ],
+)
+def test_which_states_no_model_can_compute_with(state: dict[str, Any], reason: str | None) -> None:
+    assert reason_not_usable(state) == reason
