@@ -29,6 +29,7 @@ from fleetdistill import failpoints
 from fleetdistill.app_models import AppModels
 from fleetdistill.credentials import is_enrolled
 from fleetdistill.data_version import data_version, digest_of_given
+from fleetdistill.declines import MAX_REASON, Declines
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -44,8 +45,11 @@ from fleetdistill.errors import (
 from fleetdistill.gate import check_may_leave
 from fleetdistill.link import Link
 from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
+from fleetdistill.notes import in_words
 from fleetdistill.printable import printable
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
+from fleetdistill.terms import beat_seconds, check_ask, check_terms, known_compression, pause_of, plain
+from fleetdistill.time_limit import time_limit
 from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
@@ -70,6 +74,10 @@ DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "m
 """Allowed unless the app says otherwise: all but the labels of its samples."""
 
 POLL_SECONDS = 20.0
+MAX_THREADS = 64
+"""Most threads that a run may compute with unless the app says otherwise."""
+MAX_SECONDS_PER_ASK = 3600.0
+"""Most seconds that a device works on one ask unless the app says otherwise."""
 _EXPORT_DUE = "model.onnx.due"
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 15.0
@@ -140,6 +148,8 @@ class Device:
             over it, or over the room on the disk, is declined.
         predictor: Of class statistics with `predictor = "trained"`, the device's own: a name of
             `fleetdistill.models.space.PREDICTORS`, or a function of (inputs, classes) that makes a module.
+        max_threads: Most threads that the run may have this device compute with, at least 1.
+        max_seconds_per_ask: Most seconds of work on one ask, above 0; one that takes longer is declined.
         on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
             about an answer may come a second time, never not at all.
 
@@ -169,9 +179,13 @@ class Device:
         enrolment: str | Path | None = None,
         max_spool_bytes: int = MAX_SPOOL_BYTES,
         predictor: str | MakePredictor = USUAL_PREDICTOR,
+        max_threads: int = MAX_THREADS,
+        max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
     ) -> None:
         _check_columns(allow)
         _check_computes(model, data, worker)
+        _check_bounds(max_threads, max_seconds_per_ask)
+        self._max_threads, self._max_seconds_per_ask = max_threads, max_seconds_per_ask
         self._model, self._data, self._make = model, data, worker
         self._test_data, self._validation_data = test_data, validation_data
         self._model_name, self._torch_device, self._predictor = model_name, torch_device, predictor
@@ -192,6 +206,7 @@ class Device:
         self._worker: DeviceWorker | None = None
         self._declared = False  # whether the server knows the worker's profile
         self._rows_known = False  # whether the server knows the version of the app's rows
+        self._declines = Declines()
         self._in_memory: Pending | None = None  # the answer whose state the worker holds
         self._reason = ""  # why there is nothing to do, as the app was told
         self._stopped = threading.Event()
@@ -310,8 +325,7 @@ class Device:
                 return self._finish(response.finished)
             case _:
                 self._tell_reason(response.come_back.reason)
-                pause = random.uniform(response.come_back.after_seconds, response.come_back.before_seconds)
-                self._stopped.wait(pause)
+                self._stopped.wait(pause_of(response.come_back, self._link.remote))
                 return Step.WAITED
 
     def stop(self) -> None:
@@ -329,7 +343,7 @@ class Device:
         self._closed = True
         self._stopped.set()
         if self._terms is not None:
-            with contextlib.suppress(LinkError, RefusedError, StateError):
+            with contextlib.suppress(FleetDistillError):
                 if self._storage.pending() is None:
                     self._link.leave(self._identity)
         self._link.close()
@@ -369,13 +383,13 @@ class Device:
         """Introduces the device; the profile of last time serves, so that an idle device needs no torch."""
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None:
-            terms = self._link.check_in(self._identity, None)
+            terms = self._greet(None)
             profile = self._profile_of(self._make_worker(terms.contract))
         else:
             del profile.allowed_columns[:]
             profile.allowed_columns.extend(self._allow)
             _set_compressions(profile)
-        terms = self._link.check_in(self._identity, profile)
+        terms = self._greet(profile)
         self._identity.run = terms.contract.run
         failpoints.hit("device.check-in.before-save")
         self._save_identity(profile)
@@ -384,6 +398,11 @@ class Device:
             self._note_rows(profile)
         self._terms = terms
         self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
+
+    def _greet(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
+        terms = self._link.check_in(self._identity, profile)
+        check_terms(terms, self._identity.run, self._max_threads)
+        return terms
 
     def _profile_of(self, worker: DeviceWorker) -> contract_pb2.DeviceProfile:
         # Not above: it loads methods, and the front, which imports this package, must know none.
@@ -501,10 +520,15 @@ class Device:
         return payload
 
     def _answer(self, ask: service_pb2.Ask) -> None:
-        if ask.first_attempt > 1:
-            text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
-            self._tell("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
-        self._tell("ask", ask.round, f"round {ask.round}: {ask.step}", {"completed_rounds": ask.completed_rounds})
+        if self._declines.knows(ask):
+            self._decline(ask, self._declines.reason)
+            return
+        try:
+            check_ask(ask)
+        except WireError as reason:
+            self._decline(ask, reason)
+            return
+        self._tell_ask(ask)
         with self._heartbeats():
             worker = self._ready_worker()
             try:
@@ -512,17 +536,24 @@ class Device:
             except _AskIsOver as over:
                 self._tell("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
                 return
-            except (CannotAnswer, KnowledgeError, WireError, NoRoomError) as reason:
+            except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training has made no numbers of it, it comes from a server that is newer or broken, or the disk is
                 # full: no answer to this ask, and no end of the device.
-                self._decline(worker, ask, reason)
+                self._decline(ask, reason)
                 return
             except BaseException:
                 worker.forget_state()  # half an answer's training must not enter the next one
                 raise
         if any(answer.notes.values()):
-            self._tell("ask", ask.round, f"{ask.step}: {dict(answer.notes)}", dict(answer.notes))
+            self._tell("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
         self._settle(pending)
+
+    def _tell_ask(self, ask: service_pb2.Ask) -> None:
+        if ask.first_attempt > 1:
+            text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
+            self._tell("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
+        text = f"round {ask.round}: the server asks for step {plain(ask.step)!r}"
+        self._tell("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
 
     def _question(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
         """What the ask brings along."""
@@ -536,7 +567,8 @@ class Device:
 
     def _work(self, worker: DeviceWorker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
         """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
-        work = worker.answer(ask, parts, self._allow)
+        with time_limit(self._max_seconds_per_ask):
+            work = worker.answer(ask, parts, self._allow)
         answer = work.answer
         check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
         payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
@@ -548,15 +580,19 @@ class Device:
         self._in_memory = pending
         return pending, answer
 
-    def _decline(self, worker: DeviceWorker, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
-        """Out for the step, not for the run: the server closes this ask and does not wait for it."""
-        worker.forget_state()
-        self._link.decline(
-            service_pb2.DeclineRequest(
-                identity=self._identity, round=ask.round, step_number=ask.step_number, reason=str(reason)
-            )
-        )
-        self._tell("dropped", ask.round, str(reason))
+    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
+        """Out for the step, not for the run: the server closes this ask and does not wait for it.
+
+        The same ask again, from a server that missed this or does not care, is declined without work, ever slower.
+        """
+        if self._worker is not None:
+            self._worker.forget_state()
+        self._stopped.wait(self._declines.note(ask, reason))
+        request = service_pb2.DeclineRequest(identity=self._identity, round=ask.round, step_number=ask.step_number)
+        request.reason = str(reason)[:MAX_REASON]
+        self._link.decline(request)
+        if self._declines.is_news():
+            self._tell("dropped", ask.round, str(reason))
 
     def _settle(self, pending: Pending) -> None:
         """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
@@ -585,7 +621,7 @@ class Device:
         for _ in range(_ATTEMPTS_TO_SEND):
             try:
                 receipt = self._send(pending)
-                return Outcome(pending, receipt.id, tries=self._storage.tries)
+                return Outcome(pending, plain(receipt.id, 64), tries=self._storage.tries)
             except RefusedError as refusal:
                 status = status_of(refusal.code)
                 if status in _LATER:
@@ -634,7 +670,7 @@ class Device:
             samples=pending.samples,
             first_byte=first_byte,
         )
-        packed = self._terms.compression if self._terms is not None else RAW
+        packed = known_compression(self._terms.compression, offered()) if self._terms is not None else RAW
         self._storage.count_try()
         with self._heartbeats():
             failpoints.hit("device.upload.before-send")
@@ -715,13 +751,13 @@ class Device:
     def _tell_reason(self, reason: str) -> None:
         """Tells the app once why there is nothing to do, where the server says so."""
         if reason and reason != self._reason:
-            self._tell("stopped", 0, f"{reason}; the device waits")
+            self._tell("stopped", 0, f"{plain(reason)}; the device waits")
         self._reason = reason
 
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":
             self._export(0)
-        self._tell("finished", 0, reason)
+        self._tell("finished", 0, plain(reason))
         return Step.FINISHED
 
     def _export(self, number: int) -> None:
@@ -738,7 +774,9 @@ class Device:
             yield
             return
         done = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(done, self._terms.heartbeat_seconds), daemon=True)
+        beat = threading.Thread(
+            target=self._beat, args=(done, beat_seconds(self._terms.heartbeat_seconds)), daemon=True
+        )
         beat.start()
         try:
             yield
@@ -748,7 +786,7 @@ class Device:
 
     def _beat(self, done: threading.Event, seconds: float) -> None:
         while not done.wait(seconds):
-            with contextlib.suppress(LinkError, RefusedError):
+            with contextlib.suppress(FleetDistillError):
                 self._link.heartbeat(self._identity)
 
     def _tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
@@ -778,14 +816,18 @@ class _AskIsOver(Exception):
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:
     """Why an ask takes no answer any more; a server of 0.1 does not say."""
     text = f"round {pending.round} takes no answer any more"
-    return RefusedError(status.closed_code or Code.CLOSED, f"{status.closed_text or text}; the answer is dropped")
+    said = plain(status.closed_text) or text
+    return RefusedError(plain(status.closed_code, 64) or Code.CLOSED, f"{said}; the answer is dropped")
 
 
 def _check_is_for(receipt: service_pb2.Receipt, pending: Pending, payload: Payload) -> None:
     """A receipt for another attempt, or for other bytes under this one's number, is none for this answer."""
+    if not receipt.id:
+        raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the answer is sent again")
     if receipt.name.attempt != pending.attempt or receipt.sha256 != payload.sha256:
-        text = f"round {pending.round} has the answer of attempt {receipt.name.attempt}, receipt {receipt.id}"
-        raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": receipt.id})
+        known = plain(receipt.id, 64)
+        text = f"round {pending.round} has the answer of attempt {receipt.name.attempt}, receipt {known}"
+        raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": known})
 
 
 def _identity_file(identity: service_pb2.Identity) -> dict[str, str]:
@@ -817,6 +859,13 @@ def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
 def _check_computes(model: object, data: object, worker: object) -> None:
     if (model is None or data is None) if worker is None else (model is not None or data is not None):
         raise ConfigurationError("a Device needs model= and data=, or worker= alone for an app that computes by itself")
+
+
+def _check_bounds(max_threads: int, max_seconds_per_ask: float) -> None:
+    if max_threads < 1:
+        raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
+    if not max_seconds_per_ask > 0:
+        raise ConfigurationError(f"max_seconds_per_ask is {max_seconds_per_ask}, must be above 0")
 
 
 def _kept_payloads(worker: DeviceWorker, contract: contract_pb2.Contract) -> list[bytes]:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetdistill.errors import WireError
+
 Array = NDArray[Any]
 PlanValue = int | float | bool | str | list[int]
 
@@ -321,6 +323,14 @@ Kind = (
     | Metrics
 )
 Parts = Mapping[str, Kind]
+
+
+def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None:
+    """Raises WireError unless each of N ids `[N]` has a row of values `[N, *shape]`; a server may be hostile."""
+    expected = (sample_ids.size, *shape)
+    if sample_ids.ndim != 1 or sample_ids.dtype.kind != "i" or values.shape != expected:
+        text = f"{sample_ids.dtype} ids {list(sample_ids.shape)} and values {list(values.shape)}"
+        raise WireError(f"the server sent {text}, expected integers [N] and [N, {', '.join(map(str, shape))}]")
 
 
 def rows_by_id(known_ids: Array, wanted_ids: Array) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, State
 from fleetdistill.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
 from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers
-from fleetdistill.methods import config_from_plan
+from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
 from fleetdistill.methods.classstats import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
 from fleetdistill.onnx_extractor import OnnxExtractor, extractor_of
@@ -30,7 +30,7 @@ from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import MakeWorker, Work
+from fleetdistill.work import MakeWorker, Work, faults_decline
 
 if TYPE_CHECKING:
     from fleetdistill.onnx_file import OnnxReport
@@ -196,6 +196,10 @@ class LightWorker:
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         """Sends the statistics of own rows, or takes the fleet's space and says how its answers do on own data."""
+        with faults_decline(f"step {ask.step!r}"):
+            return self._answer(ask, parts, allow)
+
+    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         if ask.step == "summarise":
             return Work(self._own.summarise(), self.state())
         if ask.step != "learn":
@@ -330,7 +334,7 @@ def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
             f"run {contract.run!r} hands out no extractor as a file, because its server could not export it or is "
             f"older; export works with fleetdistill[onnx] on the server. Or {_WITH_TORCH}"
         )
-    found = config_from_plan(contract.method, plan)
+    found = config_of_contract(contract)
     assert isinstance(found, ClassStatsConfig)
     return found
 

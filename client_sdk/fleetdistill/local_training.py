@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.figures import Counts
 from fleetdistill.model import in_mode
+from fleetdistill.time_limit import check_time
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
@@ -151,6 +152,7 @@ def train_epochs(
         ConfigurationError: `epochs` or `batch_size` is out of range.
         DataError: There is no sample, or only one and the model has batch-norm.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
+        CannotAnswer: The time of a `fleetdistill.time_limit` is over.
     """
     inputs, labels = data.inputs.to(device), data.labels.to(device)
     return train_steps(
@@ -198,6 +200,7 @@ def train_steps(
     with in_mode(model, training=True):
         for epoch in range(epochs):
             for rows in _batches(count, batch_size, smallest, generator):
+                check_time()
                 for loss_value in losses(epoch, rows.to(device)):
                     mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
                     optimizer.zero_grad(set_to_none=True)
@@ -252,7 +255,12 @@ def extract(
     tensor = next(chain(module.parameters(), module.buffers()), None)
     device = inputs.device if tensor is None else tensor.device
     with in_mode(module, training=False), torch.no_grad():
-        return torch.cat([model_fn(part.to(device)).cpu() for part in torch.split(inputs, batch_size)])
+        return torch.cat([_timed(model_fn, part.to(device)).cpu() for part in torch.split(inputs, batch_size)])
+
+
+def _timed(model_fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+    check_time()
+    return model_fn(part)
 
 
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -18,6 +18,7 @@ from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import Array, NetworkFile, Parts
 from fleetdistill.onnx_file import cpu_session
 from fleetdistill.projection import projection
+from fleetdistill.time_limit import check_time
 
 PART = "extractor"
 """Name of the only part of the payload that carries an extractor's file."""
@@ -84,6 +85,7 @@ class OnnxExtractor:
 
     def _batches(self, inputs: Array) -> Iterator[Array]:
         for start in range(0, len(inputs), _BATCH):
+            check_time()
             part = self._run(inputs[start : start + _BATCH]).reshape(-1, self.features)
             if not np.isfinite(part).all():
                 row = start + int(np.argwhere(~np.isfinite(part))[0][0])

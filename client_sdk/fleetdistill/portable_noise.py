@@ -12,6 +12,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+MOST_NUMBERS = 1 << 24
+"""Most that are drawn at once, which takes some 0.7 GB: a server's settings must not fill a device's memory."""
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -54,8 +56,13 @@ def portable_noise(seed: int, rows: int, size: int) -> Array:
         `[rows, size]` float32, finite.
 
     Raises:
-        ConfigurationError: A number is out of range.
+        ConfigurationError: A number is out of range, or they are more than `MOST_NUMBERS` together.
     """
+    if rows * size > MOST_NUMBERS:
+        raise ConfigurationError(
+            f"{rows} rows of {size} numbers are to be drawn at once, at most {MOST_NUMBERS} numbers can be; ask for "
+            "fewer rows"
+        )
     pairs = (rows * size + 1) // 2
     uniform = ((splitmix64(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     first, second = uniform[0::2], uniform[1::2]

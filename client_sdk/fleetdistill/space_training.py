@@ -17,6 +17,7 @@ from fleetdistill.losses import distillation_loss, soft_targets
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
+from fleetdistill.time_limit import check_time
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import Local
@@ -192,6 +193,7 @@ def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
     found = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
     for _ in range(_DRAWING_STEPS):
+        check_time()
         optimizer.zero_grad()
         (general.coordinates(found) - wanted_v).square().sum(dim=1).mean().backward()
         optimizer.step()

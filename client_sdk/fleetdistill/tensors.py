@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fleetdistill.errors import ModelError
+from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import Array, Kind, ModelParameters
 from fleetdistill.wire.codec import encode
 
@@ -52,6 +52,21 @@ def load_parameters(module: nn.Module, sent: ModelParameters, without: Collectio
         if tuple(tensor.shape) != arrays[name].shape:
             raise ModelError(f"weight {name} has shape {list(tensor.shape)}, was sent {list(arrays[name].shape)}")
     module.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=False)
+
+
+def take_weights(module: nn.Module, sent: ModelParameters, without: Collection[str] = ()) -> None:
+    """`load_parameters` for what a server sent, which may be broken or hostile.
+
+    Raises:
+        WireError: A name or a shape does not fit, or a number is not finite; the module is as before.
+    """
+    for name, array in {**sent.parameters, **sent.buffers}.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise WireError(f"weight {name} from the server holds NaN or infinity; its operator has to look at the run")
+    try:
+        load_parameters(module, sent, without)
+    except ModelError as error:
+        raise WireError(f"{error}; the server sent them") from error
 
 
 def batch_norm_names(module: nn.Module) -> frozenset[str]:

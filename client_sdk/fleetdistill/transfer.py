@@ -106,7 +106,7 @@ class Downloads:
     def _known(self, header: knowledge_pb2.PayloadHeader, data: memoryview, sha256: bytes) -> Payload:
         """Hashed at its first use in a process, not at every one."""
         if sha256 in self._verified:
-            return Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
+            return _payload(header, data, sha256)
         payload = checked(header, data, sha256)
         self._verified.add(sha256)
         return payload
@@ -189,6 +189,9 @@ class _Part:
     def _check(self, header: knowledge_pb2.PayloadHeader) -> None:
         if header.data_bytes > self._max_bytes:
             raise PayloadTooLargeError(header.data_bytes, self._max_bytes)
+        if wire.data_bytes(header.parts) != header.data_bytes:
+            tensors = wire.data_bytes(header.parts)
+            self.reject(f"a download of {header.data_bytes} bytes has tensors of {tensors} bytes")
         if self._resumed and (header != self._header or self.length > header.data_bytes):
             self.reject("a download goes on with another header than it began with")
         missing, free = header.data_bytes - self.length, free_bytes(self.path.parent)
@@ -200,6 +203,8 @@ class _Part:
         if google_crc32c.value(sent) != chunk.crc32c:
             raise LinkError("a downloaded chunk fails its CRC-32C; fetching it again")
         data = unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
+        if not data:
+            self.reject("a download has a chunk without data")
         if self.length + len(data) > data_bytes:
             self.reject(f"a download goes on after its {data_bytes} bytes")
         return data
@@ -253,7 +258,15 @@ def checked(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha25
     found = running.digest()
     if found != sha256:
         raise WireError(f"a download has SHA-256 {found.hex()[:16]}..., asked for {sha256.hex()[:16]}...")
-    return Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
+    return _payload(header, data, sha256)
+
+
+def _payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
+    """Raises WireError unless the data are those of the tensors: a digest tells who made both, not whether they fit."""
+    payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
+    if payload.data_bytes != len(data):
+        raise WireError(f"a download of {len(data)} bytes has tensors of {payload.data_bytes} bytes")
+    return payload
 
 
 class BytesSource:

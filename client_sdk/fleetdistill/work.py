@@ -6,11 +6,14 @@ returns an object with this protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer
 from fleetdistill.verdict import Verdict
@@ -19,6 +22,40 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 if TYPE_CHECKING:
     from fleetdistill.figures import Counts
     from fleetdistill.onnx_file import OnnxReport
+
+logger = logging.getLogger(__name__)
+
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Python, numpy and torch raise of numbers that fit nothing; an app's own kinds of errors are not among them."""
+
+
+@contextlib.contextmanager
+def faults_decline(what: str) -> Iterator[None]:
+    """Turns a fault of the computing within into `CannotAnswer`: what a server sent must not end an app.
+
+    A fault of the app's model is taken for one too: the log has its traceback, and the app's event its words.
+
+    Args:
+        what: What is computed, for the sentence.
+    """
+    try:
+        yield
+    except _FAULTS as error:
+        logger.warning("%s failed", what, exc_info=error)
+        said = str(error).strip().split("\n")[0][:300]
+        raise CannotAnswer(
+            f"{what} failed with {type(error).__name__}: {said}; the server sent what does not fit this device, or "
+            "the app's model has a fault: the log has the traceback"
+        ) from error
 
 
 @dataclass(frozen=True)

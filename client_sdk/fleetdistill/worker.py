@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from fleetdistill.data_version import digest_of
-from fleetdistill.errors import ConfigurationError, DataError, ModelError, WireError
+from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, ModelError, WireError
 from fleetdistill.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
-from fleetdistill.methods import config_from_plan, device_class
-from fleetdistill.methods.base import CUT, DELIVER, Ask, Local
+from fleetdistill.methods import config_of_contract, device_class
+from fleetdistill.methods.base import CUT, DELIVER, Ask, DeviceMethod, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.models.space import MakePredictor, SpaceModel
 from fleetdistill.names import USUAL_PREDICTOR
@@ -28,12 +28,12 @@ from fleetdistill.onnx_export import export_onnx
 from fleetdistill.onnx_file import OnnxReport, copy_onnx
 from fleetdistill.proxy import proxy_data, proxy_of
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import load_parameters, state_tensors
+from fleetdistill.tensors import state_tensors, take_weights
 from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
-from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
+from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import Work
+from fleetdistill.work import Work, faults_decline
 
 _PARITY_SAMPLES = 64
 
@@ -77,7 +77,7 @@ class Worker:
         self._module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
         self._taps = check_local_model(self._module, self._data.inputs[:2].to(torch_device), self._classes)
         self._model_name = model_name or type(self._module).__name__
-        config = config_from_plan(contract.method, read_plan(contract.config))
+        config = config_of_contract(contract)
         local = Local(
             model=self._module,
             taps=self._taps,
@@ -86,7 +86,7 @@ class Worker:
             torch_device=torch.device(torch_device),
             predictor=predictor,
         )
-        self._method = device_class(contract.method, config)(config, local)
+        self._method = _method_of(contract, config, local)
         self._own = self._method.own_answer
         self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self._module)}
         self._in_use = self._own
@@ -140,7 +140,7 @@ class Worker:
         if not isinstance(initial, ModelParameters):
             raise WireError("the run's initial weights are not model parameters")
         target = self._taps.extractor if initial.scope == "extractor" else self._module
-        load_parameters(target, initial)
+        take_weights(target, initial)
         if self._scored[SPLIT] is None:
             self._delivered[self._own].load_state_dict(self._module.state_dict())
         self.has_state = True
@@ -201,6 +201,10 @@ class Worker:
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         """Runs the handler under the ask's seed and the run's thread count, and judges the model if the round ends."""
+        with faults_decline(f"step {ask.step!r}"):
+            return self._answer(ask, parts, allow)
+
+    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         with self._reproducible(ask.seed):
             self._method.trained, self._method.figures = None, ()
             answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
@@ -314,6 +318,15 @@ class Worker:
         in_use = reports[self._in_use]
         copy_onnx(in_use.path, path)
         return replace(in_use, path=path, max_difference=max(one.max_difference for one in reports.values()))
+
+
+def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:
+    """Raises ConfigurationError for settings that make no device half, such as networks beyond all memory."""
+    try:
+        with faults_decline(f"preparing method {contract.method!r}"):
+            return device_class(contract.method, config)(config, local)
+    except CannotAnswer as error:
+        raise ConfigurationError(f"run {contract.run!r} cannot be taken part in: {error}") from error
 
 
 def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:

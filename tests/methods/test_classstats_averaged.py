@@ -409,8 +409,8 @@ def spoilt_parts(parts: Parts, spoil: str) -> Parts:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        ("features", "class 0 has 127 features, expected 128"),
-        ("label", r"class 4 has 128 features, expected 128 and labels in \[0, 4\)"),
+        ("features", r"means of the fleet's classes have shape \[4, 127\], expected finite numbers of \[4, 128\]"),
+        ("label", r"fleet's classes are \[3, 4, 5, 6\], expected different ones in \[0, 4\)"),
         ("rows", r"soft predictions on drawn rows are \[3, 4\], expected \[40, 4\]"),
         ("columns", r"soft predictions on drawn rows are \[40, 2\], expected \[40, 4\]"),
         *((name, f"the plan's {name} is None, expected") for name in Lesson.__annotations__),

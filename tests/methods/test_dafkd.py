@@ -805,7 +805,8 @@ def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> 
 def test_the_same_samples_on_both_sides_by_the_seed_alone() -> None:
     server, device = make_server(label_condition=True), make_device(label_condition=True)
     load_parameters(device._generator, model_parameters(server.generator))
-    assert torch.equal(device._samples({"noise_seed": 99}), server._samples(99))
+    ask = Ask(round=1, step="predict", seed=0, parts={"plan": Plan(values={"noise_seed": 99})})
+    assert torch.equal(device._samples(ask), server._samples(99))
     assert not torch.equal(server._samples(98), server._samples(99))
     generator = make_generator(config_of(label_condition=True), SHAPE, CLASSES).eval()
     noise = torch.from_numpy(portable_noise(99, 12, 100))
@@ -848,7 +849,8 @@ def test_the_global_model_exports(tmp_path: Path) -> None:
         ({"generator_loss": "hinge"}, "unknown generator_loss"),
         ({"aggregation": "median"}, "unknown aggregation"),
         ({"generator": "os:system"}, "unknown generator 'os:system'"),
-        ({"noise_dim": 0}, "noise_dim must be >= 1, got 0"),
+        ({"noise_dim": 0}, "noise_dim must be >= 1 and < 4097, got 0"),
+        ({"kd_samples": 100_001}, "kd_samples must be >= 1 and < 100001, got 100001"),
         ({"kd_samples": 0}, "kd_samples must be >= 1"),
         ({"kd_start_round": 0}, "kd_start_round must be >= 1"),
         ({"kd_epochs": -1}, "kd_epochs must be >= 0"),

@@ -663,7 +663,7 @@ def test_feature_distance_counts_rows_without_a_target_as_zero() -> None:
 
 def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     device = make_device(rows=5)
-    values, valid, unknown = device._own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16))
+    values, valid, unknown = device._own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16), (1,))
     assert valid.tolist() == [False, True, False, True, False]
     assert (values[3].item(), values[1].item(), unknown) == (1.0, 3.0, 1)
     teacher = RefinedKnowledge(valid=True, sample_ids=np.array([99]), values=np.float32([[1, 0, 0]]))

@@ -1083,11 +1083,13 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
         from fleetdistill import Device, Step
         from fleetdistill.wire.v1 import service_pb2, contract_pb2
 
+        TERMS = contract_pb2.Contract(run="r", method="feddkc", classes="ab", knowledge_type=1, threads=1)
+
         class Idle:
             remote = False
             def check_in(self, identity, profile):
                 assert profile is not None and profile.model_name == "known"
-                return service_pb2.CheckInResponse(contract=contract_pb2.Contract(run="r", method="feddkc"))
+                return service_pb2.CheckInResponse(contract=TERMS, heartbeat_seconds=15)
             def next_ask(self, identity, wait_seconds):
                 return service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
             def leave(self, identity): pass

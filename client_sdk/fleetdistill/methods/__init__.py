@@ -16,9 +16,11 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Plan
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.names import unknown_name
+from fleetdistill.wire.codec import read_plan
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
+    from fleetdistill.wire.v1 import contract_pb2
 
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -94,6 +96,17 @@ def config_from_plan(method: str, plan: Plan) -> Any:
         raise ConfigurationError(
             f"the contract's settings of {method} do not fit this SDK: {error}; update it"
         ) from error
+
+
+def config_of_contract(contract: contract_pb2.Contract) -> Any:
+    """The configuration of a run, held against its number of classes too.
+
+    Raises:
+        ConfigurationError: The method or a setting is unknown here, or a value is out of its range.
+    """
+    found = config_from_plan(contract.method, read_plan(contract.config))
+    found.for_classes(len(contract.classes))
+    return found
 
 
 def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:

@@ -9,12 +9,13 @@ A handler runs under the ask's own seed and with the run's thread count, so it g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import Kind, Metric, Parts
+from fleetdistill.knowledge import Kind, Metric, Parts, Plan
 from fleetdistill.names import USUAL_PREDICTOR, unknown_name
 
 if TYPE_CHECKING:
@@ -63,7 +64,15 @@ class Ask:
             raise WireError(f"step {self.step!r}: part {name!r} is {type(found).__name__}, expected {kind.__name__}")
         return found
 
+    def setting(self, name: str, kind: type[Setting]) -> Setting:
+        """A value of the part `plan`. Raises WireError if it is missing or of another type."""
+        value = self.part("plan", Plan).values.get(name)
+        if type(value) is not kind:
+            raise WireError(f"step {self.step!r}: the plan's {name} is {value!r}, expected {kind.__name__}")
+        return value
 
+
+Setting = TypeVar("Setting", bool, int, float)
 PartKind = TypeVar("PartKind", bound=Kind)
 
 
@@ -176,12 +185,40 @@ class DeviceMethod:
         """Restores what `state_dict` gave."""
 
 
-def check_range(name: str, value: float, low: float, high: float = float("inf"), *, open_low: bool = False) -> None:
+_BEYOND = 3.4e38
+"""What float32 does not hold, and torch raises errors of its own for."""
+
+
+def check_range(name: str, value: float, low: float, high: float = _BEYOND, *, open_low: bool = False) -> None:
     """Raises ConfigurationError unless `low <= value < high` (`low < value` with `open_low`)."""
     if not (low < value < high if open_low else low <= value < high):
         bound = ">" if open_low else ">="
-        upper = f" and < {high:g}" if high != float("inf") else ""
+        upper = f" and < {high:g}" if high != _BEYOND or value >= _BEYOND else ""
         raise ConfigurationError(f"{name} must be {bound} {low:g}{upper}, got {value!r}")
+
+
+def check_types(config: Any) -> None:
+    """Raises ConfigurationError for a setting of another type than it has; a whole number is a number."""
+    for name, known in _types_of(config.__class__).items():
+        value = getattr(config, name)
+        if type(value) not in known:
+            expected = " or ".join(_TYPE_WORDS[one] for one in known if one in _TYPE_WORDS)
+            raise ConfigurationError(f"{name} is {value!r}, expected {expected}")
+
+
+_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+@functools.cache
+def _types_of(config: Any) -> Mapping[str, tuple[type, ...]]:
+    """Types of each setting that is a number, a text or a flag; an app's own configuration may have others."""
+    try:
+        hints = get_type_hints(config)
+    except NameError:  # an app's own configuration, of types that are not there at run time
+        return {}
+    found = {one.name: get_args(hints[one.name]) or (hints[one.name],) for one in fields(config)}
+    simple = {*_TYPE_WORDS, type(None)}
+    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in found.items() if simple >= set(kinds)}
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:

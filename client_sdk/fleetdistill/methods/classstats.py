@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 SCATTERING = "scattering"
 _MOST_RANK = 512
+_MOST_IMAGES = 100_000
 _DIMENSIONS = (8, 2048)
 _SMALLEST_SIDE = 8
 _CHOICES = {
@@ -78,7 +79,8 @@ class ClassStatsConfig(LocalTraining):
         own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the general answer.
         own_network_epochs: Passes over own rows that it is taught for, at least 1.
         own_network_rate: Learning rate of these, above 0; it falls to a tenth.
-        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, at least 0.
+        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, 0 to
+            100,000.
     """
 
     usual_rounds: ClassVar[int] = 1
@@ -115,7 +117,7 @@ class ClassStatsConfig(LocalTraining):
         check_range("min_samples", self.min_samples, 2)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
-        check_range("drawn_images", self.drawn_images, 0)
+        check_range("drawn_images", self.drawn_images, 0, _MOST_IMAGES + 1)
         check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
         if self.count_cap:
             check_range("count_cap", self.count_cap, 1)

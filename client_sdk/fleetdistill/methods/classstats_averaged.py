@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fleetdistill.local_training import TrainingReport
 
 _MOST_RANK = 64
+_MOST_ROWS = 10_000
 _DROPPED_TO = 0.1
 _CHOICES = {
     "features": ("averaged",),
@@ -70,7 +71,7 @@ class AveragedConfig(LocalTraining):
         min_samples: n_min, samples that a device must have of a class to send it, at least 2.
         clip_norm: L2 norm to which the features of a row are scaled down before they are summarised, at least 0; 0 is
             no clipping. It bounds what one row can do to the sums; without noise it is no differential privacy.
-        drawn_rows: M, rows of each class that are drawn for a round, at least 1.
+        drawn_rows: M, rows of each class that are drawn for a round, 1 to 10,000.
         drawn_weight: λ, weight of their loss beside that of own rows, at least 0.
         agreement_every: Rounds from one exchange of soft predictions on drawn rows to the next; 0 for none.
         agreement_from: Whose soft predictions devices learn from: `devices`, the mean of their own; or `server`, those
@@ -116,8 +117,8 @@ class AveragedConfig(LocalTraining):
         not_negative = ("rate_drop_after", "extractor_rounds", "clip_norm", "drawn_weight")
         for name in (*not_negative, "agreement_every", "agreement_weight"):
             check_range(name, getattr(self, name), 0)
-        for name in ("drawn_rows", "server_epochs"):
-            check_range(name, getattr(self, name), 1)
+        check_range("drawn_rows", self.drawn_rows, 1, _MOST_ROWS + 1)
+        check_range("server_epochs", self.server_epochs, 1)
         check_range("temperature", self.temperature, 0, open_low=True)
         self._check_choices()
 
@@ -195,6 +196,7 @@ class Lesson:
             if type(found[name]) is not kind:
                 text = f"the plan's {name} is {found[name]!r}, expected {kind.__name__}"
                 raise WireError(f"step {ask.step!r}: {text}; the server is of another version, or broken")
+        check_range("learning_rate", found["learning_rate"], 0, open_low=True)
         return cls(**found)
 
 
@@ -312,9 +314,9 @@ class AveragedDevice(DeviceMethod):
         return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _load_extractor(self, ask: Ask) -> None:
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
-        load_parameters(self.local.taps.extractor, ask.part("extractor", ModelParameters))
+        take_weights(self.local.taps.extractor, ask.part("extractor", ModelParameters))
 
     def _freeze(self, ask: Ask) -> None:
         """Takes the extractor for good. Where a round is played again, the personal predictor is there already."""
@@ -352,12 +354,9 @@ class AveragedDevice(DeviceMethod):
 
     def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
         """Raises WireError for classes that are not the contract's, or of other features than this device's."""
-        classes, size = from_wire(ask.part("classes", ClassStatistics)), prod(self._features_shape)
-        for label, one in classes.items():
-            if not 0 <= label < self.local.classes or len(one.mean) != size:
-                text = f"the fleet's class {label} has {len(one.mean)} features, expected {size}"
-                raise WireError(f"step {ask.step!r}: {text} and labels in [0, {self.local.classes})")
-        return classes
+        sent = ask.part("classes", ClassStatistics)
+        _check_statistics(sent, prod(self._features_shape), self.local.classes)
+        return from_wire(sent)
 
     def _features(self) -> Tensor:
         """Features of all own rows behind the frozen extractor, where training is."""
@@ -540,6 +539,25 @@ class AveragedDevice(DeviceMethod):
         self._optimizers = {}
         for name, saved in state["optimizers"].items():
             self._optimizer(name).load_state_dict(saved)
+
+
+def _check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
+    """Raises WireError for statistics that are not of F = `size` features and of the run's classes, or not finite."""
+    known = len(sent.labels)
+    if len(set(sent.labels)) != known or any(not 0 <= label < classes for label in sent.labels):
+        raise WireError(f"the fleet's classes are {sent.labels[:20]}, expected different ones in [0, {classes})")
+    if not known:
+        return
+    rank = 0 if sent.directions is None or sent.directions.ndim != 3 else sent.directions.shape[1]
+    wanted = {"counts": (known,), "means": (known, size), "directions": (known, rank, size), "variances": (known, size)}
+    for name, shape in wanted.items():
+        array = getattr(sent, name)
+        if array is None and name in ("directions", "variances"):
+            continue
+        found = None if array is None else array.shape
+        if found != shape or rank > _MOST_RANK or not np.isfinite(array).all():
+            text = f"expected finite numbers of {list(shape)}, at most {_MOST_RANK} directions"
+            raise WireError(f"the {name} of the fleet's classes have shape {found and list(found)}, {text}")
 
 
 def packed(sent: ClassStatistics) -> list[Any]:

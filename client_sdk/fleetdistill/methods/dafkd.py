@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Plan, WeightedPredictions
+from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, WeightedPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.models import GENERATORS
@@ -36,6 +36,8 @@ _CHOICES = {
     "generator_loss": ("nonsaturating", "minimax"),
     "aggregation": ("uniform", "samples"),
 }
+# What is made of them is as large; more would fill a device's memory.
+_MOST_NOISE, _MOST_SAMPLES = 4096, 100_000
 _DEFAULT_GENERATORS = {"input": "dafkd_generator", "feature": "feature_generator"}
 
 
@@ -56,7 +58,7 @@ class DaFKDConfig(LocalTraining):
         generator_level: The generator makes inputs, or features where the last layer reads them.
         generator: A name of `fleetdistill.models.GENERATORS`; None means the paper's for `generator_level`.
         label_condition: The generator is told a label; None means at feature level only.
-        noise_dim: The paper's d, numbers in one noise vector, at least 1.
+        noise_dim: The paper's d, numbers in one noise vector, 1 to 4,096.
         generator_loss: `nonsaturating`, or the paper's `minimax`.
         lambda_adv: Weight of the discriminator's loss beside the classifier's, at least 0. The authors' code has 2.
         gradient_penalty: Weight of the penalty on the discriminator's slope, at least 0. The authors' code has 0.3.
@@ -66,7 +68,7 @@ class DaFKDConfig(LocalTraining):
         gan_stop_round: Rounds in which generator and discriminator are trained, at least 0; None for all.
         gan_stop_epoch: Local epochs in which they are trained, at least 0; None for all.
         aggregation: Mean of classifiers and generators over devices: `uniform`, or weighted by `samples`.
-        kd_samples: The paper's M, generated samples to distil on, at least 1.
+        kd_samples: The paper's M, generated samples to distil on, 1 to 100,000.
         kd_epochs: Passes over them in a round, at least 0.
         kd_lr: Learning rate of the server's distillation, above 0; optimiser and weight decay are the devices'.
         temperature: τ of the distillation, above 0.
@@ -119,8 +121,9 @@ class DaFKDConfig(LocalTraining):
         self._check_variant()
 
     def _check_ranges(self) -> None:
-        for name in ("noise_dim", "kd_samples", "kd_start_round"):
-            check_range(name, getattr(self, name), 1)
+        check_range("kd_start_round", self.kd_start_round, 1)
+        for name, most in (("noise_dim", _MOST_NOISE), ("kd_samples", _MOST_SAMPLES)):
+            check_range(name, getattr(self, name), 1, most + 1)
         for name in ("generator_lr", "discriminator_lr", "kd_lr", "temperature"):
             check_range(name, getattr(self, name), 0, open_low=True)
         for name in ("lambda_adv", "gradient_penalty", "adversarial_weight_decay", "kd_epochs"):
@@ -238,20 +241,20 @@ class DaFKDDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Eqs. (9) and (3) over the local epochs; with it, predictions on samples of the generator as it was sent."""
-        from fleetdistill.tensors import load_parameters, model_parameters
+        from fleetdistill.tensors import model_parameters, take_weights
 
-        plan = ask.part("plan", Plan).values
+        adversarial = ask.setting("adversarial", bool)
         if "parameters" in ask.parts:  # stays away from a device whose classifier is its own
-            load_parameters(self.local.model, ask.part("parameters", ModelParameters))
-        load_parameters(self._generator, ask.part("generator", Generator).parameters)
-        shared = self._samples(plan) if self.config.lagged else None
-        self._train(ask.seed, adversarial=bool(plan["adversarial"]))
+            take_weights(self.local.model, ask.part("parameters", ModelParameters))
+        take_weights(self._generator, ask.part("generator", Generator).parameters)
+        shared = self._samples(ask) if self.config.lagged else None
+        self._train(ask.seed, adversarial=adversarial)
         parts: dict[str, Kind] = {}
         if self.config.upload_model:
             parts["parameters"] = model_parameters(self.local.model)
         parts["generator"] = Generator(parameters=model_parameters(self._generator), noise_size=self.config.noise_dim)
         if shared is not None:
-            parts["predictions"] = self._predictions(shared, plan)
+            parts["predictions"] = self._predictions(shared, ask)
         elif not self.config.exact:
             parts["discriminator"] = self._discriminator()
         return Answer(parts=parts, samples=len(self.local.data))
@@ -259,18 +262,17 @@ class DaFKDDevice(DeviceMethod):
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
         """The second exchange of `exact`: predictions on samples of the round's mean generator."""
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
-        plan = ask.part("plan", Plan).values
-        load_parameters(self._generator, ask.part("generator", Generator).parameters)
-        return Answer(parts={"predictions": self._predictions(self._samples(plan), plan)}, samples=len(self.local.data))
+        take_weights(self._generator, ask.part("generator", Generator).parameters)
+        return Answer(parts={"predictions": self._predictions(self._samples(ask), ask)}, samples=len(self.local.data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global classifier becomes the device's."""
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
-        load_parameters(self.local.model, ask.part("parameters", ModelParameters))
+        take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 
     # --- training
@@ -336,12 +338,12 @@ class DaFKDDevice(DeviceMethod):
         parameters = model_parameters(self._ready()[0].discriminator, scope=scope)
         return Discriminator(parameters=parameters, shares_extractor=sharing)
 
-    def _samples(self, plan: Mapping[str, Any]) -> Tensor:
+    def _samples(self, ask: Ask) -> Tensor:
         """The round's distillation samples, by the seed that the server sent."""
-        seed = int(plan["noise_seed"])
+        seed = ask.setting("noise_seed", int)
         return distillation_samples(self._generator, seed, self.config.kd_samples, self.local.torch_device)
 
-    def _predictions(self, samples: Tensor, plan: Mapping[str, Any]) -> WeightedPredictions:
+    def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
         """u = f * s, in eval mode; the discriminator stays here."""
         from fleetdistill.adversarial import weighted_predictions
         from fleetdistill.local_training import extract
@@ -351,7 +353,7 @@ class DaFKDDevice(DeviceMethod):
         verdict_m = extract(judged.judge, samples) if self.config.correlation else None
         probs_mc = soft_targets(extract(judged.answer, samples), self.config.temperature)
         values = weighted_predictions(verdict_m, probs_mc).float().numpy()
-        return WeightedPredictions(noise_seed=int(plan["noise_seed"]), values=values)
+        return WeightedPredictions(noise_seed=ask.setting("noise_seed", int), values=values)
 
     # --- state
 

@@ -40,10 +40,10 @@ class FedAvgDevice(DeviceMethod):
         from torch.nn import functional
 
         from fleetdistill.local_training import train_epochs
-        from fleetdistill.tensors import load_parameters, model_parameters
+        from fleetdistill.tensors import model_parameters, take_weights
 
         local = self.local
-        load_parameters(local.model, ask.part("parameters", ModelParameters))
+        take_weights(local.model, ask.part("parameters", ModelParameters))
         self.trained = train_epochs(
             local.model,
             local.data,
@@ -59,7 +59,7 @@ class FedAvgDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's."""
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
-        load_parameters(self.local.model, ask.part("parameters", ModelParameters))
+        take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))

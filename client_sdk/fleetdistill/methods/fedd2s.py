@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError, ModelError
-from fleetdistill.knowledge import Array, ModelParameters, Plan, RefinedKnowledge, SampleKnowledge, rows_by_id
+from fleetdistill.errors import ConfigurationError, ModelError, WireError
+from fleetdistill.knowledge import (
+    Array,
+    ModelParameters,
+    Plan,
+    RefinedKnowledge,
+    SampleKnowledge,
+    check_rows,
+    rows_by_id,
+)
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
@@ -192,12 +200,19 @@ class FedD2SDevice(DeviceMethod):
         self._warmed_up = True
         knowledge = SampleKnowledge(
             sample_ids=self._sample_ids,
-            features=self._columns(int(plan["layer"])),  # type: ignore[arg-type]  # the server's plan
+            features=self._columns(self._layer(ask)),
             labels=self.local.data.labels.cpu().numpy().astype(np.int32),
         )
         differ = plan.get("participation") != self._participations + 1
         notes = {"participations_differ": int(differ)}
         return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
+
+    def _layer(self, ask: Ask) -> int:
+        """l of the round, from 1. Raises WireError if the model has no such layer."""
+        layer, most = ask.setting("layer", int), len(self._model.stages)
+        if not 1 <= layer <= most:
+            raise WireError(f"step {ask.step!r}: the plan's layer is {layer}, the model has 1 to {most}")
+        return layer
 
     def _columns(self, layer: int) -> dict[str, Array]:
         """H_1 and H_l by the names of their layers; one column where l is 1."""
@@ -211,7 +226,7 @@ class FedD2SDevice(DeviceMethod):
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
         """Eqs. (12) and (13): the layers up to l towards the global network's knowledge, all towards the labels."""
-        layer = int(ask.part("plan", Plan).values["layer"])  # type: ignore[arg-type]  # the server's plan
+        layer = self._layer(ask)
         distil, unknown = self._distillation(ask, layer)
         self._train(phase_epochs(self.config), scheduled(self.config, distil, self._label_loss), ask.seed)
         self._participations += 1
@@ -243,21 +258,26 @@ class FedD2SDevice(DeviceMethod):
         """J of eq. (12) on layers 1 to l, by what the server sent, and how many of its ids are not known here."""
         if "features" in ask.parts:
             sent = ask.part("features", SampleKnowledge)
-            values, valid, unknown = self._own_rows(sent.sample_ids, sent.features[self._model.stage_names[layer - 1]])
+            name = self._model.stage_names[layer - 1]
+            if name not in sent.features:
+                raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
+            shape = self._model.stage_shapes(self._inputs.shape[1:])[name]
+            values, valid, unknown = self._own_rows(sent.sample_ids, sent.features[name], shape)
             if self.config.distance == "mse":
                 return self._towards_features(layer, values, valid), unknown
             return self._along_gradient(layer, values), unknown
         teacher = ask.part("teacher", RefinedKnowledge)
         if not teacher.valid or teacher.sample_ids is None or teacher.values is None:
             return None, 0
-        values, valid, unknown = self._own_rows(teacher.sample_ids, teacher.values)
+        values, valid, unknown = self._own_rows(teacher.sample_ids, teacher.values, (self.local.classes,))
         sent_head = ask.part("head", ModelParameters) if layer < len(self._model.stages) else None
         return self._through_head(layer, self._head(layer, sent_head), values, valid), unknown
 
-    def _own_rows(self, sample_ids: Array, sent: Array) -> tuple[Tensor, Tensor, int]:
+    def _own_rows(self, sample_ids: Array, sent: Array, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
         """What was sent, by own row `[N, ...]`; which rows have something `[N]`; ids that are not known here."""
         import torch
 
+        check_rows(sample_ids, sent, shape)
         own, rows = rows_by_id(self._sample_ids, sample_ids)
         values = torch.zeros(len(self._sample_ids), *sent.shape[1:])
         valid = torch.zeros(len(values), dtype=torch.bool)
@@ -268,11 +288,11 @@ class FedD2SDevice(DeviceMethod):
 
     def _head(self, layer: int, sent: ModelParameters | None) -> nn.Module:
         """The global network's layers l+1 to L, frozen and in eval mode; nothing above the last layer."""
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
         head = copy.deepcopy(self._model.stages[layer:])
         if sent is not None:
-            load_parameters(head, sent)
+            take_weights(head, sent)
         return head.eval().requires_grad_(False)
 
     def _through_head(self, layer: int, head: nn.Module, probs: Tensor, valid: Tensor) -> Term:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.knowledge import Array, RefinedKnowledge, SampleKnowledge, rows_by_id
+from fleetdistill.knowledge import Array, RefinedKnowledge, SampleKnowledge, check_rows, rows_by_id
 from fleetdistill.methods.base import CUT, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.feddkc_ranges import (
     check_epsilon,
@@ -150,6 +150,7 @@ class FedDKCDevice(DeviceMethod):
         if not knowledge.valid or knowledge.sample_ids is None or knowledge.values is None:
             everywhere = self.config.initial_zero_knowledge and not self._has_answered  # later a guard held it back
             return _Teacher(torch.full(shape, 1 / shape[1]), torch.full(shape[:1], everywhere), everywhere, 0)
+        check_rows(knowledge.sample_ids, knowledge.values, shape[1:])
         own_rows, rows = rows_by_id(self._sample_ids, knowledge.sample_ids)
         probs, valid = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.bool)
         values = torch.from_numpy(knowledge.values[rows].astype(np.float32))

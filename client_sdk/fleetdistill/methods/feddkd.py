@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import CannotAnswer, ModelError
-from fleetdistill.knowledge import DistillationGradient, ModelParameters, Plan
+from fleetdistill.knowledge import DistillationGradient, ModelParameters
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range, check_share
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
@@ -161,11 +161,11 @@ class FedDKDDevice(DeviceMethod):
         import torch
 
         from fleetdistill.local_training import train_steps
-        from fleetdistill.tensors import load_parameters, model_parameters
+        from fleetdistill.tensors import model_parameters, take_weights
 
         local, config = self.local, self.config
-        load_parameters(local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
-        rate = float(ask.part("plan", Plan).values["learning_rate"])  # type: ignore[arg-type]  # the server's plan
+        take_weights(local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
+        rate = ask.setting("learning_rate", float)
         optimizer = make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters())
         inputs, labels = local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device)
         self.trained = train_steps(
@@ -225,7 +225,7 @@ class FedDKDDevice(DeviceMethod):
         return Answer(parts={"gradient": sent}, samples=len(local.data), notes=clipped)
 
     def _take_step(self, ask: Ask) -> None:
-        step = int(ask.part("plan", Plan).values["dkd_step"])  # type: ignore[arg-type]  # the server's plan
+        step = ask.setting("dkd_step", int)
         if ask.round != self._round:
             mine = f"its last local training was in round {self._round}" if self._round else "it has not trained yet"
             raise CannotAnswer(
@@ -249,9 +249,9 @@ class FedDKDDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's; for FedDKD_BN with the batch-norm of its own."""
-        from fleetdistill.tensors import load_parameters
+        from fleetdistill.tensors import take_weights
 
-        load_parameters(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
+        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
         self._round, self._step, self._teacher_logits = _NO_ROUND, 0, None  # the model is no teacher any more
         return Answer(parts={}, samples=len(self.local.data))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from fleetdistill.methods.base import check_choice, check_range, check_share
+from fleetdistill.methods.base import check_choice, check_range, check_share, check_types
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,7 @@ class LocalTraining:
     robust: str = "gross"
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_range("learning_rate", self.learning_rate, 0, open_low=True)
         check_range("weight_decay", self.weight_decay, 0)

@@ -6,9 +6,10 @@ One generic mapping by field names serves every kind: a new kind is a class, a m
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from google.protobuf.message import Message
@@ -217,14 +218,20 @@ class _Decoder:
     def read(self, cls: type, message: Message, path: str) -> Any:
         if cls is knowledge.Plan:
             return read_plan(message)
-        fields = {field.name: self._get(message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields}
+        fields = {
+            field.name: self._get(cls, message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields
+        }
         return cls(**fields)
 
-    def _get(self, message: Message, field: Any, path: str) -> Any:
+    def _get(self, cls: type, message: Message, field: Any, path: str) -> Any:
         value = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
         if kind == "Tensor":
-            return array_of(self._by_path[path], self._source) if message.HasField(field.name) else None
+            if message.HasField(field.name):
+                return array_of(self._by_path[path], self._source)
+            if field.name in _required(cls):
+                raise WireError(f"part {path.partition('/')[0]!r} has no tensor {path!r}, which its kind must have")
+            return None
         if kind == "NamedTensor":
             return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
         if kind is not None and field.is_repeated:
@@ -232,6 +239,12 @@ class _Decoder:
         if field.is_repeated:
             return list(value)
         return self.read(_CLASSES[kind], value, path) if kind is not None else value
+
+
+@functools.cache
+def _required(cls: type) -> frozenset[str]:
+    """Fields of a kind that are arrays and never None."""
+    return frozenset(name for name, kind in get_type_hints(cls).items() if kind == Array)
 
 
 def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
