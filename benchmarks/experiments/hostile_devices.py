@@ -1,62 +1,80 @@
-"""What hostile devices do to one exchange of class statistics, with and without tests on what was sent.
+"""What hostile devices do to one merge of class statistics, with the server's tests and without, in both forms.
 
     python benchmarks/experiments/hostile_devices.py digits --seeds 0 1 2
     python benchmarks/experiments/hostile_devices.py fashion-14 --data-dir data
+    python benchmarks/experiments/hostile_devices.py kinds --data-dir data
 
-Offline: summaries, tests and merge, no messages. Ten devices, of which the first one or two are hostile. The tests are
-those of robust.md, section 5, on the shared sums: a cap on declared rows, `spread` by the trace of the device's one
-covariance, and `nearest centre`; strict adds the distance of each mean. Printed is the accuracy of the general answer
-on all classes in %, and how many honest devices were left out.
+Ten devices, of which the first one or two are hostile. Statistics, wire types, tests and merge are the product's; only
+the messages are left out. `one covariance` is scored by its closed form, `by class` by Bayes' rule with the merged
+Gaussians, both on the same fixed features. Printed is the accuracy on all classes in %: with robust = off, gross and
+strict, and gross with five trusted rows a class that are nobody's; and of how many honest devices of all fleets
+something was left out, or the rows bounded. `kinds` are 4 devices with MNIST, 3 with USPS and 3 with FEMNIST.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from one_exchange import MIN_SAMPLES, RANK, SETTINGS
-from one_exchange_fleet import Fleet, Part, make_fleet
+from one_exchange import MIN_SAMPLES, PER_CLASS_RANK, PER_CLASS_SHRINKAGE, RANK, SETTINGS, bayes
+from one_exchange_fleet import Fleet, Part, Setting, make_fleet
 from one_exchange_tables import spread
 
+from fleetdistill import class_statistics as gaussians
 from fleetdistill.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array
-from fleetdistill.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
+from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
+from fleetdistill.methods.classstats import ClassStatsConfig
+from fleetdistill.shared_statistics import moments_of, to_wire
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.methods.classstats_merge import Rules, merged, merged_moments
+from fleetdistill_server.methods.classstats_robust import TRUSTED_ROWS
 
 DEVICES = 10
-MOST_ROWS, MOST_SPREAD = 3.0, 4.0
-LEAST = {"gross": 0.25, "strict": 0.5}
-MOST_DISTANCE, LEAST_DISTANCE, FEW_ROWS = 3.0, 3.0, 0.05
-FROM_THREE = 3
+LARGEST = 60_000.0  # in float16
+KINDS = {"mnist": 4, "usps": 3, "femnist-digits": 3}
+_KIND = Setting("mnist", 14, 1500, 1000, alpha=0.5)
 
-Attack = Callable[[Part, Moments, int, Moments], Moments]
-"""(a device's rows, what it would send, classes, moments of all honest devices) -> what it sends."""
-
-
-def honest(part: Part, rank: int = RANK) -> Moments:
-    """What a device sends, as the server has it."""
-    return from_wire(to_wire(moments_of(part.features, part.labels, MIN_SAMPLES), rank))
+Statistics = Any
+"""SharedStatistics or ClassStatistics; of both the attacks know the fields by name."""
+Attack = Callable[[Statistics, int, Mapping[int, Array]], Statistics]
+"""(what a device would send, classes, the honest devices' mean of each class) -> what it sends."""
 
 
-def flips(part: Part, _: Moments, classes: int, __: Moments) -> Moments:
-    return honest(replace(part, labels=classes - 1 - part.labels))
+# --- attacks
 
 
-def thousandfold(_: Part, sent: Moments, __: int, ___: Moments) -> Moments:
-    return replace(sent, means=1e3 * sent.means, covariance=1e6 * sent.covariance)
+def flips(sent: Statistics, classes: int, _: Mapping[int, Array]) -> Statistics:
+    return replace(sent, labels=[classes - 1 - label for label in sent.labels])
 
 
-def declares(part: Part, sent: Moments, classes: int, others: Moments) -> Moments:
-    """10^9 rows of each class, with flipped labels."""
-    flipped = flips(part, sent, classes, others)
-    return replace(flipped, counts=np.full_like(flipped.counts, 10**9), df=10**9 * len(flipped.labels))
+def longer(factor: float) -> Attack:
+    """Means alone."""
+
+    def attack(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
+        return replace(sent, means=_scaled(sent.means, factor))
+
+    return attack
 
 
-def swaps(_: Part, sent: Moments, __: int, ___: Moments) -> Moments:
+def thousandfold(sent: Statistics, classes: int, means: Mapping[int, Array]) -> Statistics:
+    """Features times 1,000: means, and the covariance times a million."""
+    return _wider(longer(1e3)(sent, classes, means), 1e6)
+
+
+def declares(sent: Statistics, classes: int, means: Mapping[int, Array]) -> Statistics:
+    """10^9 rows in all, with flipped labels."""
+    flipped = flips(sent, classes, means)
+    counts = np.full_like(flipped.counts, 10**9 // len(flipped.labels))
+    df = {"df": np.array(counts.sum() - len(counts), np.int32)} if isinstance(sent, SharedStatistics) else {}
+    return replace(flipped, counts=counts, **df)
+
+
+def swaps(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
     """The means of its two largest classes change places."""
     if len(sent.labels) < 2:
         return sent
@@ -66,21 +84,43 @@ def swaps(_: Part, sent: Moments, __: int, ___: Moments) -> Moments:
     return replace(sent, means=means)
 
 
-def widens(_: Part, sent: Moments, __: int, ___: Moments) -> Moments:
-    return replace(sent, covariance=50 * sent.covariance)
+def widens(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
+    return _wider(sent, 50.0)
 
 
-def claims(_: Part, sent: Moments, __: int, others: Moments) -> Moments:
-    """All classes, each with the next one's mean."""
-    each = max(int(sent.counts.sum()) // len(others.labels), MIN_SAMPLES)
-    counts = np.full(len(others.labels), each, dtype=np.int64)
-    return replace(sent, labels=others.labels, counts=counts, means=np.roll(others.means, -1, axis=0))
+def claims(sent: Statistics, _: int, means: Mapping[int, Array]) -> Statistics:
+    """All classes, each with the next one's mean, from as many rows as it has."""
+    labels = sorted(means)
+    each = max(int(sent.counts.sum()) // len(labels), MIN_SAMPLES)
+    rolled = np.roll(np.stack([means[label] for label in labels]), -1, axis=0).astype(sent.means.dtype)
+    counts = np.full(len(labels), each, np.int32)
+    if isinstance(sent, SharedStatistics):
+        df = np.array(counts.sum() - len(counts), np.int32)
+        return replace(sent, labels=labels, counts=counts, means=rolled, df=df)
+    at = np.arange(len(labels)) % len(sent.labels)
+    spread_of = {"directions": sent.directions[at], "variances": sent.variances[at]}
+    return replace(sent, labels=labels, counts=counts, means=rolled, **spread_of)
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    return np.asarray(np.clip(factor * array.astype(np.float64), -LARGEST, LARGEST).astype(array.dtype))
+
+
+def _wider(sent: Statistics, factor: float) -> Statistics:
+    changed = {"variances": _scaled(sent.variances, factor)}
+    name = "steps" if isinstance(sent, SharedStatistics) else "directions"
+    if (array := getattr(sent, name)) is not None:
+        changed[name] = _scaled(array, factor**0.5)
+    return replace(sent, **changed)
 
 
 ATTACKS: dict[str, tuple[int, Attack | None]] = {
     "no attacker": (0, None),
     "1 flips labels": (1, flips),
     "2 flip labels": (2, flips),
+    "1 sends means x 1,000": (1, longer(1e3)),
+    "2 send means x 1,000": (2, longer(1e3)),
+    "2 send means x 5": (2, longer(5.0)),
     "1 sends features x 1,000": (1, thousandfold),
     "2 send features x 1,000": (2, thousandfold),
     "1 declares 10^9 rows and flips": (1, declares),
@@ -91,149 +131,174 @@ ATTACKS: dict[str, tuple[int, Attack | None]] = {
 }
 
 
-# --- the tests
+# --- the two forms
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Devices that count, with their weights in their counts, and the numbers of those left out."""
+class Form(NamedTuple):
+    """What a device sends of its rows, and the accuracy of what is merged of it."""
 
-    kept: list[Moments]
-    left_out: list[int]
-
-
-def tested(parts: Sequence[Moments], strictness: str) -> Verdict:
-    """What the merge takes; `off` takes everything as it is declared."""
-    if strictness == "off":
-        return Verdict([part for part in parts if part.labels], [])
-    known = {number: part for number, part in enumerate(parts) if part.labels}
-    usual = median(int(part.counts.sum()) for part in known.values())
-    known = {number: _capped(part, MOST_ROWS * usual) for number, part in known.items()}
-    wide = median(float(np.trace(part.covariance)) for part in known.values())
-    known = {k: part for k, part in known.items() if np.trace(part.covariance) <= MOST_SPREAD * wide}
-    known = _near_their_centres(known, LEAST[strictness], len(parts) // 2)
-    if strictness == "strict":
-        known = _not_far_off(known, wide)
-    return Verdict(list(known.values()), [number for number in range(len(parts)) if number not in known])
+    sent: Callable[[Part], Statistics]
+    accuracy: Callable[[Fleet, Mapping[str, Statistics], Rules, Notes], float]
 
 
-def _capped(part: Moments, most: float) -> Moments:
-    share = min(1.0, most / float(part.counts.sum()))
-    counts = np.maximum(np.round(share * part.counts), 1).astype(np.int64)
-    return replace(part, counts=counts, df=max(round(share * part.df), 1))
+class Notes:
+    """Counts the devices that something was left out of, or bounded."""
+
+    def __init__(self) -> None:
+        self.left_out: set[str] = set()
+        self.bounded: set[str] = set()
+
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
+        if kind == "summary-left-out":
+            self.left_out.add(device)
+        if kind == "rows-capped":
+            self.bounded.add(device)
+
+    def guard(self, name: str, text: str, device: str = "") -> None: ...
+
+    def report(self, name: str, value: Any) -> None: ...
+
+    def generator(self, name: str) -> torch.Generator:
+        return torch.Generator()
 
 
-def _near_their_centres(known: dict[int, Moments], least: float, most_left_out: int) -> dict[int, Moments]:
-    known = dict(known)
-    for _ in range(most_left_out):
-        shares = {number: share for number in known if (share := _share_near(known, number)) is not None}
-        worst = min(shares, key=lambda number: shares[number], default=None)
-        if worst is None or shares[worst] >= least:
-            break
-        del known[worst]
-    return known
+def shared(part: Part) -> SharedStatistics:
+    found = to_wire(moments_of(part.features, part.labels, MIN_SAMPLES), RANK, ClassStatsConfig().rows_per_direction)
+    sent = decode(encode({"statistics": found}))["statistics"]
+    assert isinstance(sent, SharedStatistics)
+    return sent
 
 
-def _share_near(known: dict[int, Moments], number: int) -> float | None:
-    """Share of a device's classes whose mean is nearest to the others' centre of that class; None if too few."""
-    means: dict[int, list[Array]] = {}
-    for other, part in known.items():
-        if other != number:
-            for label, mean in zip(part.labels, part.means, strict=True):
-                means.setdefault(label, []).append(mean)
-    centres = {label: np.median(found, axis=0) for label, found in means.items()}
-    mine = [(label, mean) for label, mean in zip(known[number].labels, known[number].means, strict=True)]
-    shared = [(label, mean) for label, mean in mine if label in centres]
-    if len(shared) < 2:
-        return None
-    labels, stacked = list(centres), np.stack(list(centres.values()))
-    nearest = [labels[int(np.square(stacked - mean).sum(axis=1).argmin())] for _, mean in shared]
-    return float(np.mean([found == label for found, (label, _) in zip(nearest, shared, strict=True)]))
+def by_class(part: Part) -> ClassStatistics:
+    labels, counts = np.unique(part.labels, return_counts=True)
+    enough = labels[counts >= MIN_SAMPLES].tolist()
+    found = {label: gaussians.summarise(part.features[part.labels == label], PER_CLASS_RANK) for label in enough}
+    sent = decode(encode({"statistics": gaussians.to_wire(found)}, np.float16))["statistics"]
+    assert isinstance(sent, ClassStatistics)
+    return sent
 
 
-def _not_far_off(known: dict[int, Moments], wide: float) -> dict[int, Moments]:
-    """Takes from each device the classes whose mean is far from all others'."""
-    drop: dict[int, set[int]] = {number: set() for number in known}
-    for label in sorted({label for part in known.values() for label in part.labels}):
-        holders = [number for number, part in known.items() if label in part.labels]
-        if len(holders) < FROM_THREE:
-            continue
-        rows = {number: _of_class(known[number], label) for number in holders}
-        middle = np.median([mean for mean, _ in rows.values()], axis=0)
-        far = {
-            k: float(np.linalg.norm(mean - middle) / np.sqrt(wide * (1 / n + FEW_ROWS)))
-            for k, (mean, n) in rows.items()
-        }
-        most = max(MOST_DISTANCE * median(far.values()), LEAST_DISTANCE)
-        for number, distance in far.items():
-            if distance > most:
-                drop[number].add(label)
-    left = {number: _without(part, drop[number]) for number, part in known.items()}
-    return {number: part for number, part in left.items() if part.labels}
+def closed_form(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
+    """Of the general answer; chance where nothing can be made of the parts."""
+    moments, _ = merged_moments(parts, rules, notes)
+    if moments is None:
+        return 1 / fleet.classes
+    try:
+        space = make_space(moments, shrinkage_rule(moments.dimensions, moments.df))
+    except KnowledgeError:
+        return 1 / fleet.classes
+    found = logits(space, coordinates(space, fleet.test.features), fleet.classes)
+    return _share_right(fleet, found)
 
 
-def _of_class(part: Moments, label: int) -> tuple[Array, int]:
-    at = part.labels.index(label)
-    return part.means[at], int(part.counts[at])
+def bayes_rule(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
+    classes = gaussians.shrink(merged(parts, PER_CLASS_RANK, rules, notes), PER_CLASS_SHRINKAGE)
+    return _share_right(fleet, bayes(fleet, classes)) if classes else 1 / fleet.classes
 
 
-def _without(part: Moments, labels: set[int]) -> Moments:
-    keep = [at for at, label in enumerate(part.labels) if label not in labels]
-    kept = tuple(part.labels[at] for at in keep)
-    return replace(part, labels=kept, counts=part.counts[keep], means=part.means[keep])
+def _share_right(fleet: Fleet, found: Array) -> float:
+    return float((found.argmax(axis=1) == fleet.test.labels).mean())
+
+
+FORMS = {"one covariance": Form(shared, closed_form), "by class": Form(by_class, bayes_rule)}
 
 
 # --- measuring
 
 
-def accuracy(fleet: Fleet, parts: Sequence[Moments]) -> float:
-    """Of the general answer; chance where nothing can be made of the parts."""
-    try:
-        merged = merge(parts)
-        space = make_space(merged, shrinkage_rule(merged.dimensions, merged.df))
-    except KnowledgeError:
-        return 1 / fleet.classes
-    found = logits(space, coordinates(space, fleet.test.features), fleet.classes)
-    return float((found.argmax(axis=1) == fleet.test.labels).mean())
+@dataclass(frozen=True)
+class Case:
+    """One fleet, and rows that are nobody's and not in its test part."""
+
+    fleet: Fleet
+    trusted: Mapping[int, Array]
 
 
-def print_table(name: str, given: argparse.Namespace) -> None:
+def cases(name: str, given: argparse.Namespace) -> Iterator[tuple[str, list[Case]]]:
+    if name == "kinds":
+        yield "4 MNIST, 3 USPS, 3 FEMNIST devices, alpha 0.5", [_of_kinds(seed, given) for seed in given.seeds]
+        return
     for setting in SETTINGS[name]:
-        found: dict[tuple[str, str], list[float]] = {}
-        honest_left_out: dict[tuple[str, str], int] = {}
-        for seed in given.seeds:
-            fleet = make_fleet(replace(setting, devices=DEVICES), seed, given.data_dir)
-            sent = [honest(part) for part in fleet.parts]
-            everybody = merge([part for part in sent if part.labels])
-            for attack, (count, make) in ATTACKS.items():
-                hostile = [make(fleet.parts[k], sent[k], fleet.classes, everybody) for k in range(count) if make]
-                parts = hostile + sent[count:]
-                for strictness in ("off", *LEAST):
-                    verdict = tested(parts, strictness)
-                    key = attack, strictness
-                    found.setdefault(key, []).append(accuracy(fleet, verdict.kept))
-                    wrongly = sum(number >= count for number in verdict.left_out if parts[number].labels)
-                    honest_left_out[key] = honest_left_out.get(key, 0) + wrongly
-        print(f"\n{replace(setting, devices=DEVICES).name}, seeds {', '.join(map(str, given.seeds))}")
-        print("| | no tests | gross | strict | honest devices left out: gross | strict |")
-        print("|---|---|---|---|---|---|")
-        for attack in ATTACKS:
-            cells = [spread(found[attack, strictness]) for strictness in ("off", *LEAST)]
-            print(
-                f"| {attack} | {' | '.join(cells)} | "
-                + " | ".join(str(honest_left_out[attack, s]) for s in LEAST)
-                + " |"
-            )
+        ten = replace(setting, devices=DEVICES)
+        yield ten.name, [_held_apart(make_fleet(ten, seed, given.data_dir)) for seed in given.seeds]
+
+
+def _of_kinds(seed: int, given: argparse.Namespace) -> Case:
+    fleets = []
+    for name, devices in KINDS.items():
+        limit = 375 * devices
+        setting = replace(_KIND, dataset=name, devices=devices, train_limit=limit)
+        fleets.append(make_fleet(setting, seed, given.data_dir))
+    parts = tuple(part for fleet in fleets for part in fleet.parts)
+    held = [_held_apart(fleet) for fleet in fleets]
+    images, features, labels = (
+        [getattr(one.fleet.test, field) for one in held] for field in ("images", "features", "labels")
+    )
+    test = Part(torch.cat(images), np.concatenate(features), np.concatenate(labels))
+    return Case(Fleet(parts, test, fleets[0].classes, seed), held[0].trusted)
+
+
+def _held_apart(fleet: Fleet) -> Case:
+    """The first rows of each class of the test part are the operator's, and no test."""
+    test, trusted, taken = fleet.test, {}, list[int]()
+    for label in range(fleet.classes):
+        at = np.flatnonzero(test.labels == label)[:TRUSTED_ROWS]
+        trusted[label] = test.features[at].mean(axis=0)
+        taken += at.tolist()
+    left = np.setdiff1d(np.arange(len(test.labels)), taken)
+    kept = Part(test.images[torch.from_numpy(left)], test.features[left], test.labels[left])
+    return Case(replace(fleet, test=kept), trusted)
+
+
+def rules_of(case: Case) -> dict[str, Rules]:
+    plain = {name: Rules(robust=name) for name in ("off", "gross", "strict")}
+    return {**plain, "trusted": Rules(robust="gross", trusted=case.trusted)}
+
+
+def means_of(parts: Sequence[Statistics]) -> dict[int, Array]:
+    """The mean over the devices of each class's mean."""
+    found: dict[int, list[Array]] = {}
+    for part in parts:
+        for label, mean in zip(part.labels, part.means if part.labels else (), strict=True):
+            found.setdefault(label, []).append(mean.astype(np.float64))
+    return {label: np.mean(means, axis=0) for label, means in sorted(found.items())}
+
+
+def print_table(title: str, of: Sequence[Case], form: Form) -> None:
+    print(f"\n{title}, {len(of)} fleets")
+    print("| | off | gross | strict | gross, trusted rows | honest left out: gross, strict, trusted | bounded |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    honest = [[form.sent(part) for part in case.fleet.parts] for case in of]
+    for name, (count, attack) in ATTACKS.items():
+        found: dict[str, list[float]] = {}
+        left_out: dict[str, int] = {}
+        bounded = 0
+        for case, sent in zip(of, honest, strict=True):
+            means = means_of(sent)
+            lies = [attack(one, case.fleet.classes, means) for one in sent[:count] if attack and one.labels]
+            parts = {f"{number}": one for number, one in enumerate([*lies, *sent[len(lies) :]])}
+            liars = {f"{number}" for number in range(len(lies))}
+            for rule, rules in rules_of(case).items():
+                notes = Notes()
+                found.setdefault(rule, []).append(form.accuracy(case.fleet, parts, rules, notes))
+                left_out[rule] = left_out.get(rule, 0) + len(notes.left_out - liars)
+                bounded += len(notes.bounded - liars) if rule == "gross" else 0
+        cells = [*(spread(figures) for figures in found.values()), *(f"{left_out[rule]}" for rule in found)]
+        honest_out = ", ".join(cells[5:])
+        print(f"| {name} | {' | '.join(cells[:4])} | {honest_out} | {bounded} |", flush=True)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=list(SETTINGS))
+    parser.add_argument("name", choices=[*SETTINGS, "kinds"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--data-dir", help="folder of the data sets; else FLEETDISTILL_DATA")
     given = parser.parse_args()
-    print_table(given.name, given)
+    for name, of in cases(given.name, given):
+        for form in given.forms:
+            print_table(f"{name}, {form}", of, FORMS[form])
 
 
 if __name__ == "__main__":

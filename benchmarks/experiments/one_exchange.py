@@ -293,7 +293,7 @@ def _scale(merged: Moments, fleet: Fleet) -> tuple[Array, Array]:
 def per_class(fleet: Fleet) -> Figures:
     """Per-class Gaussians of rank 8 (classstats.md): Bayes' rule, and predictors on own and drawn rows."""
     classes, kb = _per_class_gaussians(fleet)
-    found = _bayes(fleet, classes)
+    found = bayes(fleet, classes)
     on_all = accuracies(fleet, [found] * len(fleet.parts))[0]
     own = accuracies(fleet, with_prior(fleet, [found] * len(fleet.parts)))[1]
     taught = _on_drawn_rows(fleet, classes)
@@ -321,7 +321,7 @@ def _per_class_gaussians(fleet: Fleet) -> tuple[dict[int, gaussians.ClassSummary
     return gaussians.shrink(merged, PER_CLASS_SHRINKAGE), each * (float(np.mean(sent)) + len(merged)) / 1e3
 
 
-def _bayes(fleet: Fleet, classes: dict[int, gaussians.ClassSummary]) -> Array:
+def bayes(fleet: Fleet, classes: dict[int, gaussians.ClassSummary]) -> Array:
     found = np.full((len(fleet.test.labels), fleet.classes), -1e9)
     for label, one in classes.items():
         variance = np.maximum(one.variance, 1e-9)

@@ -132,17 +132,22 @@ def test_c_the_reason_has_the_figures() -> None:
     assert one.reason == text
 
 
-def test_c_of_two_as_bad_the_one_that_is_wrong_about_more_classes_goes_first() -> None:
-    """Two liars against one other honest device of each class: honest and lying devices alike have a share of 0."""
-    three = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
-    rolled = sent({label: three[label - 1] for label in range(3)})
-    honest = {
-        name: sent({label: NEAR[label] for label in held})
-        for name, held in zip("abc", ((0, 1), (1, 2), (0, 2)), strict=True)
-    }
-    kept, left_out = judge({**honest, "y": rolled, "z": rolled}, "gross")
-    assert gone(left_out) == [("y", (0, 1, 2)), ("z", (0, 1, 2))]
-    assert sorted(kept) == ["a", "b", "c"]
+def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
+    """Two liars claim five classes, four of them rolled, so one of five means is right: a share of 0.2.
+
+    Of each class there are two honest holders. Of the others of either the liars are the majority: a share of 0. By the
+    smallest share one of them would go first, and the liars would stay.
+    """
+    place = 2 * np.eye(5)
+    rolled = sent({label: place[label % 4 + 1 if label else 0] for label in range(5)})
+    held = {"a": (1, 2), "b": (3, 4), "c": (1, 3), "d": (2, 4)}
+    honest = {name: sent({label: place[label] for label in labels}) for name, labels in held.items()}
+    fleet = {**honest, "y": rolled, "z": rolled}
+    centres = _Centres(fleet, {})
+    assert [centres.near(fleet[name]) for name in "adyz"] == [(0, 2), (0, 2), (1, 5), (1, 5)]
+    kept, left_out = judge(fleet, "gross")
+    assert gone(left_out) == [("y", (0, 1, 2, 3, 4)), ("z", (0, 1, 2, 3, 4))]
+    assert sorted(kept) == list(held)
 
 
 def test_c_the_worst_goes_first_and_honest_ones_stay() -> None:

@@ -184,15 +184,19 @@ def _without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
 
 
 def _near_their_centres(fleet: Fleet, least: float, most_left_out: int, trusted: Mapping[int, Array]) -> Verdict:
-    """Leaves out whole devices, the worst first: a liar shifts the others' centres for as long as it is among them."""
+    """Leaves out whole devices, the worst first: a liar shifts the others' centres for as long as it is among them.
+
+    The worst is the one with most means at other classes' centres. Liars that claim all classes may have a larger share
+    at their own than honest devices with two, whose centres they shift: by the share the honest would go first.
+    """
     kept, left_out = dict(fleet), list[LeftOut]()
     for _ in range(most_left_out):
         centres = _Centres(kept, trusted)
-        found = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
-        # Of two that are as bad the one that is wrong about more classes goes first.
-        worst = min(found, key=lambda device: (found[device].share, -found[device].of, device), default=None)
-        if worst is None or found[worst].share >= least:
+        compared = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
+        found = {device: near for device, near in compared.items() if near.share < least}
+        if not found:
             break
+        worst = min(found, key=lambda device: (found[device].right - found[device].of, device))
         right, of, share = found[worst].right, found[worst].of, found[worst].share
         reason = f"{right} of its {of} class means are nearest to the centre of their class, a share of {share:.3g};"
         reason = f"{reason} {least:g} is the least"
