@@ -239,7 +239,10 @@ class SoftPredictions(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationGradient(PartKind):
-    """Gradient of a distillation loss by parameter name, with the batch size and mean loss (nats) behind it."""
+    """Gradient of a distillation loss by parameter name, with the batch size behind it.
+
+    `loss` is the mean (nats) over rows that are the same in all steps of a round, for a server that compares steps.
+    """
 
     tells = ("gradients",)
 

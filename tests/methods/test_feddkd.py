@@ -760,11 +760,40 @@ def test_each_step_draws_other_samples_and_a_repeated_one_the_same() -> None:
     device = make_device(rows=40, dkd_batch_size=5)
     device.handle(teach())
     start = device.state_dict()
-    losses = []
+    drawn = []
     for seed in (2, 3, 2):
         device.load_state_dict(start)
-        losses.append(device.handle(distil(1, seed=seed)).parts["gradient"].loss)  # type: ignore[union-attr]
-    assert losses[0] == losses[2] != losses[1]
+        sent = device.handle(distil(1, seed=seed)).parts["gradient"]
+        drawn.append(sent.gradients["stages.head.bias"].tolist())  # type: ignore[union-attr]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize("rows", [64, 100])
+def test_the_loss_of_every_step_is_of_the_same_rows(rows: int) -> None:
+    """Another mini-batch at an equal model: the loss stays; of 64 rows it is the mean over all, worked out by hand."""
+    device = make_device(rows=rows, dkd_batch_size=5, temperature=2.0)
+    device.handle(teach())
+    losses = [device.handle(distil(step, seed=step)).parts["gradient"].loss for step in (1, 2, 3)]  # type: ignore[union-attr]
+    assert losses[0] == losses[1] == losses[2]
+    teacher_bc = soft_targets(device._teacher(), 2.0)
+    student = make_server().model.eval()
+    own = 4 * -(teacher_bc * (student(device.local.data.inputs).detach() / 2).log_softmax(1)).sum(1)
+    if rows == 64:
+        assert losses[0] == pytest.approx(float(own.mean()), rel=1e-5)
+    assert float(own.min()) < losses[0] < float(own.max())
+    device.handle(teach(ask_round=2))
+    assert device.handle(distil(1, ask_round=2)).parts["gradient"].loss != losses[0] or rows == 64  # type: ignore[union-attr]
+
+
+def test_the_guard_does_not_fire_on_which_rows_were_drawn() -> None:
+    """Batches of two rows and a rate near 0: the model stays, and so must the loss; losses of batches double."""
+    settings: dict[str, Any] = {"dkd_steps": 12, "dkd_lr": 1e-6, "dkd_batch_size": 2, "local_epochs": 20}
+    server, fleet = make_server(**settings), make_fleet(2, **settings)
+    run_round(server, fleet)
+    assert fleet.events == []
+    assert fleet.figures["distillation_steps"] == 12
+    losses = list(fleet.figures["distillation_loss"].values())
+    assert max(losses) < 1.01 * min(losses)
 
 
 def test_a_batch_larger_than_the_data_is_clipped_and_said_once() -> None:

@@ -29,6 +29,8 @@ CHOICES = {
 }
 _DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
 _NO_ROUND = 0
+_JUDGING_ROWS = 64
+"""At least so many own rows, of those that a device has, tell in each step of a round how far the model is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class FedDKDConfig(LocalTraining):
         fedmax_beta: Weight of that term, at least 0; its meaning depends on `fedmax_form`.
         fedmax_form: `a_to_u` is the paper's KL(softmax(a) || U) of each sample; `u_to_a_elementwise` is that of
             FedMAX's code, KL(U || softmax(a)) over the number of activations.
-        divergence_guard: Undo a distillation step after which the devices' mean loss has risen by more than
-            `divergence_factor`, and end the round's steps.
+        divergence_guard: Undo a distillation step after which the devices' mean loss, each on the same rows as in the
+            step before, has risen by more than `divergence_factor`, and end the round's steps.
         divergence_factor: See there; above 1.
         paper: The paper's values of all settings that are not given: no guard, gamma 0.1 with batch-norm too, plain
             momentum, a local learning rate that decays. What it sets by data set (E, J, rates) stays as it is.
@@ -200,6 +202,9 @@ class FedDKDDevice(DeviceMethod):
     def distil(self, ask: Ask) -> Answer:
         """Alg. 2: the gradient of the distillation loss at the server's model, on a fresh mini-batch.
 
+        The loss beside it is of the same rows in each step of a round, so that the server sees what a step did and not
+        which rows were drawn.
+
         Raises:
             CannotAnswer: The step is of a round that this device has no teacher of, or it is stale.
         """
@@ -211,18 +216,36 @@ class FedDKDDevice(DeviceMethod):
         local, config = self.local, self.config
         size = min(config.dkd_batch_size, len(local.data))
         rows_b = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(ask.seed))[:size]
+        student = ask.part("parameters", ModelParameters)
         gradients, loss = distillation_gradient(
             local.model,
-            ask.part("parameters", ModelParameters),
+            student,
             local.data.inputs[rows_b].to(local.torch_device),
             soft_targets(self._teacher()[rows_b], config.temperature).to(local.torch_device),
             config.temperature,
             training=config.dkd_student_mode == "train",
         )
+        if size < len(local.data) and math.isfinite(loss):
+            loss = self._judging_loss(student)
         arrays = {name: gradient.cpu().numpy() for name, gradient in gradients.items()}
         clipped = {"dkd_batch_clipped_to": size} if self._step == 1 and size < config.dkd_batch_size else {}
         sent = DistillationGradient(gradients=arrays, batch_size=size, loss=loss)
         return Answer(parts={"gradient": sent}, samples=len(local.data), notes=clipped)
+
+    def _judging_loss(self, student: ModelParameters) -> float:
+        """The student's loss on this round's judging rows, in eval mode, in nats; infinite where it has diverged."""
+        import torch
+
+        from fleetdistill.losses import soft_cross_entropy, soft_targets
+
+        local, temperature = self.local, self.config.temperature
+        order = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(self._round))
+        rows_b = order[: max(self.config.dkd_batch_size, _JUDGING_ROWS)]
+        targets_bc = soft_targets(self._teacher()[rows_b], temperature).to(local.torch_device)
+        with torch.no_grad():
+            logits_bc = _student_logits(local.model, student, local.data.inputs[rows_b].to(local.torch_device))
+            loss = float(soft_cross_entropy(logits_bc, targets_bc, temperature))
+        return loss if math.isfinite(loss) else math.inf
 
     def _take_step(self, ask: Ask) -> None:
         step = ask.setting("dkd_step", int)
@@ -292,20 +315,46 @@ def distillation_gradient(
         student has diverged: zeros and an infinite loss, which the server takes no step from.
     """
     import torch
-    from torch.func import functional_call
 
     from fleetdistill.losses import soft_cross_entropy
-    from fleetdistill.model import in_mode
     from fleetdistill.tensors import tensors_of
 
     where = inputs_b.device
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
-    buffers = {name: one.detach().clone() for name, one in model.named_buffers()}  # train mode would change them
-    buffers |= {name: one.to(where) for name, one in tensors_of(student.buffers).items()}
-    with in_mode(model, training=training):
-        logits_bc = functional_call(model, {**parameters, **buffers}, (inputs_b,))
+    logits_bc = _student_logits(model, student, inputs_b, parameters, training=training)
     loss = soft_cross_entropy(logits_bc, teacher_probs_bc, temperature)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     if not all(bool(one.isfinite().all()) for one in (loss.detach(), *found)):
         return {name: torch.zeros_like(one.detach()) for name, one in parameters.items()}, math.inf
     return dict(zip(parameters, found, strict=True)), float(loss.detach())
+
+
+def _student_logits(
+    model: nn.Module,
+    student: ModelParameters,
+    inputs_b: Tensor,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    training: bool = False,
+) -> Tensor:
+    """What the student says `[batch, classes]`; the model keeps its own weights, buffers and mode.
+
+    Args:
+        model: Whose architecture the student has, and what of it was not sent.
+        student: Parameters and buffers that were sent.
+        inputs_b: `[batch, *input_shape]`, on the model's device.
+        parameters: The student's as tensors, for a gradient; by default made of `student`.
+        training: Mode of the pass.
+    """
+    from torch.func import functional_call
+
+    from fleetdistill.model import in_mode
+    from fleetdistill.tensors import tensors_of
+
+    where = inputs_b.device
+    sent = tensors_of(student.parameters) if parameters is None else parameters
+    buffers = {name: one.detach().clone() for name, one in model.named_buffers()}  # train mode would change them
+    buffers |= tensors_of(student.buffers)
+    with in_mode(model, training=training):
+        both = {name: one.to(where) for name, one in {**sent, **buffers}.items()}
+        return functional_call(model, both, (inputs_b,))  # type: ignore[no-any-return]  # a module's call
