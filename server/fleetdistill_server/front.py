@@ -39,6 +39,7 @@ from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
+from fleetdistill_server.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.roles import Guard, open_guard
@@ -52,7 +53,6 @@ from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 4 << 20
 POOL_THREADS = 16
 # Uploads write, hash and read what is staged: a pool of their own, so that they never make a heartbeat wait.
 UPLOAD_THREADS = 16
@@ -67,7 +67,6 @@ SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.ser
 _DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
 
 OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without it a second server could silently share the port.
     ("grpc.so_reuseport", 0),
@@ -354,14 +353,14 @@ async def serve(
         loop.call_soon_threadsafe(wakeups.wake_other)
 
     opened = open_desk(directory, wake_engine, lease_seconds, compression, bounds, limits)
-    guarding = open_guard(directory, tls is not None)
+    guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (desk, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         desk.adopt_present_devices()
         service = DeviceService(desk, pool, commits, limits, uploads)
-        server = await _make_server(service, guard, limits)
+        server, enrolment = await _make_server(service, guard, limits), _bare_enrolment_server(guard, limits)
         try:
-            ports = listen_on(server, listen, tls)
+            ports = listen_on(server, enrolment, listen, tls)
         except RuntimeError:
             where = listen if tls is None else f"{listen} and {tls.enrol_listen}"
             text = "the address is in use or not ours; choose another with [server] listen or enrol_listen"
@@ -371,7 +370,8 @@ async def serve(
             print(f"cannot listen on {listen}: {error}", file=sys.stderr)
             return EXIT_CANNOT_LISTEN
         if tls is not None:
-            add_services(server, directory, desk, pool, tls, ports)
+            add_services(server, enrolment, directory, desk, pool, tls, ports)
+            await enrolment.start()
         await server.start()
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(desk, pool))]
@@ -379,14 +379,17 @@ async def serve(
         await stop.wait()
         for task in tasks:
             task.cancel()
-        await server.stop(grace=2.0)
+        await asyncio.gather(server.stop(grace=2.0), enrolment.stop(grace=2.0))
     return 0
 
 
 async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> Any:
     """A server with what it offers on plain text too."""
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *limits.channel_options()]
     server = grpc.aio.server(
-        interceptors=[guard, RefuseUndecodable(), _DownloadsAreBytes()], options=[*OPTIONS, *limits.channel_options()]
+        interceptors=[guard, RefuseUndecodable(), _DownloadsAreBytes()],
+        options=options,
+        maximum_concurrent_rpcs=2 * limits.open_calls,
     )
     service_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
     status = health.aio.HealthServicer()
@@ -396,6 +399,12 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> 
     for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     return server
+
+
+def _bare_enrolment_server(guard: Guard, limits: Limits) -> Any:
+    """A server for the enrolment port, where strangers call: it takes small messages, few at a time, and no more."""
+    options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *limits.enrolment_options()]
+    return grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=options)
 
 
 async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:

@@ -32,6 +32,8 @@ _MINUTE, _HOUR = 60.0, 3600.0
 _SOON_SECONDS = 5.0
 # Files that are not connections: the database, uploads under way, pipes.
 _OTHER_FILES = 1024
+_ENROLMENT_STREAMS = 4
+_WINDOW_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,11 @@ class Limits:
     stall_seconds: float = 120.0
     handshake_seconds: float = 20.0
     idle_seconds: float = 600.0
+    connections: int = 20_000
+    enrol_connections: int = 2_000
+    request_bytes: int = 256 << 20
+    request_bytes_per_caller: int = 64 << 20
+    request_seconds: float = 30.0
 
     @classmethod
     def parse(cls, text: str) -> Limits:
@@ -62,7 +69,7 @@ class Limits:
         return json.dumps(asdict(self))
 
     def channel_options(self) -> list[tuple[str, int]]:
-        """What gRPC itself enforces before a call reaches us.
+        """What gRPC itself enforces on the port of the devices before a call reaches us.
 
         A connection that does not finish its handshake, or that makes no call, is closed; so is one whose other end no
         longer answers pings. Connections leave room for the files of the store.
@@ -71,12 +78,36 @@ class Limits:
             ("grpc.server.max_pending_requests", self.open_calls),
             ("grpc.server.max_pending_requests_hard_limit", 2 * self.open_calls),
             ("grpc.max_concurrent_streams", self.open_calls_per_connection),
-            ("grpc.max_allowed_incoming_connections", max(open_files() - _OTHER_FILES, _OTHER_FILES)),
-            ("grpc.server_handshake_timeout_ms", _milliseconds(self.handshake_seconds)),
+            ("grpc.max_allowed_incoming_connections", _connections(self.connections)),
             ("grpc.max_connection_idle_ms", _milliseconds(self.idle_seconds)),
+            *self._of_both_ports(),
+        ]
+
+    def enrolment_options(self) -> list[tuple[str, int]]:
+        """The same on the enrolment port, whose callers have shown nothing: a connection is good for one enrolment."""
+        return [
+            ("grpc.server.max_pending_requests", self.enrolments_at_once),
+            ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
+            ("grpc.max_allowed_incoming_connections", _connections(self.enrol_connections)),
+            ("grpc.max_connection_idle_ms", _milliseconds(self.handshake_seconds)),
+            ("grpc.max_connection_age_ms", _milliseconds(self.request_seconds)),
+            ("grpc.max_connection_age_grace_ms", _milliseconds(self.request_seconds)),
+            *self._of_both_ports(),
+        ]
+
+    def _of_both_ports(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.server_handshake_timeout_ms", _milliseconds(self.handshake_seconds)),
             ("grpc.keepalive_time_ms", _milliseconds(self.stall_seconds / 2)),
             ("grpc.keepalive_timeout_ms", _milliseconds(self.handshake_seconds)),
+            # What a stream may bring that nobody reads yet. Measuring the link would let a fast one bring megabytes.
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+            ("grpc.http2.bdp_probe", 0),
         ]
+
+
+def _connections(wanted: int) -> int:
+    return min(wanted, max(open_files() - _OTHER_FILES, _OTHER_FILES))
 
 
 def _milliseconds(seconds: float) -> int:
@@ -253,7 +284,8 @@ def _take_one(allowance: Allowance, who: Who, most: int, what: str) -> None:
 def too_many(who: Who, what: str, after_seconds: float) -> RefusedError:
     """The refusal of what goes over the share of a device, or of all, with the moment to come back at."""
     details = {"device": who[1]} if who != _ALL else {}
-    text = f"{f'device {who[1]}' if details else 'the server'} {what}; come back in {math.ceil(after_seconds)} s"
+    name = f"device {who[1]}" if who[0] else who[1] or "the server"
+    text = f"{name} {what}; come back in {math.ceil(after_seconds)} s"
     return RefusedError(Code.TOO_MANY, text, {**details, AFTER_SECONDS: f"{after_seconds:.3f}"})
 
 

@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ import grpc
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.limits import Limiter, Limits
 from fleetdistill_server.pki import Holder, Role, holder_of
+from fleetdistill_server.receiving import Receiver
 from fleetdistill_server.refusals import abort
 from fleetdistill_server.store import Store
 
@@ -66,24 +69,42 @@ WHO_MAY: dict[str, frozenset[Caller]] = {
 """Every method that the server has, and its callers."""
 
 
+_STAYS_OPEN = frozenset(
+    {
+        f"{_OPERATIONS}WatchRun",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+"""Calls beside those of devices that stay open as long as their caller wants."""
+
+
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
     """Holds every call against `WHO_MAY`, the certificate's life, and the revocations. A server's first interceptor.
+
+    Only then is a request read, by `receiving.Receiver`.
 
     Args:
         revocations: A store for reading them, used in the event loop and by nobody else. It is one look into an index,
             which in WAL mode waits for no writer.
         tls: Whether the server speaks TLS. On plain text the device that a request names stands for its caller; that
             it is this device is the business of the desk, which knows the secrets.
+        limits: How requests are read, and how many calls of people may stay open.
     """
 
-    def __init__(self, revocations: Store, tls: bool) -> None:
+    def __init__(self, revocations: Store, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
         self._revocations = revocations
         self.tls = tls
+        self.receiver = Receiver(limits)
+        self._limiter = Limiter(limits)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Puts the checks around a method's handler."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else _Guarded(self, handler_call_details.method, handler).handler()
+        method = handler_call_details.method
+        if handler is not None:
+            return _Guarded(self, method, handler).handler()
+        return grpc.stream_stream_rpc_method_handler(partial(self._elsewhere, method)) if method in WHO_MAY else None
 
     def admit(self, method: str, context: Any) -> Holder | None:
         """Checks a call by its connection alone; returns whom its certificate names.
@@ -101,6 +122,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             may = ", ".join(sorted(WHO_MAY.get(method, ()))) or "nobody"
             raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; it is for: {may}")
         return holder
+
+    async def _elsewhere(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Refuses a method that is ours, and that this port does not have."""
+        await _or_abort(context, self.admit, method, context)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is served on the other port")
+
+    def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
+        """A place for a call, where it is one that stays open. Raises RefusedError if its caller has too many."""
+        return self._limiter.open_call(("", caller)) if method in _STAYS_OPEN else contextlib.nullcontext()
 
     def still_good(self, holder: Holder | None) -> None:
         """Raises RefusedError if a certificate has expired or was revoked, it or its holder."""
@@ -132,51 +162,60 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
 
 class _Guarded:
-    """One method behind its checks. Unary requests come in as bytes, so that nothing is parsed before them."""
+    """One method behind its checks. Requests come in as bytes, and none is read or parsed before them."""
 
     def __init__(self, guard: Guard, method: str, handler: Any) -> None:
         self._guard = guard
         self._method = method
         self._handler = handler
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        self._kind = kinds[2 * handler.request_streaming + handler.response_streaming]
-        self._work = getattr(handler, self._kind)
+        self._work = getattr(handler, kinds[2 * handler.request_streaming + handler.response_streaming])
 
     def handler(self) -> Any:
-        """The handler to serve instead."""
-        make = getattr(grpc, f"{self._kind}_rpc_method_handler")
+        """The handler to serve instead. On the wire one request is a stream of one, which is read when we want it."""
+        make = grpc.stream_stream_rpc_method_handler
+        if not self._handler.response_streaming:
+            make = grpc.stream_unary_rpc_method_handler
         streams = self._handler.response_streaming and inspect.isasyncgenfunction(self._work)
-        parse = self._handler.request_deserializer if self._handler.request_streaming else None
-        return make(self._stream if streams else self._call, parse, self._handler.response_serializer)
+        return make(self._stream if streams else self._call, None, self._handler.response_serializer)
 
-    async def _call(self, request: Any, context: Any) -> Any:
-        holder, request = await self._begin(request, context)
+    async def _call(self, requests: AsyncIterator[bytes], context: Any) -> Any:
         try:
-            answer = await self._work(request, _Context(context, self._guard, holder))
-            self._guard.still_good(holder)  # a long poll may have outlasted the certificate
+            holder = self._guard.admit(self._method, context)
+            caller = _caller(context, holder)
+            with self._guard.stay_open(self._method, caller):
+                holder, request = await self._begin(requests, caller, holder)
+                answer = await self._work(request, _Context(context, self._guard, holder))
+                self._guard.still_good(holder)  # a long poll may have outlasted the certificate
         except FleetDistillError as error:
             await abort(context, error)
         return answer
 
-    async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        holder, request = await self._begin(request, context)
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         try:
-            async for answer in self._work(request, _Context(context, self._guard, holder)):
-                self._guard.still_good(holder)
-                yield answer
+            holder = self._guard.admit(self._method, context)
+            caller = _caller(context, holder)
+            with self._guard.stay_open(self._method, caller):
+                holder, request = await self._begin(requests, caller, holder)
+                async for answer in self._work(request, _Context(context, self._guard, holder)):
+                    self._guard.still_good(holder)
+                    yield answer
         except FleetDistillError as error:
             await abort(context, error)
 
-    async def _begin(self, request: Any, context: Any) -> tuple[Holder | None, Any]:
-        holder = await _or_abort(context, self._guard.admit, self._method, context)
+    async def _begin(
+        self, requests: AsyncIterator[bytes], caller: str, holder: Holder | None
+    ) -> tuple[Holder | None, Any]:
+        receiver = self._guard.receiver
         if self._handler.request_streaming:
-            return holder, self._requests(request, holder)
-        request = self._handler.request_deserializer(request)
-        return await _or_abort(context, self._guard.vouched, request, holder), request
+            return holder, self._requests(receiver.all(requests, self._method, caller), holder)
+        request = self._handler.request_deserializer(await receiver.first(requests, self._method, caller))
+        return self._guard.vouched(request, holder), request
 
-    async def _requests(self, requests: AsyncIterator[Any], holder: Holder | None) -> AsyncIterator[Any]:
+    async def _requests(self, requests: AsyncIterator[bytes], holder: Holder | None) -> AsyncIterator[Any]:
         """Raises to the method that reads them: it may be refusing something else, and a call can end only once."""
-        async for request in requests:
+        async for data in requests:
+            request = self._handler.request_deserializer(data)
             holder = self._guard.vouched(request, holder)
             self._guard.still_good(holder)
             yield request
@@ -207,11 +246,11 @@ async def _or_abort(context: Any, check: Callable[..., T], *given: Any) -> T:
 
 
 @contextlib.contextmanager
-def open_guard(directory: Path, tls: bool) -> Iterator[Guard]:
+def open_guard(directory: Path, tls: bool, limits: Limits) -> Iterator[Guard]:
     """A guard with a connection of its own to the store in a directory."""
     store = Store.open(directory)
     try:
-        yield Guard(store, tls)
+        yield Guard(store, tls, limits)
     finally:
         store.close()
 
@@ -220,6 +259,11 @@ def holder_in(context: Any) -> Holder | None:
     """Whom the certificate of a call's connection names; None without one, or if it names no role of ours."""
     pem = context.auth_context().get("x509_pem_cert")
     return holder_of(pem[0]) if pem else None
+
+
+def _caller(context: Any, holder: Holder | None) -> str:
+    """Who shares what one caller may have: the holder of a certificate, else everybody behind one address."""
+    return f"{holder.role}:{holder.name}" if holder else str(context.peer()).rpartition(":")[0]
 
 
 def _check_speaks_for(identity: service_pb2.Identity, holder: Holder) -> None:

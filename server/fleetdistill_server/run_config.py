@@ -162,6 +162,11 @@ class LimitsSection(_Section):
     stall_seconds: Annotated[float, Field(gt=0)] = Limits.stall_seconds
     handshake_seconds: Annotated[float, Field(gt=0)] = Limits.handshake_seconds
     idle_seconds: Annotated[float, Field(gt=0)] = Limits.idle_seconds
+    connections: Annotated[int, Field(ge=1, lt=2**31)] = Limits.connections
+    enrol_connections: Annotated[int, Field(ge=1, lt=2**31)] = Limits.enrol_connections
+    request_bytes: Annotated[int, Field(ge=1)] = Limits.request_bytes
+    request_bytes_per_caller: Annotated[int, Field(ge=1)] = Limits.request_bytes_per_caller
+    request_seconds: Annotated[float, Field(gt=0)] = Limits.request_seconds
 
     def limits(self) -> Limits:
         """The same for the front."""

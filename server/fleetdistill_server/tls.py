@@ -31,8 +31,8 @@ class Ports:
     enrol: int | None = None
 
 
-def listen_on(server: Any, listen: str, tls: Tls | None) -> Ports:
-    """Takes the ports of a gRPC server.
+def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Ports:
+    """Takes the ports of the gRPC servers of devices and, with TLS, of enrolment.
 
     Raises:
         RuntimeError: An address cannot be had; gRPC's own.
@@ -42,19 +42,22 @@ def listen_on(server: Any, listen: str, tls: Tls | None) -> Ports:
         return Ports(server.add_insecure_port(listen))
     return Ports(
         server.add_secure_port(listen, _credentials(tls.directory, client_certificates=True)),
-        server.add_secure_port(tls.enrol_listen, _credentials(tls.directory, client_certificates=False)),
+        enrolment.add_secure_port(tls.enrol_listen, _credentials(tls.directory, client_certificates=False)),
     )
 
 
-def add_services(server: Any, store: Path, desk: Desk, pool: ThreadPoolExecutor, tls: Tls, ports: Ports) -> None:
-    """Adds what only a server with TLS offers: enrolment, and the calls of people. `store` is the store's directory."""
+def add_services(
+    server: Any, enrolment: Any, store: Path, desk: Desk, pool: ThreadPoolExecutor, tls: Tls, ports: Ports
+) -> None:
+    """Adds what is offered with TLS only: enrolment, and the calls of people. `store` is the store's directory."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
     from fleetdistill_server.enrolment_service import EnrolmentService
     from fleetdistill_server.operations_service import OperationsService  # loads rich, which plain text needs not
 
     certificates = EnrolmentDesk(tls.directory, tls.certificate_days)
-    enrolment = EnrolmentService(certificates, desk.store, desk.commit, pool, desk.limiter)
-    enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(enrolment, server)
+    service = EnrolmentService(certificates, desk.store, desk.commit, pool, desk.limiter)
+    for one in (server, enrolment):  # to enrol on one, to renew on the other; `roles.py` says which
+        enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
     assert ports.enrol is not None
     try:
         note_enrol_port(store, ports.enrol)

@@ -1,0 +1,188 @@
+"""Requests that never end, from strangers and devices: they cost the front little memory, and the others nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.live_front import client_of, live_front, prepare_store, refusal_of, refused
+from support.processes import wait_until
+from support.raw_http2 import RawConnection, message, raw_connection, stranger_tls
+from support.secured import make_pki, secured_front
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+from fleetdistill_server.limits import Limits
+from fleetdistill_server.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES, Quota, Receiver, most_bytes
+
+ENROL = "/fleetdistill.wire.v1.EnrolmentService/Enrol"
+CHECK_IN = "/fleetdistill.wire.v1.DeviceService/CheckIn"
+UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
+STREAMS = 100
+MOST_GROWTH_MIB = 100
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process."""
+    (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmRSS")]
+    return int(line.split()[1]) / 1024
+
+
+def all_but_a_byte(connection: RawConnection, path: str, size: int) -> None:
+    """As many calls as a connection may have, each with a request that lacks its last byte."""
+    connection.pump(20, 0.3)  # until the server's settings are known
+    for _ in range(STREAMS):
+        connection.begin(path, message(size, b"x" * (size - 1)))
+    connection.pump(60, 1.0)
+
+
+@pytest.mark.slow
+def test_a_stranger_on_the_enrolment_port_gets_no_memory(tmp_path: Path) -> None:
+    """Four connections of 100 calls, each 4 MiB less a byte: 1.7 GiB for good, before there was a bound."""
+    make_pki(tmp_path / "pki")
+    prepare_store(tmp_path / "store").close()
+    limits = Limits(request_seconds=5.0)
+    with secured_front(tmp_path / "store", tmp_path / "pki", limits=limits) as front, contextlib.ExitStack() as stack:
+        before = resident_mib(front.process.pid)
+        made = [stack.enter_context(raw_connection(front.enrol_port, stranger_tls())) for _ in range(4)]
+        for size in (MAX_MESSAGE_BYTES, ENROLMENT_BYTES):
+            for one in made:
+                all_but_a_byte(one, ENROL, size)
+                assert one.most_streams == 4
+        assert resident_mib(front.process.pid) - before < MOST_GROWTH_MIB
+        with front.anonymous(enrol=True) as channel, refused() as found:
+            request = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="d1", signing_request=b"x")
+            enrolment_pb2_grpc.EnrolmentServiceStub(channel).Enrol(request, timeout=30)
+        assert found[0].reason == "bad-token"
+        wait_until(lambda: all(_is_closed(one) for one in made), "the front to close every connection", 60)
+
+
+def _is_closed(connection: RawConnection) -> bool:
+    connection.pump(0.2)
+    return connection.closed
+
+
+def _open_streams(connection: RawConnection) -> int:
+    connection.pump(0.2)
+    return sum(not stream.over for stream in connection.streams.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [CHECK_IN, UPLOAD])
+def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: str) -> None:
+    prepare_store(tmp_path / "store").close()
+    limits = Limits(request_bytes_per_caller=16 << 20)
+    with live_front(tmp_path / "store", limits=limits) as front, contextlib.ExitStack() as stack:
+        before = resident_mib(front.process.pid)
+        made = [stack.enter_context(raw_connection(front.port)) for _ in range(2)]
+        for one in made:
+            all_but_a_byte(one, path, MAX_MESSAGE_BYTES)
+        wait_until(lambda: sum(map(_open_streams, made)) <= 4, "all to be ended but for the places of one caller", 60)
+        assert resident_mib(front.process.pid) - before < 2 * MOST_GROWTH_MIB  # 800 MiB were sent, or would have been
+        with client_of(front, "honest") as client:  # behind the same address
+            assert client.check_in().run
+
+
+def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -> None:
+    prepare_store(tmp_path / "store").close()
+    with live_front(tmp_path / "store") as front, client_of(front) as client:
+        stub = client.channel.unary_unary("/fleetdistill.wire.v1.DeviceService/Heartbeat")
+        with refused() as found:
+            stub(b"x" * (1 << 20), timeout=30)
+    assert found[0].reason == "too-large"
+    assert "has 1048576 bytes, it takes at most 65536" in found[0].text
+
+
+def test_health_is_watched_by_a_few_of_one_caller_and_not_by_all_its_streams(tmp_path: Path) -> None:
+    prepare_store(tmp_path / "store").close()
+    limits = Limits(open_calls_per_device=2)
+    with live_front(tmp_path / "store", limits=limits) as front, client_of(front) as client:
+        stub = health_pb2_grpc.HealthStub(client.channel)
+        watching = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(2)]
+        assert [next(one).status for one in watching] == [health_pb2.HealthCheckResponse.SERVING] * 2
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=30))
+        assert refusal_of(caught.value).reason == "too-many"
+        assert client.check_in().run
+        for one in watching:
+            one.cancel()
+
+
+# --- without a front
+
+
+def receive(limits: Limits, requests: AsyncIterator[bytes], method: str = ENROL) -> bytes:
+    return asyncio.run(Receiver(limits).first(requests, method, "a"))
+
+
+async def _never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def _these(*requests: bytes) -> AsyncIterator[bytes]:
+    for one in requests:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("requests", "code", "text"),
+    [
+        (_never, Code.INCOMPLETE, "was not whole within 0.1 s"),
+        (_these, Code.BAD_MESSAGE, "ended without a request"),
+        (lambda: _these(b"x" * (ENROLMENT_BYTES + 1)), Code.TOO_LARGE, "it takes at most 16384"),
+    ],
+)
+def test_what_is_no_request_is_refused(requests: Any, code: Code, text: str) -> None:
+    with pytest.raises(RefusedError, match=text) as caught:
+        receive(Limits(request_seconds=0.1), requests())
+    assert caught.value.code == code
+
+
+def test_a_request_of_the_largest_size_is_read() -> None:
+    assert len(receive(Limits(), _these(b"x" * ENROLMENT_BYTES))) == ENROLMENT_BYTES == most_bytes(ENROL)
+
+
+def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
+    found = []
+
+    async def read() -> None:
+        async for one in Receiver(Limits()).all(_these(b"h" * (3 << 20), b"c" * (2 << 20)), UPLOAD, "a"):
+            found.append(len(one))
+
+    with pytest.raises(RefusedError, match="2097152 bytes, it takes at most 1114112"):
+        asyncio.run(read())
+    assert found == [3 << 20]
+
+
+def test_who_holds_most_loses_its_oldest_place() -> None:
+    async def play() -> tuple[list[bool], int]:
+        quota = Quota(most=4, most_of_one=3)
+        loop = asyncio.get_running_loop()
+        made = []
+        for caller in ("hog", "hog", "hog", "b", "c", "hog", "hog"):
+            deadline = asyncio.timeout(1000)
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(deadline)
+                quota.take(caller, deadline)
+                made.append(deadline)
+                stack.pop_all()
+        late = [(one.when() or 0) <= loop.time() for one in made]
+        for one in made:
+            one.reschedule(None)
+        for caller, one in zip(("hog", "hog", "hog", "b", "c", "hog", "hog"), made, strict=True):
+            quota.give_back(caller, one)
+            quota.give_back(caller, one)
+        return late, quota.held
+
+    late, held = asyncio.run(play())
+    # The fifth place is c's, and the hog's oldest went for it; then the hog, again as many as all may have, its next.
+    assert late == [True, True, True, False, False, False, False]
+    assert held == 0
