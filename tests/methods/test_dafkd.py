@@ -380,6 +380,19 @@ def test_the_image_generator_has_the_167k_parameters_of_the_prototype() -> None:
     assert round(count / 1000) == 167
 
 
+def test_paper_has_the_papers_generator_two_embeddings_batch_norm_and_leaky_relu() -> None:
+    config = DaFKDConfig.from_settings({"paper": True}).for_classes(10)
+    generator = make_generator(config, (1, 28, 28), 10)
+    assert (generator.noise_embedding.in_features, generator.label_embedding.in_features) == (100, 10)
+    kinds = [type(module) for module in generator.body]
+    assert kinds == [nn.Linear, nn.BatchNorm1d, nn.LeakyReLU, nn.Linear, nn.Sigmoid, nn.Unflatten]
+    # Embeddings 101 * 128 and 11 * 128, hidden layer 257 * 256 with 2 * 256 of batch-norm, image 257 * 784.
+    assert parameter_count(generator) == 12_928 + 1_408 + 65_792 + 512 + 201_488
+    features = DaFKDConfig.from_settings({"paper": True, "generator_level": "feature"}).for_classes(10)
+    assert (features.generator, features.label_condition) == ("feature_generator", True)
+    assert DaFKDConfig().for_classes(10).generator == "dafkd_generator"
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("classes", [0, 7])
 def test_every_generator_makes_samples_of_its_shape_and_range(name: str, classes: int) -> None:

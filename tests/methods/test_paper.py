@@ -34,6 +34,8 @@ PAPER: dict[str, dict[str, Any]] = {
         "robust": "off",
     },
     "dafkd": {
+        "generator": "embedding_generator",
+        "label_condition": True,
         "generator_loss": "minimax",
         "kd_start_round": 1,
         "maturity_guard": False,

@@ -38,6 +38,7 @@ _CHOICES = {
 }
 # What is made of them is as large; more would fill a device's memory.
 _MOST_NOISE, _MOST_SAMPLES = 4096, 100_000
+_PAPERS_GENERATOR = "embedding_generator"
 _DEFAULT_GENERATORS = {"input": "dafkd_generator", "feature": "feature_generator"}
 
 
@@ -56,7 +57,8 @@ class DaFKDConfig(LocalTraining):
         upload_model: Devices send their classifiers. False needs `discriminator_location = "device"`; the global
             classifier then learns from predictions alone, and devices may run classifiers of their own.
         generator_level: The generator makes inputs, or features where the last layer reads them.
-        generator: A name of `fleetdistill.models.GENERATORS`; None means the paper's for `generator_level`.
+        generator: A name of `fleetdistill.models.GENERATORS`; None means `dafkd_generator`, as in the authors' code, or
+            at feature level `feature_generator`, as in the paper.
         label_condition: The generator is told a label; None means at feature level only.
         noise_dim: The paper's d, numbers in one noise vector, 1 to 4,096.
         generator_loss: `nonsaturating`, or the paper's `minimax`.
@@ -76,9 +78,9 @@ class DaFKDConfig(LocalTraining):
         kd_start_round: First completed round, from 1, whose end is distilled: a young generator teaches nothing.
         maturity_guard: Do not distil while the ensemble sees fewer than half of the classes in the generated samples.
         freeze_batch_norm: Generated samples do not enter the statistics of batch-norm layers.
-        paper: The paper's values of all settings that are not given: minimax loss, distillation from the first round
-            on, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001 everywhere
-            and `kd_lr` 0.01.
+        paper: The paper's values of all settings that are not given: its generator, minimax loss, distillation from the
+            first round on, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001
+            everywhere and `kd_lr` 0.01.
     """
 
     local_epochs: int = 5
@@ -156,8 +158,10 @@ class DaFKDConfig(LocalTraining):
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; its EMNIST alone has 40 epochs."""
+        """The paper's; its EMNIST alone has 40 epochs. At feature level the generator is the paper's by default."""
+        of_images = {"generator": _PAPERS_GENERATOR, "label_condition": True}
         return {
+            **(of_images if given.get("generator_level", cls.generator_level) == "input" else {}),
             "local_epochs": 20,
             "weight_decay": 1e-3,
             "generator_loss": "minimax",

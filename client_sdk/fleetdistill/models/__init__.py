@@ -54,7 +54,13 @@ MODELS: Mapping[str, str] = MappingProxyType(
 GENERATORS: Mapping[str, str] = MappingProxyType(
     {
         name: f"fleetdistill.models.dafkd:{name}"
-        for name in ("dafkd_generator", "dafkd_generator_tanh", "digits_generator", "feature_generator")
+        for name in (
+            "dafkd_generator",
+            "dafkd_generator_tanh",
+            "digits_generator",
+            "embedding_generator",
+            "feature_generator",
+        )
     }
 )
 """Every generator of samples from noise: its name, and where its factory is."""

@@ -3,8 +3,9 @@
 The paper calls its classifier "ResNet11" and says no more. One bottleneck block (expansion 4) a stage at widths 16, 32
 and 64 after a 3x3 convolution has 11 layers with weights; the authors' code has two blocks a stage
 (`dafkd_resnet20`). Both end in 256 features and one linear layer; DaFKD shares everything before that layer with the
-discriminator. The image generators are like DCGAN's: one linear layer, then transposed convolutions. The feature
-generator is the one that the paper describes: embeddings of noise and label, then layers with batch-norm.
+discriminator. `embedding_generator` is the generator that the paper describes: embeddings of noise and label, then a
+fully connected layer with batch-norm and LeakyReLU; `feature_generator` is the same of features. The other image
+generators are like DCGAN's, as in the authors' code: one linear layer, then transposed convolutions.
 
 References:
     Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, sections 3.3 and 4.1.
@@ -27,7 +28,7 @@ from fleetdistill.models.shapes import checked_classes, checked_image, checked_s
 
 _WIDTHS = (16, 32, 64)
 _IMAGE_WIDTHS = (32, 16)
-_HIDDEN = {"digits": 64, "features": 256}
+_HIDDEN = {"digits": 64, "embedding": 256, "features": 256}
 _EMBEDDING = 128
 _SLOPE = 0.2
 
@@ -158,7 +159,19 @@ def _images(shape: Sequence[int], noise_dim: int, classes: int, last: nn.Module)
 
 def digits_generator(shape: Sequence[int] = (1, 8, 8), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
     """A small generator of images in (0, 1): one hidden layer of 64. Arguments as `dafkd_generator`, any shape."""
-    hidden = _HIDDEN["digits"]
+    return _one_hidden_layer(_HIDDEN["digits"], shape, noise_dim, classes)
+
+
+def embedding_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
+    """The paper's generator, of images in (0, 1): two embeddings, a fully connected layer of 256 with batch-norm and
+    LeakyReLU, and one to the image. The paper gives no widths and no last activation.
+
+    Arguments as `dafkd_generator`, any shape; without labels the noise alone goes into the layer of 256.
+    """
+    return _one_hidden_layer(_HIDDEN["embedding"], shape, noise_dim, classes)
+
+
+def _one_hidden_layer(hidden: int, shape: Sequence[int], noise_dim: int, classes: int) -> NoiseGenerator:
     body = nn.Sequential(
         *_layer(_inputs(noise_dim, classes), hidden),
         nn.Linear(hidden, prod(checked_shape(shape))),
