@@ -6,11 +6,15 @@ References:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _LEAST_TOTAL = 1e-30
+_NO_COLLAPSE = 5
+"""So many classes in generated samples are not those of a generator that has collapsed."""
 
 
 def importance_weights(verdicts_km: Tensor) -> Tensor:
@@ -77,10 +81,19 @@ def effective_devices(weights_km: Tensor) -> float:
     return float(entropy_m.exp().mean())
 
 
-def covers_half(teacher_mc: Tensor) -> bool:
-    """Whether the teacher's best classes over all samples are at least half of all classes: a generator has matured.
+def classes_needed(teacher_mc: Tensor) -> int:
+    """Classes that must be the teacher's best for some sample before its generator counts as mature.
+
+    Half of the classes in view, those whose mean probability over the samples is at least an equal share 1 / C, but
+    never fewer than half of all classes or five, whichever is less: a young generator makes samples of one or two. With
+    up to ten classes that is half of all. With many, no ensemble has half of them as its best answers.
 
     Args:
-        teacher_mc: `[M, classes]`.
+        teacher_mc: `[M, classes]`, rows on the simplex.
+
+    Returns:
+        At least 1; more than there can be where there is no sample.
     """
-    return 2 * len(teacher_mc.argmax(dim=-1).unique()) >= teacher_mc.shape[-1]
+    classes = teacher_mc.shape[-1]
+    in_view = int((teacher_mc.mean(dim=0) >= 1 / classes).sum()) if len(teacher_mc) else classes
+    return math.ceil(max(in_view / 2, min(classes / 2, _NO_COLLAPSE)))

@@ -36,7 +36,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters, model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.importance import (
-    covers_half,
+    classes_needed,
     effective_devices,
     ensemble,
     ensemble_of_weighted,
@@ -174,10 +174,13 @@ def test_daf_1_importance_is_the_discriminators_share() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_daf_2_importance_of_hopeless_samples_is_finite(dtype: torch.dtype) -> None:
+    """The quotient of eq. (7) is 0 / 0 in both types; its share in exact numbers is 1 : e^-100 : e^-200."""
     verdicts = torch.tensor([[-800.0], [-900.0], [-1000.0]], dtype=dtype)
     naive = verdicts.sigmoid() / verdicts.sigmoid().sum(0)
-    assert bool(naive.isnan().all()) or dtype == torch.float64
-    assert_close(importance_weights(verdicts)[:, 0], torch.tensor([1.0, 0.0, 0.0]).double(), atol=1e-6, rtol=0)
+    assert bool(naive.isnan().all())
+    weights = importance_weights(verdicts)[:, 0]
+    assert weights[0] == 1
+    assert_close(weights[1:].log(), torch.tensor([-100.0, -200.0]).double(), atol=1e-9, rtol=0)
 
 
 @given(logit=st.floats(-50, 50), devices=st.integers(1, 9))
@@ -247,8 +250,36 @@ def test_effective_devices_lie_between_one_and_all(seed: int, devices: int, samp
 
 
 @pytest.mark.parametrize(("classes", "seen", "mature"), [(10, 5, True), (10, 4, False), (3, 2, True), (3, 1, False)])
-def test_an_ensemble_covers_half_of_the_classes_or_not(classes: int, seen: int, mature: bool) -> None:
-    assert covers_half(torch.eye(classes)[torch.arange(20) % seen]) is mature
+def test_with_few_classes_half_of_them_must_be_seen(classes: int, seen: int, mature: bool) -> None:
+    assert (seen >= classes_needed(torch.eye(classes)[torch.arange(20) % seen])) is mature
+
+
+def test_with_many_classes_half_of_those_in_view_must_be_seen() -> None:
+    """104 classes: 20 in view, each with 0.05 - 84 * 0.0005 / 20 on average, need 10; two need five all the same."""
+    spread = torch.full((1280, 104), 0.0005, dtype=torch.float64)
+    spread[:, :20] = (1 - 84 * 0.0005) / 20
+    assert classes_needed(spread) == 10
+    sure = torch.eye(104, dtype=torch.float64)
+    assert classes_needed(sure[torch.arange(1280) % 2]) == 5
+    assert classes_needed(sure[torch.arange(1040) % 104]) == 52
+    assert classes_needed(torch.empty(0, 104)) == 52
+
+
+def test_the_guard_opens_at_104_classes_for_a_generator_that_covers_what_the_ensemble_has_in_view() -> None:
+    """17 best classes of 34 in view, as measured in round 5 of a fleet with 104 classes; half of all would be 52."""
+    setting = Setting(
+        classes=104, input_shape=SHAPE, models=ModelSection(device="digits_mlp_small"), torch_device=CPU, seed=3
+    )
+    server = DaFKDServer(DaFKDConfig.from_settings(QUICK).for_classes(104), setting)
+    teacher = torch.full((340, 104), 0.1 / 70, dtype=torch.float64)
+    teacher[:, :34] = 0.9 / 34
+    teacher[torch.arange(340), torch.arange(340) % 17] += 0.001
+    teacher /= teacher.sum(1, keepdim=True)
+    cohort = SmallCohort({})
+    assert server._mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
+    teacher[:, 0] += 0.01  # one class is the best of every sample
+    assert not server._mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
+    assert cohort.events[0][0] == "maturity-guard"
 
 
 # --- losses
@@ -728,8 +759,7 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
     assert cohort.events == [
         (
             "maturity-guard",
-            "the ensemble sees 4 of 10 classes in the generated samples, fewer than half; "
-            "nothing is distilled from them",
+            "the ensemble sees 4 of 10 classes in the generated samples, 5 are needed; nothing is distilled from them",
         )
     ]
     assert cohort.figures["generated_classes"] == 4

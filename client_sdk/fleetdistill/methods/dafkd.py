@@ -76,7 +76,8 @@ class DaFKDConfig(LocalTraining):
         temperature: τ of the distillation, above 0.
         ensemble_space: The server averages probabilities (the paper's eq. 8) or logits (the authors' code).
         kd_start_round: First completed round, from 1, whose end is distilled: a young generator teaches nothing.
-        maturity_guard: Do not distil while the ensemble sees fewer than half of the classes in the generated samples.
+        maturity_guard: Do not distil while the ensemble sees fewer than half of the classes in the generated samples;
+            with more than ten classes fewer than half of those that it has in view, or fewer than five.
         freeze_batch_norm: Generated samples do not enter the statistics of batch-norm layers.
         paper: The paper's values of all settings that are not given: its generator, minimax loss, distillation from the
             first round on, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001

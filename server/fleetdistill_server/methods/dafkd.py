@@ -27,7 +27,7 @@ from fleetdistill.undo import reason_undone
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.importance import (
-    covers_half,
+    classes_needed,
     effective_devices,
     ensemble,
     ensemble_of_weighted,
@@ -225,10 +225,11 @@ class DaFKDServer(ServerMethod):
         _, teacher_mc = teacher
         classes = teacher_mc.argmax(dim=1).unique().numel()
         cohort.report("generated_classes", classes)
-        if covers_half(teacher_mc) or not self.config.maturity_guard:
+        needed = classes_needed(teacher_mc)
+        if classes >= needed or not self.config.maturity_guard:
             return True
         text = f"the ensemble sees {classes} of {self.setting.classes} classes in the generated samples"
-        cohort.guard("maturity", f"{text}, fewer than half; nothing is distilled from them")
+        cohort.guard("maturity", f"{text}, {needed} are needed; nothing is distilled from them")
         return False
 
     # --- distillation
