@@ -467,3 +467,38 @@ def test_dkc_18_the_defaults_for_ten_classes() -> None:
     config = FedDKCConfig().for_classes(10)
     assert config.target_peak == pytest.approx(0.55)
     assert config.target_entropy == pytest.approx(0.5 * 3.321928, abs=1e-6)
+
+
+LOUD: dict[str, Any] = {
+    "features": lambda one: {"features": {CUT: 1000 * one.features[CUT]}},
+    "logits": lambda one: {"logits": 1000 * one.logits},
+}
+
+
+@pytest.mark.parametrize("column", LOUD)
+def test_an_upload_that_is_many_times_as_large_as_the_others_is_left_out(column: str) -> None:
+    honest = {f"d{i}": make_knowledge(i) for i in range(3)}
+    loud = make_knowledge(9)
+    quiet, disturbed, open_to_all = make_server(), make_server(), make_server(robust="off")
+    run_round(quiet, honest)
+    fleet = {**honest, "d9": replace(loud, **LOUD[column](loud))}
+    cohort = run_round(disturbed, fleet)
+    assert [device for kind, device, _ in cohort.events if kind == "upload-left-out"] == ["d9"]
+    for name, tensor in quiet.predictor.state_dict().items():
+        assert torch.equal(disturbed.predictor.state_dict()[name], tensor), name
+    assert disturbed._knowledge_for("d9") == {"knowledge": RefinedKnowledge(valid=False)}
+    run_round(open_to_all, fleet)
+    assert any(
+        not torch.equal(open_to_all.predictor.state_dict()[name], tensor)
+        for name, tensor in quiet.predictor.state_dict().items()
+    )
+
+
+def test_no_device_counts_for_more_than_three_times_the_median_of_rows() -> None:
+    server = make_server()
+    knowledge = {**{f"d{i}": make_knowledge(i, rows=12) for i in range(3)}, "d9": make_knowledge(9, rows=400)}
+    cohort = run_round(server, knowledge)
+    assert sum(cohort.figures["refined_rows"].values()) == 3 * 12 + 36
+    assert len(server._knowledge["d9"][0]) == 400, "it is taught on all its rows"
+    off = run_round(make_server(robust="off"), knowledge)
+    assert sum(off.figures["refined_rows"].values()) == 3 * 12 + 400

@@ -6,9 +6,10 @@ Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Fed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
 from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
+from fleetdistill_server.averaging import OFF, capped
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
+
+_LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ class Upload:
     features: Tensor
     logits: Tensor
     labels: Tensor
+
+    def part(self, rows: int, generator: torch.Generator) -> Upload:
+        """So many of its rows at random; itself where that is all of them."""
+        if rows >= len(self.labels):
+            return self
+        taken = torch.randperm(len(self.labels), generator=generator)[:rows].sort().values
+        at = taken.to(self.labels.device)
+        return Upload(self.device, self.sample_ids[taken], self.features[at], self.logits[at], self.labels[at])
 
 
 class FedDKCServer(ServerMethod):
@@ -85,8 +97,10 @@ class FedDKCServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
         uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for, to=asked)]
-        refined = [self._refine(upload.logits) for upload in uploads]
-        distil = partial(self._distil, uploads, refined, cohort.generator("distil"))
+        uploads = self._of_one_scale(uploads, cohort)
+        counted = self._of_alike_sizes(uploads, cohort)
+        refined = [self._refine(upload.logits) for upload in counted]
+        distil = partial(self._distil, counted, refined, cohort.generator("distil"))
         failure = reason_undone(distil, self.predictor, self._optimizer, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
@@ -110,6 +124,38 @@ class FedDKCServer(ServerMethod):
         ids, features, logits, labels = (torch.from_numpy(np.array(one)) for one in tensors)
         where = self.setting.torch_device
         return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
+
+    def _of_one_scale(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
+        """The uploads without those whose features or logits are many times as large as the devices' median."""
+        if self.config.robust == OFF:
+            return uploads
+        sizes: dict[str, Callable[[Upload], float]] = {
+            "the mean length of its feature rows": lambda one: _mean_length(one.features),
+            "its mean absolute logit": lambda one: float(one.logits.double().abs().mean()),
+        }
+        too_large: dict[str, str] = {}
+        for what, size in sizes.items():
+            found = {upload.device: size(upload) for upload in uploads}
+            most = _LARGEST * median(found.values())
+            too_large |= {one: f"{what} is {found[one]:.3g}, at most {most:.3g}" for one in found if found[one] > most}
+        for device, why in too_large.items():
+            text = f"{device}: {why} is taken, {_LARGEST:g} times the devices' median; its upload is left out"
+            notes.event("upload-left-out", text, device)
+            self._knowledge.pop(device, None)  # what the predictor says about such rows is as far off
+        return [upload for upload in uploads if upload.device not in too_large]
+
+    def _of_alike_sizes(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
+        """No device counts for more than a bounded number of rows: of more a random part is taken, another each round.
+
+        Rows are this method's weights.
+        """
+        if self.config.robust == OFF:
+            return uploads
+        most = capped([len(upload.labels) for upload in uploads])
+        return [
+            upload.part(int(rows), notes.generator(f"rows {upload.device}"))
+            for upload, rows in zip(uploads, most, strict=True)
+        ]
 
     def _refine(self, logits: Tensor) -> Refined:
         config = self.config
@@ -212,3 +258,8 @@ class FedDKCServer(ServerMethod):
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
         return self.predictor, self._feature_shape
+
+
+def _mean_length(features: Tensor) -> float:
+    """Mean Euclidean length of the rows."""
+    return float(features.double().flatten(1).norm(dim=1).mean())
