@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -307,7 +306,7 @@ class Cohort:
             "payload": encoded.sha256 if encoded else None,
             "payload_bytes": encoded.data_bytes if encoded else 0,
             "seed": derive_seed(self._terms.seed, self.round, step, number, device),
-            "deadline_at": time.time() + self._terms.deadline_seconds,
+            "deadline_at": self._store.clock.now() + self._terms.deadline_seconds,
         }
 
     async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str]) -> DeviceAnswer | None:
@@ -323,7 +322,7 @@ class Cohort:
                 if answer is not None:
                     return answer
                 continue
-            self._store.expire_asks(self._terms.run, time.time())
+            self._store.expire_asks(self._terms.run, self._store.clock.now())
             if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough, asked)):
                 await self._waker.wait()
 

@@ -316,7 +316,7 @@ class Desk:
             payload=row["payload"] or b"",
             payload_bytes=row["payload_bytes"],
             seed=row["seed"],
-            deadline_seconds=max(row["deadline_at"] - time.time(), 0.0),
+            deadline_seconds=max(row["deadline_at"] - self.store.clock.now(), 0.0),
             completed_rounds=(self.store.run(run) or {"completed_rounds": 0})["completed_rounds"],
             first_attempt=self.store.attempts_spent(row["id"]) + 1,
         )

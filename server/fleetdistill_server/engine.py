@@ -41,6 +41,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.back_off import available
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.disk_space import Bounds, DiskSpace
@@ -192,6 +193,7 @@ class Engine:
             with self._store.transaction():
                 self._store.assert_owner(self._name, self._token)
                 self._store.end_run(self._name, "running", "started again")
+        self._store.bound_deadlines(self._name, self._config.run.deadline_seconds)
         self._check_proxy()
         self._check_readable()
         self._restore()
@@ -269,15 +271,29 @@ class Engine:
             enough = len(profiles) >= self._needed_devices()
             if enough and (self._checkpoint, profiles) != looked_at:
                 looked_at = (self._checkpoint, profiles)
-                present = {device: _data_version(profile) for device, profile in profiles.items()}
-                if not self._endless or self.method.is_due(present):
-                    return present
+                due = self._due(profiles)
+                if due is not None:
+                    return due
             waits = "nothing to do until devices come, go or have other data"
             text = waits if enough else f"waiting for {self._needed_devices()} devices, {len(profiles)} present"
             if text != told:
                 logger.info("%s", text)
                 told = text
             await self._waker.wait()
+
+    def _due(self, profiles: Mapping[str, bytes]) -> Mapping[str, str] | None:
+        """Who may take part in the next round, with data versions; None where it is not due.
+
+        Without those who were late again and again, as long as the others are enough for the quorum of the smallest
+        round; in a run without an end with them too where they alone have work, so that nobody else waits for them.
+        """
+        left_out = self._store.left_out(self._name, self._row()["next_round"])
+        least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
+        for those in (available(profiles, left_out, least), profiles):
+            present = {device: _data_version(profile) for device, profile in those.items()}
+            if not self._endless or self.method.is_due(present):
+                return present
+        return None
 
     def _needed_devices(self) -> int:
         """How many must be present for a round to begin."""

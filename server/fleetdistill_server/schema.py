@@ -263,3 +263,10 @@ def m010_checkpoints(db: Database) -> None:
         "INSERT INTO checkpoints SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND "
         "status = 'closed'), completed_rounds, checkpoint, NULL FROM runs WHERE checkpoint IS NOT NULL"
     )
+
+
+@migrations()
+def m011_late_devices(db: Database) -> None:
+    # In how many of its last rounds in a row a device missed a deadline; and the last round that it is left out of.
+    db.execute("ALTER TABLE devices ADD COLUMN late_rounds INTEGER NOT NULL DEFAULT 0")
+    db.execute("ALTER TABLE devices ADD COLUMN left_out_until INTEGER NOT NULL DEFAULT 0")

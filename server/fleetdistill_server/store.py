@@ -28,7 +28,9 @@ import sqlite_utils
 from fleetdistill.durable import make_directory
 from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
+from fleetdistill_server.back_off import rounds_left_out
 from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
+from fleetdistill_server.clock import PROCESS
 from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.run_changes import changes_between, refusal
@@ -49,10 +51,12 @@ class Store:
 
     Attributes:
         blobs: Payloads and checkpoints.
+        clock: What deadlines are held against.
     """
 
     def __init__(self, connection: sqlite3.Connection, blobs: Blobs, journal_mode: str) -> None:
         self.blobs = blobs
+        self.clock = PROCESS
         self._lock = threading.RLock()
         self._db = sqlite_utils.Database(connection)
         try:
@@ -495,6 +499,34 @@ class Store:
             "UPDATE asks SET status = 'out', reason = 'round closed' WHERE run = ? AND round = ? AND status = 'open'",
             *(run, number),
         )
+        self._note_late(run, number)
+
+    def _note_late(self, run: str, number: int) -> None:
+        """Leaves devices that missed a deadline in several rounds in a row out of the next ones, ever longer."""
+        rows = self._rows(
+            "SELECT a.device, max(coalesce(a.reason, '') = ?) AS late, max(a.status = 'answered') AS answered, "
+            "d.late_rounds FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
+            "WHERE a.run = ? AND a.round = ? GROUP BY a.device",
+            *(DEADLINE_PASSED, run, number),
+        )
+        for row in rows:
+            in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
+            rounds = rounds_left_out(in_a_row) if row["late"] else 0
+            self._write(
+                "UPDATE devices SET late_rounds = ?, left_out_until = ? WHERE run = ? AND device = ?",
+                *(in_a_row, number + rounds, run, row["device"]),
+            )
+            if rounds:
+                text = f"{row['device']} missed a deadline in {in_a_row} rounds in a row; it is left out up to round "
+                self.add_event(run, "left-out", f"{text}{number + rounds}", number=number, device=row["device"])
+
+    def left_out(self, run: str, number: int) -> dict[str, int]:
+        """Devices that are left out of a round because they were late again and again, with the last such round."""
+        rows = self._rows(
+            "SELECT device, left_out_until FROM devices WHERE run = ? AND left_out_until >= ? ORDER BY device",
+            *(run, number),
+        )
+        return {row["device"]: row["left_out_until"] for row in rows}
 
     # --- what must be kept; `retention.py` deletes the rest
 
@@ -626,8 +658,18 @@ class Store:
             *(run, device, sha256),
         )
 
+    def bound_deadlines(self, run: str, seconds: float) -> None:
+        """Gives no open ask more than so many seconds from now: the clock may have been set back meanwhile."""
+        latest = self.clock.now() + seconds
+        self._write("UPDATE asks SET deadline_at = min(deadline_at, ?) WHERE run = ? AND status = 'open'", latest, run)
+
     def expire_asks(self, run: str, now: float) -> list[Row]:
-        """Closes the open asks whose deadline has passed, with an event each; returns them."""
+        """Closes the open asks whose deadline has passed, with an event each; returns them.
+
+        Args:
+            run: The run.
+            now: Seconds since 1970, of `clock`.
+        """
         with self.transaction():
             late = self._rows("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
             for ask in late:
@@ -689,7 +731,7 @@ class Store:
             row = self._row(_ANSWERED_ASK, ask)
             if row is None:
                 return
-            late = row["deadline_at"] < time.time()
+            late = row["deadline_at"] < self.clock.now()
             out = "deadline passed" if late else "device not present" if not row["present"] else "round closed"
             again = row["round_status"] == "open" and not late and row["present"]
             self._write(

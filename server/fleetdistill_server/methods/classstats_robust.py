@@ -103,7 +103,7 @@ def judge(fleet: Mapping[str, Sent], robust: str, trusted: Mapping[int, Array] |
         What is kept of each device of which something is, and all that is left out.
     """
     trusted = trusted or {}
-    if len(fleet) < _FEWEST_DEVICES and not trusted:
+    if not fleet or (len(fleet) < _FEWEST_DEVICES and not trusted):
         return dict(fleet), []
     found: list[LeftOut] = []
     kept = dict(fleet)

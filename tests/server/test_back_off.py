@@ -1,0 +1,161 @@
+"""A device that is present and never answers costs ever fewer rounds their deadline, whatever the method."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.answering import AnsweringDevice
+from support.fleets import RUNS, assert_no_upload_lost, prepare
+from support.fragile import Crash
+from support.moved_clock import MovedClock
+
+from fleetdistill import Device, Step
+from fleetdistill.methods import METHODS
+from fleetdistill_server.back_off import available, rounds_left_out
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.device import make_device
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+ROUNDS = 5
+
+
+def test_a_device_is_left_out_for_ever_more_rounds_up_to_a_bound() -> None:
+    assert [rounds_left_out(late) for late in range(11)] == [0, 0, 1, 2, 4, 8, 16, 32, 64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "least", "who"),
+    [
+        ({}, 2, "abcd"),
+        ({"b": 7}, 2, "acd"),
+        ({"b": 7, "gone": 3}, 2, "acd"),
+        ({"b": 7, "c": 5, "d": 6}, 2, "ac"),
+        ({"b": 5, "c": 5, "d": 6}, 3, "abc"),
+        ({"a": 4, "b": 5, "c": 5, "d": 6}, 9, "abcd"),
+    ],
+)
+def test_who_would_be_back_first_is_asked_where_too_few_are_left(
+    left_out: dict[str, int], least: int, who: str
+) -> None:
+    assert list(available(dict.fromkeys("abcd", b""), left_out, least)) == list(who)
+
+
+class Turns:
+    """Honest devices work; once they have nothing to do, and only the silent one is asked, its deadline passes."""
+
+    def __init__(self, store: Store, honest: list[Device], silent: Device, clock: MovedClock) -> None:
+        self._store, self._honest, self._silent, self._clock = store, honest, silent, clock
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        done = [device.step(0.0) for device in [*self._honest, self._silent]]
+        asked = self._store.devices_with_open_asks(RUN)
+        if asked == {self._silent.device_id} and Step.ANSWERED not in done[:-1]:
+            self._clock.pass_time(1000.0)
+
+    def wake_other(self) -> None:
+        """Devices in this process need no wake-up."""
+
+
+@pytest.mark.parametrize("method", [*sorted(METHODS), "classstats averaged"])
+def test_a_device_that_never_answers_is_asked_ever_less_often(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, specs, _ = prepare(replace(RUNS[method], devices=3, rounds=ROUNDS, alpha=10.0), tmp_path / "work")
+    store, clock = Store.in_memory(), MovedClock()
+    store.clock = clock.clock()
+    desk = Desk(store)
+    with ExitStack() as stack:
+        *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs)
+        monkeypatch.setattr(silent, "_answer", lambda ask: None)
+        asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
+    rounds = store.rounds(RUN)
+    assert [row["status"] for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"
+    late = {row["round"] for row in store.events(RUN, "late") if row["round"] < ROUNDS}
+    assert late
+    with_it = {row["round"] for row in rounds if silent.device_id in json.loads(row["cohort"])}
+    told = {row["round"]: row for row in store.events(RUN, "left-out")}
+    assert {row["device"] for row in [*store.events(RUN, "late"), *told.values()]} <= {silent.device_id}
+    if not method.startswith("classstats"):  # it asks a device only for what it lacks, and has a pause of its own
+        assert (with_it, late) == ({1, 2, 4}, {1, 2, 4})
+        assert [row["text"] for number, row in told.items() if number < ROUNDS] == [
+            f"{silent.device_id} missed a deadline in {late} rounds in a row; it is left out up to round {last}"
+            for late, last in ((2, 3), (3, 6))
+        ]
+    assert len(late) <= 3
+    assert_no_upload_lost(store)
+    store.close()
+
+
+# --- restart, return, and too few
+
+
+def config_for(**run: object) -> RunConfig:
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": 6, "min_devices": 2, "quorum": 0.5, **run},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+            "method": {"server_epochs": 1},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+class Away:
+    """Answering devices of which one does nothing in some rounds; the engine dies at the first wait of one round."""
+
+    def __init__(self, store: Store, clock: MovedClock, away: set[int], dies_in: int = 0) -> None:
+        self._store, self._clock, self._away, self._dies_in = store, clock, away, dies_in
+        desk = Desk(store)
+        self.devices = [AnsweringDevice(MemoryLink(desk), RUN, f"d{number}") for number in range(2)]
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        opened = self._store.open_round(RUN)
+        if opened is not None and opened["round"] == self._dies_in:
+            self._dies_in = 0
+            raise Crash
+        if opened is None or opened["round"] not in self._away:
+            self.devices[1].step()
+        elif self._store.devices_with_open_asks(RUN) == {"d1"}:
+            self._clock.pass_time(1000.0)
+        self.devices[0].step()
+
+    def wake_other(self) -> None:
+        """Devices in this process need no wake-up."""
+
+
+def cohorts(config: RunConfig, away: set[int], dies_in: int = 0) -> list[list[str]]:
+    store, clock = Store.in_memory(), MovedClock()
+    store.clock = clock.clock()
+    waker = Away(store, clock, away, dies_in)
+    with suppress(Crash):
+        asyncio.run(Engine(store, config, waker).run())
+    if dies_in:
+        asyncio.run(Engine(store, config, waker).run())
+    assert (store.run(RUN) or {})["status"] == "finished"
+    assert_no_upload_lost(store)
+    return [json.loads(row["cohort"]) for row in store.rounds(RUN)]
+
+
+BOTH, ONE = ["d0", "d1"], ["d0"]
+
+
+def test_a_device_that_answers_again_is_asked_in_every_round_again() -> None:
+    assert cohorts(config_for(), away={1, 2}) == [BOTH, BOTH, ONE, BOTH, BOTH, BOTH]
+
+
+@pytest.mark.parametrize("dies_in", [2, 3, 4, 5])
+def test_who_is_left_out_survives_the_death_of_the_engine(dies_in: int) -> None:
+    assert cohorts(config_for(), away={1, 2, 4}, dies_in=dies_in) == [BOTH, BOTH, ONE, BOTH, ONE, ONE]
+
+
+def test_a_device_without_which_there_is_no_quorum_is_asked_all_the_same() -> None:
+    assert cohorts(config_for(quorum=1.0, rounds=2), away={1, 2, 3}) == [BOTH] * 5

@@ -1,0 +1,116 @@
+"""Somebody sets the system's clock by an hour: no round waits for it, no device is taken for late or gone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from support.answering import AnsweringDevice
+from support.fragile import Crash
+from support.moved_clock import MovedClock
+
+from fleetdistill_server import desk as desk_module
+from fleetdistill_server.desk import Desk
+from fleetdistill_server.engine import Engine
+from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.store import Store
+
+HOUR, DEADLINE = 3600.0, 600.0
+both_ways = pytest.mark.parametrize("by", [-HOUR, HOUR])
+
+
+def config() -> RunConfig:
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": 1, "quorum": 0.5, "deadline_seconds": DEADLINE},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+            "method": {"server_epochs": 1},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+class Waits:
+    """d0 answers; once only d1 is asked, the clock is set, and then time passes in steps of nine minutes."""
+
+    def __init__(self, store: Store, clock: MovedClock, by: float, *, dies: bool = False) -> None:
+        self._store, self._clock, self._by, self._dies = store, clock, by, dies
+        self.desk = Desk(store)
+        self.devices = [AnsweringDevice(MemoryLink(self.desk), RUN, f"d{number}") for number in range(2)]
+        self.waited: list[float] = []
+        self.told = 0.0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        assert len(self.waited) < 20, "the deadline of ten minutes never passes"
+        opened = self._store.open_round(RUN)
+        self.devices[0].step()
+        if opened is None:
+            self.devices[1].step()
+        elif self._store.devices_with_open_asks(RUN) == {"d1"}:
+            self._hour_passes_or_time()
+
+    def _hour_passes_or_time(self) -> None:
+        if self._by:
+            self._clock.set_system(self._by)
+            self._by = 0.0
+            ask = self.desk.next_ask(self.devices[1]._identity)
+            assert ask is not None
+            self.told = ask.ask.deadline_seconds
+            if self._dies:
+                raise Crash
+            return
+        self._clock.pass_time(540.0)
+        self.waited.append(540.0)
+
+    def wake_other(self) -> None:
+        """Devices in this process need no wake-up."""
+
+
+@both_ways
+def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) -> None:
+    store, clock = Store.in_memory(), MovedClock()
+    store.clock = clock.clock()
+    waits = Waits(store, clock, by)
+    asyncio.run(Engine(store, config(), waits).run())
+    assert waits.waited == [540.0, 540.0], "ten minutes are over within the second nine"
+    assert waits.told == pytest.approx(DEADLINE), "what the device is told"
+    assert [(row["round"], row["device"]) for row in store.events(RUN, "late")] == [(1, "d1")]
+    assert (store.run(RUN) or {})["status"] == "finished"
+    store.close()
+
+
+def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most() -> None:
+    store, clock = Store.in_memory(), MovedClock()
+    store.clock = clock.clock()
+    waits = Waits(store, clock, -HOUR, dies=True)
+    with suppress(Crash):
+        asyncio.run(Engine(store, config(), waits).run())
+    assert store.open_round(RUN) is not None
+    store.clock = clock.clock()  # a new process
+    asyncio.run(Engine(store, config(), waits).run())
+    assert waits.waited == [540.0, 540.0]
+    assert (store.run(RUN) or {})["status"] == "finished"
+    store.close()
+
+
+@both_ways
+def test_leases_do_not_follow_the_clock(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = Store.in_memory(), MovedClock()
+    monkeypatch.setattr(desk_module, "time", SimpleNamespace(time=lambda: clock.system, monotonic=lambda: clock.steady))
+    waits = Waits(store, clock, by)
+    with suppress(Crash):
+        asyncio.run(Engine(store, config(), Waits(store, clock, by, dies=True)).run())
+    desk = waits.desk
+    desk.adopt_present_devices()
+    clock.set_system(by)
+    desk.end_leases()
+    assert store.present_devices(RUN) == ["d0", "d1"]
+    for _ in range(30):
+        clock.pass_time(desk.lease_seconds / 15)
+        desk.end_leases()
+    assert store.present_devices(RUN) == []
+    store.close()
