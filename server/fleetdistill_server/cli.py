@@ -6,8 +6,6 @@ of ours, printed as one sentence, 2 wrong usage.
 
 from __future__ import annotations
 
-import logging
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,6 @@ import typer
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.printable import escape_log
 from fleetdistill.version import VERSION
 from fleetdistill_server import views
 from fleetdistill_server.command_line import (
@@ -33,13 +30,12 @@ from fleetdistill_server.command_line import (
 from fleetdistill_server.people import connect
 from fleetdistill_server.run_commands import runs_cancel, runs_delete
 from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
+from fleetdistill_server.serve_command import serve
 from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.retention import Freed
-    from fleetdistill_server.run_config import RunConfig, ServerSection
-    from fleetdistill_server.supervisor import Supervisor
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -67,41 +63,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-@app.command()
-@one_sentence
-def serve(
-    config: Annotated[Path, typer.Argument(help="The run.toml.")],
-    until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="End once the run is over and every device knows it.")
-    ] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plain text on an address that is not the loopback.")
-    ] = False,
-) -> None:
-    """Serves a run: front and engine, restarted when they die. Example: fleetdistill serve examples/run.toml
-
-    Ctrl-C ends it cleanly; starting it again goes on where it was.
-    """
-    from fleetdistill_server.run_config import load_run_config
-    from fleetdistill_server.supervisor import Supervisor
-
-    logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
-    escape_log()
-    loaded = load_run_config(config)
-    _check_listen(loaded.server, insecure)
-    if until_finished and not loaded.run.rounds:
-        raise ConfigurationError(
-            f"[run] rounds is 0, so run {loaded.run.name!r} has no end that --until-finished could wait for; leave the "
-            "option out, and stop the server with Ctrl-C or SIGTERM"
-        )
-    supervisor = Supervisor(config, loaded, on_listening=lambda port: typer.echo(_where(loaded, supervisor)))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda signum, frame: supervisor.stop())
-    over = supervisor.serve(
-        until_finished=until_finished,
-        on_over=lambda status: typer.echo(f"run {loaded.run.name!r} is {status}; devices are still told so"),
-    )
-    typer.echo("stopped; the run is over" if over else f"stopped; `fleetdistill serve {config}` goes on from here")
+app.command("serve")(serve)
 
 
 @app.command()
@@ -407,36 +369,6 @@ def export(
 
 def _payloads(freed: Freed) -> str:
     return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"
-
-
-def _where(config: RunConfig, supervisor: Supervisor) -> str:
-    """Says where devices find the run."""
-    tls = config.server.tls()
-    enrol = ""
-    if tls is not None:
-        enrol = f" with TLS, devices enrol on {tls.enrol_listen.rpartition(':')[0]}:{supervisor.enrol_port}"
-    host = config.server.listen.rpartition(":")[0]
-    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; Ctrl-C ends it"
-
-
-def _check_listen(server: ServerSection, insecure: bool) -> None:
-    """Refuses plain text where others could read it, and a PKI that cannot be used, before anything starts."""
-    from fleetdistill.grpc_link import is_loopback
-    from fleetdistill_server.tls import check_files
-
-    tls = server.tls()
-    if tls is not None:
-        check_files(tls.directory)
-        return
-    if is_loopback(server.listen):
-        return
-    if not insecure:
-        raise ConfigurationError(
-            f"[server] listen = {server.listen!r} is not the loopback and there is no TLS: make a PKI with "
-            "`fleetdistill pki init` and name it in [server] pki, listen on 127.0.0.1 behind a tunnel, or accept plain "
-            "text with --insecure"
-        )
-    typer.echo(f"warning: serving in plain text on {server.listen}; anyone on the way can read and change it", err=True)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.errors import ConfigurationError, DataError, in_words
 from fleetdistill.local_training import TensorData, as_tensor_data
 
 
@@ -17,7 +19,7 @@ def load_evaluation(file: str, classes: int) -> TensorData:
     try:
         with np.load(file) as arrays:
             return as_tensor_data((arrays["inputs"], arrays["labels"]), classes)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, DataError) as error:
         raise ConfigurationError(
             f"[evaluation] data: {file!r} needs arrays inputs and labels: {in_words(error)}"
         ) from error

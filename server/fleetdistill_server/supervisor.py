@@ -96,6 +96,7 @@ class Supervisor:
         on_listening: Called with the port whenever the front has begun to listen.
         log: File for what front and engine say; by default they say it on standard error.
         most_short_rounds: As in `Engine`, for a simulation.
+        stopped: Set, as `stop` does, it makes `serve` return.
 
     Attributes:
         port: Where the front listens, None before it does.
@@ -109,13 +110,14 @@ class Supervisor:
         on_listening: Callable[[int], None] = lambda port: None,
         log: Path | None = None,
         most_short_rounds: int | None = None,
+        stopped: threading.Event | None = None,
     ) -> None:
         self._most_short_rounds = most_short_rounds
         self._config_path = config_path
         self._config = config
         self._on_listening = on_listening
         self._log = log
-        self._stopped = threading.Event()
+        self._stopped = stopped or threading.Event()
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._engine: Child | None = None

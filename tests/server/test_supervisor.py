@@ -351,7 +351,12 @@ def _checked_in(device: AnsweringDevice) -> bool:
 
 
 def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
-    with serve(write_config(tmp_path, model_server="no_such_module:make")) as served:
+    path = write_config(tmp_path, model_server="no_such_module:make")
+    store = Store.open(tmp_path / "store")
+    store.begin_run(RUN, load_run_config(path).fixed_part())
+    store.publish_contract(RUN, b"")  # a new run would be refused before any process is started
+    store.close()
+    with serve(path) as served:
         assert served.process.wait(PATIENCE_SECONDS) == 1
     said = "".join(served.said)
     assert said.count("the engine stops: ") == 1

@@ -1,0 +1,169 @@
+"""What `fleetdistill serve` checks before it starts anything, and what `serve --check` says of a run.toml."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
+from fleetdistill.grpc_link import is_loopback
+from fleetdistill_server.registration import is_prepared, register
+from fleetdistill_server.run_config import RunConfig, ServerSection
+from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.store import Store
+from fleetdistill_server.tls import check_files
+from fleetdistill_server.traffic import readable_bytes
+from fleetdistill_server.views import UNTIL_STOPPED
+
+_LOOK_SECONDS = 0.1
+
+
+def check_security(server: ServerSection, insecure: bool) -> str:
+    """Refuses plain text where others could read it, and a PKI that cannot be used; returns a warning, or nothing.
+
+    Raises:
+        ConfigurationError: The server may not listen so.
+    """
+    tls = server.tls()
+    if tls is not None:
+        check_files(tls.directory)
+        return ""
+    if is_loopback(server.listen):
+        return ""
+    if not insecure:
+        raise ConfigurationError(
+            f"[server] listen = {server.listen!r} is not the loopback and there is no TLS: make a PKI with "
+            "`fleetdistill pki init` and name it in [server] pki, listen on 127.0.0.1 behind a tunnel, or accept plain "
+            "text with --insecure"
+        )
+    return f"serving in plain text on {server.listen}; anyone on the way can read and change it"
+
+
+def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> None:
+    """Has the models built and the data read in a process of its own, for a run that was never served so.
+
+    Args:
+        path: The run.toml.
+        config: What it says.
+        stopped: Ends the check, without a result.
+
+    Raises:
+        ConfigurationError: The run cannot begin with them; nothing was stored.
+    """
+    with _existing_store(config) as store:
+        if store is not None and is_prepared(store, config):
+            return
+    command = [sys.executable, "-m", "fleetdistill_server.preflight", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while process.poll() is None and not stopped.wait(_LOOK_SECONDS):
+            pass
+        if process.poll() is None:
+            process.kill()
+            return
+        said = process.stdout.read().strip() if process.stdout is not None else ""
+    if process.returncode:
+        raise ConfigurationError(said or f"the check of the models ended with {process.returncode}; see above")
+
+
+def problems(config: RunConfig, insecure: bool) -> list[str]:
+    """Everything that keeps a run from being served, in sentences; nothing is stored."""
+    found = []
+    for check in (
+        lambda: check_security(config.server, insecure),
+        lambda: _check_ports(config),
+        lambda: _check_store(config),
+        lambda: _built(config),
+        lambda: _evaluation(config),
+    ):
+        try:
+            check()
+        except FleetDistillError as error:
+            found.append(str(error))
+    return found
+
+
+def summary(config: RunConfig) -> list[str]:
+    """What would be served, in a few lines."""
+    run, built, scored = config.run, _built(config), _evaluation(config)
+    tls = config.server.tls()
+    speaks = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
+    rounds = f"{run.rounds} rounds" if run.rounds else UNTIL_STOPPED
+    sizes = {
+        "server half": readable_bytes(built.state_bytes),
+        "first weights of a device": readable_bytes(built.initial_bytes) if built.initial_bytes else "none",
+        "proxy set": f"{built.proxy_samples} samples" if built.proxy_samples else "none",
+        "evaluation": f"{scored} samples" if scored else "none",
+    }
+    return [
+        f"run {run.name!r}: {_progress(config)}",
+        f"{run.method}, {rounds}, at least {run.min_devices} device{'s' if run.min_devices > 1 else ''} a round",
+        ", ".join(f"{what}: {size}" for what, size in sizes.items()),
+        f"listens on {config.server.listen} ({speaks}), store {config.server.store}",
+    ]
+
+
+def _built(config: RunConfig):  # type: ignore[no-untyped-def]  # its type would import torch
+    from fleetdistill_server.preflight import build
+
+    return build(config)
+
+
+def _evaluation(config: RunConfig) -> int:
+    from fleetdistill_server.preflight import evaluation_samples
+
+    return evaluation_samples(config)
+
+
+def _check_ports(config: RunConfig) -> None:
+    if served_run(Path(config.server.store)) == config.run.name:
+        return  # its own server has them
+    tls = config.server.tls()
+    addresses = {"listen": config.server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
+    for setting, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(where)
+        except OSError as error:
+            raise ConfigurationError(f"[server] {setting}: cannot listen on {address}: {in_words(error)}") from error
+
+
+class _TakeBack(Exception):
+    """Ends a transaction without its effects."""
+
+
+def _check_store(config: RunConfig) -> None:
+    """Whether the run could be entered in its store."""
+    with _existing_store(config) as store:
+        if store is not None:
+            with contextlib.suppress(_TakeBack), store.transaction():
+                register(store, config)
+                raise _TakeBack
+
+
+def _progress(config: RunConfig) -> str:
+    with _existing_store(config) as store:
+        row = store.run(config.run.name) if store is not None else None
+    if row is None:
+        return "new"
+    return f"{row['status']}, {row['completed_rounds']} rounds completed"
+
+
+@contextlib.contextmanager
+def _existing_store(config: RunConfig) -> Iterator[Store | None]:
+    directory = Path(config.server.store)
+    if not (directory / "store.sqlite").exists():
+        yield None
+        return
+    store = Store.open(directory)
+    try:
+        yield store
+    finally:
+        store.close()

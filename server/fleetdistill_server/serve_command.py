@@ -1,0 +1,100 @@
+"""`fleetdistill serve`: one run, until it is stopped or over."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.printable import escape_log
+from fleetdistill_server.command_line import one_sentence
+
+if TYPE_CHECKING:
+    from fleetdistill_server.run_config import RunConfig
+    from fleetdistill_server.supervisor import Supervisor
+
+
+@one_sentence
+def serve(
+    config: Annotated[Path, typer.Argument(help="The run.toml.")],
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="End once the run is over and every device knows it.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow plain text on an address that is not the loopback.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the file, with models, data, ports and store; store nothing.")
+    ] = False,
+) -> None:
+    """Serves a run: front and engine, restarted when they die. Example: fleetdistill serve examples/run.toml
+
+    Ctrl-C ends it cleanly; starting it again goes on where it was.
+    """
+    from fleetdistill_server.run_config import load_run_config
+    from fleetdistill_server.serve_checks import check_new_run, check_security
+
+    loaded = load_run_config(config)
+    _check_until_finished(loaded, until_finished)
+    if check:
+        _say_check(loaded, config, insecure)
+        return
+    logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
+    escape_log()
+    warning = check_security(loaded.server, insecure)
+    if warning:
+        typer.echo(f"warning: {warning}", err=True)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda signum, frame: stopped.set())
+    check_new_run(config, loaded, stopped)
+    _serve(config, loaded, stopped, until_finished)
+
+
+def _serve(path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool) -> None:
+    from fleetdistill_server.supervisor import Supervisor
+
+    over = False
+    if not stopped.is_set():
+        supervisor = Supervisor(
+            path, config, on_listening=lambda port: typer.echo(_where(config, supervisor)), stopped=stopped
+        )
+        over = supervisor.serve(
+            until_finished=until_finished,
+            on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; devices are still told so"),
+        )
+    typer.echo("stopped; the run is over" if over else f"stopped; `fleetdistill serve {path}` goes on from here")
+
+
+def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
+    if until_finished and not config.run.rounds:
+        raise ConfigurationError(
+            f"[run] rounds is 0, so run {config.run.name!r} has no end that --until-finished could wait for; leave the "
+            "option out, and stop the server with Ctrl-C or SIGTERM"
+        )
+
+
+def _say_check(config: RunConfig, path: Path, insecure: bool) -> None:
+    from fleetdistill_server.serve_checks import problems, summary
+
+    found = problems(config, insecure)
+    for one in found:
+        typer.echo(f"error: {one}", err=True)
+    if found:
+        raise typer.Exit(1)
+    typer.echo("\n".join([f"{path} can be served", *summary(config)]))
+
+
+def _where(config: RunConfig, supervisor: Supervisor) -> str:
+    """Says where devices find the run."""
+    tls = config.server.tls()
+    enrol = ""
+    if tls is not None:
+        enrol = f" with TLS, devices enrol on {tls.enrol_listen.rpartition(':')[0]}:{supervisor.enrol_port}"
+    host = config.server.listen.rpartition(":")[0]
+    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; Ctrl-C ends it"

@@ -1,0 +1,179 @@
+"""`fleetdistill serve --check`, and that nothing is stored of a run that cannot begin."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli import app
+from fleetdistill_server.registration import register
+from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.serve_checks import check_new_run
+from fleetdistill_server.store import Store
+
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "serve"]
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A run.toml; changes are `section_key=value`, None leaves a setting out."""
+    settings: dict[str, Any] = {
+        "run_name": "digits",
+        "contract_classes": 10,
+        "contract_input_shape": [1, 8, 8],
+        "server_listen": "127.0.0.1:0",
+        "server_store": str(folder / "store"),
+        "server_torch_device": "cpu",
+        **changes,
+    }
+    lines: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition("_")
+        lines.setdefault(section, [f"[{section}]"]).append(f"{key} = {value!r}")
+    path = folder / "run.toml"
+    path.write_text("\n".join(line for section in lines.values() for line in section))
+    return path
+
+
+def check(path: Path, *options: str) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(app, ["serve", "--check", str(path), *options])
+    return done.exit_code, done.output.splitlines()
+
+
+def evaluation_file(folder: Path, shape: tuple[int, ...]) -> str:
+    path = folder / "evaluation.npz"
+    np.savez(path, inputs=np.zeros(shape, np.float32), labels=np.arange(len(np.zeros(shape))) % 10)
+    return str(path)
+
+
+def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, run_rounds=3, evaluation_data=evaluation_file(tmp_path, (20, 1, 8, 8)))
+    code, said = check(path)
+    assert code == 0
+    assert said[:3] == [f"{path} can be served", "run 'digits': new", "feddkc, 3 rounds, at least 2 devices a round"]
+    assert said[3].startswith("server half: ")
+    assert said[3].endswith("proxy set: none, evaluation: 20 samples")
+    assert said[4:] == [f"listens on 127.0.0.1:0 (plain text), store {tmp_path / 'store'}"]
+    assert not (tmp_path / "store").exists()
+
+
+FACTORIES = """
+from torch import nn
+
+def fails(**options):
+    raise ValueError("no such weights")
+"""
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a model that is not there": (
+        {"model_server": "digist_server"},
+        "unknown server model 'digist_server'; did you mean 'digits_server'? Expected one of ",
+    ),
+    "a model that fails": (
+        {"model_extractor": "own_factories:fails"},
+        "the models of feddkc cannot be built (ValueError: no such weights); check [model], and [contract] input_shape",
+    ),
+    "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; name it"),
+    "a method that lacks a proxy set": ({"run_method": "cdkt", "model_device": "cdkt_digits"}, "cdkt needs a labelled"),
+    "inputs that fit no model": ({"contract_input_shape": [3, 5]}, "shape (3, 5) must be channels, height, width"),
+    "a proxy set that is not there": (
+        {"proxy_data": "none.npz", "proxy_name": "p", "proxy_licence": "MIT"},
+        "[proxy] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
+    ),
+    "evaluation data that are not there": (
+        {"evaluation_data": "none.npz"},
+        "[evaluation] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
+    ),
+    "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
+    "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen = '192.0.2.1:0' is not the"),
+    "a PKI that is not there": ({"server_pki": "none"}, "cannot read none/server.pem; make a PKI with"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_told_and_nothing_is_stored(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, sentence = WRONG[name]
+    (tmp_path / "own_factories.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, said = check(write(tmp_path, **changes))
+    assert code == 1
+    assert [line.startswith(f"error: {sentence}") for line in said].count(True) == 1, said
+    assert not (tmp_path / "store").exists()
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    wrong = {"model_server": "none", "server_listen": "192.0.2.1:0"}
+    code, said = check(write(tmp_path, evaluation_data=evaluation_file(tmp_path, (20, 5)), **wrong))
+    assert code == 1
+    beginnings = [
+        "[server] listen = ",
+        "[server] listen: cannot listen on ",
+        "unknown server model",
+        "[evaluation] data",
+    ]
+    assert [line.startswith(f"error: {begins}") for line, begins in zip(said, beginnings, strict=True)] == [True] * 4
+    assert said[-1].endswith("has inputs of shape [5], [contract] input_shape is [1, 8, 8]")
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        code, said = check(write(tmp_path, server_listen=address))
+    assert (code, said) == (1, [f"error: [server] listen: cannot listen on {address}: Address already in use"])
+
+
+def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    register(store, load_run_config(write(tmp_path)))
+    store.close_round("digits", store.start_round("digits", []), b"checkpoint", [], {})
+    code, said = check(write(tmp_path, run_rounds=50))
+    assert (code, said[1]) == (0, "run 'digits': preparing, 1 rounds completed")
+    code, said = check(write(tmp_path, run_seed=7))
+    assert (code, len(said)) == (1, 1)
+    assert said[0].startswith("error: run 'digits' exists with another configuration: run.seed was 0, is 7; ")
+    assert "50" not in str(store.run("digits")), "a check changes nothing"
+    store.close()
+
+
+def test_serve_stores_nothing_of_a_run_that_cannot_begin(tmp_path: Path) -> None:
+    path = write(tmp_path, model_server="no_such_module:make")
+    done = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: server model 'no_such_module:make': cannot import ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_run_with_a_contract_is_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart must not wait for models that are known to work."""
+    path = write(tmp_path, model_server="no_such_module:make")
+    with pytest.raises(ConfigurationError, match="cannot import 'no_such_module'"):
+        check_new_run(path, load_run_config(path), threading.Event())
+    store = Store.open(tmp_path / "store")
+    register(store, load_run_config(path))
+    store.publish_contract("digits", b"")
+    store.close()
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: pytest.fail("no process is needed"))
+    check_new_run(path, load_run_config(path), threading.Event())
+
+
+def test_a_check_can_be_stopped(tmp_path: Path) -> None:
+    path = write(tmp_path, model_server="no_such_module:make")
+    stopped = threading.Event()
+    stopped.set()
+    before = len(os.listdir(tmp_path))
+    check_new_run(path, load_run_config(path), stopped)
+    assert len(os.listdir(tmp_path)) == before
