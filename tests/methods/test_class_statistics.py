@@ -16,9 +16,10 @@ from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
 from fleetdistill import class_statistics
-from fleetdistill.class_statistics import ClassSummary, clip, draw, merge, shrink, summarise
+from fleetdistill.class_statistics import ClassSummary, clip, draw, draw_classes, merge, shrink, summarise
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array
+from fleetdistill.seeds import derive_seed
 
 A_0 = np.array([[1.0, 0, 2], [3, 1, 2], [2, 2, 5], [0, 1, 3]])
 B_0 = np.array([[4.0, 1, 0], [6, 3, 1]])
@@ -260,6 +261,20 @@ def test_drawn_rows_are_named_by_their_seed(rows: Array, seed: int, count: int) 
     assert np.array_equal(np.maximum(found, 0), draw(one, count, seed, nonnegative=True))
     if count and one.diagonal.max() > 1e-3:
         assert not np.array_equal(found, draw(one, count, (seed + 1) % 2**64, nonnegative=False))
+
+
+@given(rows=features(rows=7), seed=st.integers(0, 2**63 - 1))
+def test_every_class_is_drawn_from_a_seed_of_its_own(rows: Array, seed: int) -> None:
+    """Two classes of one summary: the same Gaussian, other noise; each class's rows do not depend on the others."""
+    one = of_half(rows, 2)
+    found, labels = draw_classes({2: one, 5: one}, 4, seed, nonnegative=False)
+    assert labels.tolist() == [2] * 4 + [5] * 4
+    if one.diagonal.max() > 1e-3:
+        assert not np.array_equal(found[:4], found[4:])
+    alone, _ = draw_classes({5: one}, 4, seed, nonnegative=False)
+    assert np.array_equal(alone, found[4:])
+    expected = draw(one, 4, derive_seed(seed, "class", 5), nonnegative=False)
+    assert np.array_equal(alone, expected.astype(np.float32))
 
 
 @settings(max_examples=2)

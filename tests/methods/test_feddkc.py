@@ -166,10 +166,11 @@ def test_dkc_17_bytes_of_an_upload_and_of_the_answer(shape: tuple[int, ...], up:
 # --- server half
 
 
-def test_dkc_19_a_server_step_descends_equation_2() -> None:
-    """The specification's row: z_S = [1, 0, -1], label 0, target KKR([.7, .2, .1], T = .5), beta 1.5, tau 1."""
+@pytest.mark.parametrize("tau", [1.0, 2.0, 3.0])
+def test_dkc_19_a_server_step_descends_equation_2(tau: float) -> None:
+    """z_S = [1, 0, -1], label 0, target KKR([.7, .2, .1], T = .5), beta 1.5: the specification's row, its tau is 1."""
     server = make_server(
-        server_beta=1.5, temperature=1.0, momentum=0.0, weight_decay=0.0, server_learning_rate=0.1, refinement="kkr"
+        server_beta=1.5, temperature=tau, momentum=0.0, weight_decay=0.0, server_learning_rate=0.1, refinement="kkr"
     )
     server.predictor = nn.Linear(FEATURES, CLASSES, bias=False)
     with torch.no_grad():
@@ -177,9 +178,9 @@ def test_dkc_19_a_server_step_descends_equation_2() -> None:
     server._optimizer = torch.optim.SGD(server.predictor.parameters(), lr=0.1)
     features = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     target = torch.tensor([[0.5, 0.272727, 0.227273]])
-    softmax = torch.tensor([1.0, 0.0, -1.0]).softmax(0)
-    # d(total)/dz = (softmax - onehot) + beta * (softmax - target), worked by hand from eq. (2)
-    gradient = (softmax - torch.tensor([1.0, 0.0, 0.0])) + 1.5 * (softmax - target[0])
+    z = torch.tensor([1.0, 0.0, -1.0])
+    # d(total)/dz = (softmax(z) - onehot) + beta * tau * (softmax(z / tau) - target), worked by hand from eq. (2)
+    gradient = (z.softmax(0) - torch.tensor([1.0, 0.0, 0.0])) + 1.5 * tau * ((z / tau).softmax(0) - target[0])
     server._step(features, torch.tensor([0]), target)
     assert_close(server.predictor.weight[:, 0], torch.tensor([1.0, 0.0, -1.0]) - 0.1 * gradient, atol=1e-6, rtol=0)
 
