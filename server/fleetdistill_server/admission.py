@@ -63,6 +63,9 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
         _mismatch("element type", names, DTYPES[contract.knowledge_type].name, contract, advice)
     if profile.samples < 1:
         _mismatch("number of samples", profile.samples, "at least 1", contract, "give the device data to train on")
+    if contract.max_samples and profile.samples > contract.max_samples:
+        advice = "raise [contract] max_samples for a new run if devices really have so many"
+        _mismatch("number of samples", profile.samples, f"at most {contract.max_samples}", contract, advice)
 
 
 def _check_columns(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:

@@ -67,6 +67,7 @@ def make_contract(
         seed=config.run.seed,
         threads=config.run.threads,
         max_upload_bytes=config.server.max_upload_bytes,
+        max_samples=config.contract.max_samples,
         extractor_file=extractor.sha256 if extractor else b"",
         uploads=[
             contract_pb2.PartShapes(

@@ -30,6 +30,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.admission import check_profile
 from fleetdistill_server.counting import Counted, Sending, tensor_bytes
 from fleetdistill_server.disk_space import DiskSpace
+from fleetdistill_server.fleet_sizes import LARGE_DEVICE, FleetSizes
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.limits import Limiter, Limits, RefusalNotes, Who
 from fleetdistill_server.retention import drop_unneeded
@@ -103,6 +104,7 @@ class Desk:
         self._no_space = False
         self._damaged: set[bytes] = set()  # told already
         self._contracts: dict[str, contract_pb2.Contract] = {}
+        self._sizes = FleetSizes(store)
         self._leases: dict[tuple[str, str], float] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._noted = time.monotonic()
@@ -132,6 +134,7 @@ class Desk:
             if not self._commit(partial(self._register, run, device, hashed, profile)):
                 raise _id_taken(device)  # another device of the same id was quicker
             self._renew(run, device)
+            self._note_large(run, device, request.profile.samples)
             self.wake_engine()
         answer.lease_seconds = self.lease_seconds
         answer.heartbeat_seconds = self.lease_seconds / 4
@@ -141,8 +144,13 @@ class Desk:
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
         if store.run(run) is None:  # it was deleted after this desk had read its contract
             self._contracts.pop(run, None)
+            self._sizes.forget(run)
             raise _unknown_run(run)
         return store.register_device(run, device, hashed, profile)
+
+    def _note_large(self, run: str, device: str, samples: int) -> None:
+        for large, text in self._sizes.take(run, device, samples):
+            self._commit(partial(_note, run, LARGE_DEVICE, text, large))
 
     def _check_profile(
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
@@ -648,6 +656,10 @@ def _come_back_later(reason: str) -> service_pb2.NextAskResponse:
     come_back = service_pb2.ComeBack(after_seconds=_STOPPED_SECONDS, before_seconds=2 * _STOPPED_SECONDS)
     come_back.reason = f"the run is stopped until its operator starts it again: {reason}"[:_LONGEST_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
+
+
+def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:
+    store.add_event(run, kind, text, device=device)
 
 
 def _unknown_run(run: str) -> RefusedError:

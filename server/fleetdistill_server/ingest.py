@@ -572,6 +572,13 @@ def _parameter_type(name: str, sent: np.dtype) -> np.dtype:
     return _INT64 if "buffers" in name.split("/") and sent == _INT64 else _FLOAT32
 
 
+def _model_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
+    """The declared tensors; a negative variance would make the outputs of a whole fleet's mean not a number."""
+    rules = _parameter_rules(part, contract)
+    variances = {path: rule for path, rule in rules.items() if path.endswith("running_var")}
+    return rules | {path: replace(rule, low=0, what="running variance") for path, rule in variances.items()}
+
+
 def _gradient_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     """The declared tensors, all float32; an infinite loss is a diverged model's and may come, NaN may not."""
     sent = part.distillation_gradient
@@ -613,10 +620,10 @@ _RULES: dict[str | None, Callable[[knowledge_pb2.Part, contract_pb2.Contract], d
     "class_statistics": _statistics_rules,
     "shared_statistics": _shared_rules,
     "soft_predictions": _soft_rules,
-    "model_parameters": _parameter_rules,
+    "model_parameters": _model_rules,
     "distillation_gradient": _gradient_rules,
-    "generator": _parameter_rules,
-    "discriminator": _parameter_rules,
+    "generator": _model_rules,
+    "discriminator": _model_rules,
     "plan": _plan_rules,
     "metrics": _metric_rules,
 }

@@ -75,6 +75,7 @@ class ContractSection(_Section):
     classes: int | list[str]
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
+    max_samples: Annotated[int, Field(ge=1, lt=2**63)] = 10_000_000
 
     @field_validator("classes", mode="before")
     @classmethod

@@ -209,6 +209,11 @@ def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
             "non-finite value at row 1 of x/parameters/w",
         ),
         (
+            k.ModelParameters(parameters={}, buffers={"bn.running_var": f32([0, 2, -1])}),
+            "model_parameters",
+            "running variance -1 below 0 at row 2 of x/buffers/bn.running_var",
+        ),
+        (
             k.ModelParameters(parameters={}, buffers={"mean": f32(np.inf)}),
             "model_parameters",
             "non-finite value at row 0 of x/buffers/mean",

@@ -189,6 +189,43 @@ def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> No
     assert fleet.store.devices(RUN) == []
 
 
+def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: Store) -> None:
+    fleet = Fleet(store, max_samples=1000)
+    fleet.check_in("d1", profile=make_profile(samples=1000))
+    with pytest.raises(RefusedError) as refused:
+        fleet.check_in("d2", profile=make_profile(samples=1001))
+    assert refused.value.code == Code.CONTRACT_MISMATCH
+    assert str(refused.value) == (
+        "number of samples: the device has 1001, run 'digits' has at most 1000; raise [contract] max_samples for a new "
+        "run if devices really have so many"
+    )
+    assert fleet.refused() == [("d2", Code.CONTRACT_MISMATCH)]
+
+
+def large(fleet: Fleet) -> list[tuple[str, str]]:
+    return [(event["device"], event["text"]) for event in fleet.store.events(RUN, "large-device")]
+
+
+def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: Fleet) -> None:
+    for name, samples in {"d1": 10, "d2": 30, "d3": 401}.items():
+        secret = fleet.check_in(name, profile=make_profile(samples=samples)).secret
+    assert large(fleet) == []  # 20 times 30 is 600
+    fleet.check_in("d4", profile=make_profile(samples=10))
+    assert large(fleet) == [("d3", "d3 declares 401 samples, 20 times the fleet's median is 400")]
+    fleet.check_in("d3", secret, make_profile(samples=10**9))
+    assert len(large(fleet)) == 1
+    again = Desk(fleet.store)  # of another start
+    again.check_in(service_pb2.CheckInRequest(identity=make_identity("d5"), profile=make_profile(samples=10**6)))
+    assert [device for device, _ in large(fleet)] == ["d3", "d5"]
+
+
+def test_a_device_that_was_large_and_came_first_is_told_of_when_others_come(fleet: Fleet) -> None:
+    for name in ("hostile", "d1", "d2"):
+        assert large(fleet) == []
+        fleet.check_in(name, profile=make_profile(samples=10**9 if name == "hostile" else 10))
+    assert [device for device, _ in large(fleet)] == ["hostile"]
+
+
 def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
     assert fleet.desk.check_in(request).contract.run == RUN

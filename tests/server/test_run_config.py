@@ -110,7 +110,7 @@ UNKNOWN = {
     ),
     "in contract": (
         with_setting("contract", "labels", 3),
-        "[contract] labels: unknown setting; known are classes, input_shape, knowledge_type",
+        "[contract] labels: unknown setting; known are classes, input_shape, knowledge_type, max_samples",
     ),
     "in model": (
         with_setting("model", "teacher", "x"),
@@ -263,6 +263,7 @@ def test_no_value_of_any_setting_brings_a_sentence_of_pydantics(
         ("run", "deadline_seconds", 0, "must be above 0"),
         ("server", "lease_seconds", 0, "must be above 0"),
         ("server", "max_upload_bytes", 0, "must be at least 1"),
+        ("contract", "max_samples", 0, "must be at least 1"),
         ("contract", "input_shape", [], "must be a list of at least 1"),
         ("run", "deadline_seconds", math.inf, "must be a finite number"),
         (

@@ -187,6 +187,7 @@ class Contract(_message.Message):
     UPLOADS_FIELD_NUMBER: _builtins.int
     PROXY_SAMPLES_FIELD_NUMBER: _builtins.int
     EXTRACTOR_FILE_FIELD_NUMBER: _builtins.int
+    MAX_SAMPLES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run, 1 to 64 characters."""
     method: _builtins.str
@@ -217,6 +218,8 @@ class Contract(_message.Message):
     """SHA-256 of the payload with the extractor as an ONNX file, for devices without PyTorch; empty for none. Any device of
     the run may download it.
     """
+    max_samples: _builtins.int
+    """Most samples that a device may declare; 0 for no bound. They are its weight in averages."""
     @_builtins.property
     def config(self) -> _knowledge_pb2.Plan:
         """The method's configuration, every setting spelled out."""
@@ -265,10 +268,11 @@ class Contract(_message.Message):
         uploads: _abc.Iterable[Global___PartShapes] | None = ...,
         proxy_samples: _builtins.int = ...,
         extractor_file: _builtins.bytes = ...,
+        max_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "requirements", b"requirements"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_file", b"extractor_file", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "proxy_samples", b"proxy_samples", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads", "uploads", b"uploads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "config", b"config", "extractor_file", b"extractor_file", "extractor_fingerprint", b"extractor_fingerprint", "features", b"features", "initial_weights", b"initial_weights", "input_shape", b"input_shape", "knowledge_type", b"knowledge_type", "max_samples", b"max_samples", "max_upload_bytes", b"max_upload_bytes", "method", b"method", "model_fingerprint", b"model_fingerprint", "proxy_digest", b"proxy_digest", "proxy_samples", b"proxy_samples", "requirements", b"requirements", "rounds", b"rounds", "run", b"run", "seed", b"seed", "threads", b"threads", "uploads", b"uploads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

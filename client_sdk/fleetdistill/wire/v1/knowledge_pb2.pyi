@@ -546,7 +546,7 @@ class DistillationGradient(_message.Message):
     batch_size: _builtins.int
     """Samples behind the gradient, at least 1."""
     loss: _builtins.float
-    """Mean loss over these samples, nats, at least 0; infinite where the model has diverged and the gradients are zeros."""
+    """Mean loss over samples that are the same in all steps of a round, nats, at least 0; infinite where the model has diverged and the gradients are zeros."""
     @_builtins.property
     def gradients(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.NamedTensor]:
         """By the names of the trainable tensors, float32, finite."""

@@ -1,0 +1,81 @@
+"""Who declares far more samples than the other devices of its run: samples are a device's weight in averages."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterator
+
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store import Store
+
+LARGE_DEVICE = "large-device"
+"""Kind of the event about such a device; told once of each."""
+_LARGE = 20.0  # times the median of the fleet
+
+
+class FleetSizes:
+    """Samples that devices have declared, in memory; any thread may call.
+
+    Args:
+        store: Where earlier check-ins are read from, once a run.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._fleets: dict[str, _Fleet] = {}
+
+    def take(self, run: str, device: str, samples: int) -> list[tuple[str, str]]:
+        """Notes a check-in that is in the store; returns device and sentence for each one that is to be told of now.
+
+        That may be a device of an earlier check-in, which was not large then for want of others.
+        """
+        with self._lock:
+            fleet = self._fleets.get(run)
+            if fleet is None:
+                fleet = self._fleets[run] = _Fleet.read(self._store, run)
+            fleet.put(device, samples)
+            return list(fleet.newly_large())
+
+    def forget(self, run: str) -> None:
+        """Drops a run that is gone."""
+        with self._lock:
+            self._fleets.pop(run, None)
+
+
+class _Fleet:
+    def __init__(self) -> None:
+        self._samples: dict[str, int] = {}
+        self._ordered: list[tuple[int, str]] = []
+        self._told: set[str] = set()
+
+    @classmethod
+    def read(cls, store: Store, run: str) -> _Fleet:
+        fleet = cls()
+        fleet._samples = {
+            row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]).samples for row in store.devices(run)
+        }
+        fleet._ordered = sorted((samples, device) for device, samples in fleet._samples.items())
+        fleet._told = {row["device"] for row in store.events(run, LARGE_DEVICE)}
+        return fleet
+
+    def put(self, device: str, samples: int) -> None:
+        earlier = self._samples.get(device)
+        if earlier is not None:
+            del self._ordered[bisect.bisect_left(self._ordered, (earlier, device))]
+        self._samples[device] = samples
+        bisect.insort(self._ordered, (samples, device))
+
+    def newly_large(self) -> Iterator[tuple[str, str]]:
+        count = len(self._ordered)
+        median = (self._ordered[(count - 1) // 2][0] + self._ordered[count // 2][0]) / 2
+        for samples, device in reversed(self._ordered):
+            if samples <= _LARGE * median:
+                return
+            if device not in self._told:
+                self._told.add(device)
+                text = (
+                    f"{device} declares {samples} samples, {_LARGE:g} times the fleet's median is {_LARGE * median:g}"
+                )
+                yield device, text
