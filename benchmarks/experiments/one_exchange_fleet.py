@@ -24,7 +24,7 @@ from fleetdistill_server.simulation.partition import partition
 
 BATCH = 250
 """Images that go through the extractor at a time."""
-_IN_THE_FOLDER_ONLY = {"cifar100": 100}
+_IN_THE_FOLDER_ONLY = {"cifar100": 100, "usps": 10}
 """Sets that `load_dataset` does not know, and their classes."""
 
 
@@ -122,7 +122,8 @@ def _from_folder(name: str, size: int | None, folder: str | None) -> Dataset:
     root = Path(folder or os.environ["FLEETDISTILL_DATA"]).expanduser()
     with np.load(root / name / f"{name}.npz", allow_pickle=False) as stored:
         parts = [stored[f"{part}_{what}"] for part in ("train", "test") for what in ("images", "labels")]
-    images = [torch.from_numpy(one).float().div(255).permute(0, 3, 1, 2).contiguous() for one in parts[::2]]
+    images = [torch.from_numpy(one if one.ndim == 4 else one[..., None]) for one in parts[::2]]
+    images = [one.float().div(255).permute(0, 3, 1, 2).contiguous() for one in images]
     labels = [torch.from_numpy(one.astype(np.int64)) for one in parts[1::2]]
     if size is not None:
         images = [adaptive_avg_pool2d(one, size) for one in images]

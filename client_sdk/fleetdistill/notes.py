@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _WORDS = {
+    "classes_too_small": "none of the {} classes here has min_samples samples, so nothing of these rows is sent",
     "closed_form_instead": "this device answers in closed form instead of training a predictor",
     "dkd_batch_clipped_to": "the mini-batch has {} samples, all that there are",
     "own_statistics_kept": "the personal answer is of the device's own statistics, which are better",

@@ -22,6 +22,7 @@ from pydantic import (
 
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.methods import config_class
+from fleetdistill.methods.local import LocalTraining
 from fleetdistill.names import NAME
 from fleetdistill_server.limits import Limits
 from fleetdistill_server.security import ENROL_PORT, Tls
@@ -223,6 +224,7 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
         cls = config_class(method, settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"[run] method: {error}") from error
+    _check_form(cls, settings)
     types = get_type_hints(cls)
     known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
     section = create_model(cls.__name__, __base__=_Settings, **known)
@@ -234,6 +236,16 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
         raise ConfigurationError(sentences(error, {"method": list(known)}, "method")) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"[method] {error}") from error
+
+
+def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for a setting that only another form of the method has."""
+    here = {field.name for field in dataclasses.fields(cls)}
+    for form, other in cls.other_forms().items():
+        there = {field.name for field in dataclasses.fields(other)} - here
+        if found := sorted(there & settings.keys()):
+            names = ", ".join(found)
+            raise ConfigurationError(f"[method] {names}: only the form with {form} has it; set that, or leave it out")
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:

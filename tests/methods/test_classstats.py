@@ -129,7 +129,8 @@ def statistics_of(half: ClassStatsDevice) -> SharedStatistics:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"features": "pixels"}, "unknown features 'pixels', expected one of scattering, model"),
+        ({"features": "pixels"}, "unknown features 'pixels', expected one of scattering, model, averaged"),
+        ({"covariance": "full"}, "unknown covariance 'full', expected one of shared, class"),
         ({"predictor": "forest"}, "unknown predictor 'forest', expected one of closed_form, trained"),
         ({"own_network": "sold"}, "unknown own_network 'sold', expected one of kept, taught"),
         ({"dimensions": 7}, r"dimensions must be 0 or in \[8, 2048\], got 7"),
@@ -185,15 +186,26 @@ def test_features_and_covariance_of_two_forms_do_not_go_together(settings: dict[
         config_class("classstats", settings)
 
 
-def test_a_setting_of_the_other_form_is_refused_in_run_toml() -> None:
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"extractor_rounds": 3}, r'extractor_rounds: only the form with features = "averaged" has it; set that'),
+        ({"drawn_rows": 3, "rank": 4}, r'drawn_rows: only the form with features = "averaged" has it'),
+        (
+            {"features": "averaged", "predictor": "trained", "dimensions": 64},
+            r'dimensions, predictor: only the form with features = "scattering" or "model" has it',
+        ),
+        ({"extractor_round": 3}, "extractor_round: unknown setting"),
+    ],
+)
+def test_a_setting_of_the_other_form_is_refused_with_the_form_that_has_it(given: dict[str, Any], says: str) -> None:
     values: dict[str, Any] = {
         "run": {"name": "r", "method": "classstats"},
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
-        "method": {"extractor_rounds": 3},
+        "method": given,
     }
-    with pytest.raises(ConfigurationError, match=r"\[method\] extractor_rounds: unknown setting; known are .*rank"):
+    with pytest.raises(ConfigurationError, match=rf"\[method\] {says}"):
         run_config(values)
-    run_config({**values, "method": {"extractor_rounds": 3, "features": "averaged"}})
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 8), (16,)])
@@ -452,6 +464,10 @@ def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> 
     played = Rounds(make_server(), halves).play()
     sent = next(parts for step, name, parts in played.answered if (step, name) == ("summarise", "small"))
     assert sent["statistics"].labels == []  # type: ignore[union-attr]
+    assert played.notes_of["summarise", "small"]["classes_too_small"] == 4
+    assert [played.notes_of["summarise", name]["classes_too_small"] for name in devices()] == [0] * 3
+    text = "small has no class of 5 samples or more (min_samples); nothing of its rows is merged"
+    assert [event for event in played.events if event[0] == "no-class-sent"] == [("no-class-sent", text)]
     assert GENERAL in played.halves["small"].answers()
 
 
@@ -498,6 +514,14 @@ def test_what_devices_say_of_a_class_decides_whether_it_is_an_event() -> None:
     texts = [text for kind, text in played.events if kind == "class-not-recognised"]
     assert len(texts) == 1
     assert texts[0].startswith("class 0: 0.050 of its rows are recognised when left out, chance is 0.250")
+
+
+def test_of_rows_that_a_device_has_not_sent_nothing_is_said_of_a_class() -> None:
+    """Device a has three samples of class 2, fewer than min_samples: that these are not recognised says little."""
+    played = fleet("ab")
+    played.metrics = {"a": left_out(label=2, right=0, count=3)}
+    played.play()
+    assert "class-not-recognised" not in {kind for kind, _ in played.events}
 
 
 # --- the answers

@@ -228,12 +228,12 @@ def test_clipped_features_make_short_moments_and_the_app_is_told_how_many() -> N
             half = rounds.halves[device]
             lengths = half._features().flatten(1).norm(dim=1)
             assert lengths.max() > norm
-            assert rounds.notes_of["summarise", device] == {"rows_clipped": int((lengths > norm).sum())}
+            assert rounds.notes_of["summarise", device]["rows_clipped"] == int((lengths > norm).sum())
             for one in from_wire(parts["statistics"]).values():  # type: ignore[arg-type]
                 square = np.square(one.mean).sum() + (one.count - 1) / one.count * one.diagonal.sum()
                 assert 0 < square <= (1.01 * norm) ** 2
     unclipped = fleet().play(2)
-    assert [unclipped.notes_of["summarise", device] for device in "ab"] == [{"rows_clipped": 0}] * 2
+    assert [unclipped.notes_of["summarise", device]["rows_clipped"] for device in "ab"] == [0, 0]
 
 
 def test_a_device_without_enough_of_any_class_takes_part() -> None:
@@ -241,6 +241,8 @@ def test_a_device_without_enough_of_any_class_takes_part() -> None:
     rounds.halves["c"] = make_device([2, 2, 2, 2], seed=3)
     rounds.play(3)
     assert rounds.server._parts["c"].labels == []
+    assert rounds.notes_of["summarise", "c"] == {"rows_clipped": 0, "classes_too_small": 4}
+    assert [kind for kind, _ in rounds.events].count("no-class-sent") == 1
     assert ("learn", "c") in rounds.steps()
 
 

@@ -54,6 +54,7 @@ _CHOICES = {
     "predictor": ("closed_form", "trained"),
     "own_network": ("kept", "taught"),
 }
+_OF_THE_OTHER_FORM = {"features": ("averaged",), "covariance": ("class",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,9 @@ class ClassStatsConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in _CHOICES.items():
-            check_choice(name, getattr(self, name), known)
+            if (value := getattr(self, name)) not in known:
+                expected = ", ".join((*known, *_OF_THE_OTHER_FORM.get(name, ())))
+                raise ConfigurationError(f"unknown {name} {value!r}, expected one of {expected}")
         low, high = _DIMENSIONS
         if self.dimensions and not low <= self.dimensions <= high:
             raise ConfigurationError(f"dimensions must be 0 or in [{low}, {high}], got {self.dimensions!r}")
@@ -148,6 +151,13 @@ class ClassStatsConfig(LocalTraining):
         from fleetdistill.methods.classstats_averaged import AveragedConfig
 
         return AveragedConfig
+
+    @classmethod
+    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
+        """The averaged one."""
+        from fleetdistill.methods.classstats_averaged import AveragedConfig
+
+        return {'features = "averaged"': AveragedConfig}
 
     def for_classes(self, classes: int) -> ClassStatsConfig:
         """The same settings; none depends on the number of classes."""
@@ -267,7 +277,8 @@ class DeviceStatistics:
     def summarise(self) -> Answer:
         """Means of own classes and their one covariance (3.3, 3.4): all that ever leaves of the rows."""
         sent = to_wire(self.moments, self._config.rank, self._config.rows_per_direction)
-        return Answer(parts={"statistics": sent}, samples=len(self.labels))
+        too_small = 0 if sent.labels else len(np.unique(self.labels))
+        return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
 
     def learn(self, ask: Ask) -> Answer:
         """Takes the fleet's space, and makes both answers of it (3.6 to 3.11)."""

@@ -131,6 +131,13 @@ class AveragedConfig(LocalTraining):
                 "agreement_every to the rounds from one time to the next, or beyond the run's rounds for once"
             )
 
+    @classmethod
+    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
+        """The one of one exchange."""
+        from fleetdistill.methods.classstats import ClassStatsConfig
+
+        return {'features = "scattering" or "model"': ClassStatsConfig}
+
     @property
     def moments(self) -> int:
         """Vectors of F numbers that are sent of a class: its mean, and of its spread what there is to be."""
@@ -274,8 +281,10 @@ class AveragedDevice(DeviceMethod):
         features = self._features().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
         sent = to_wire(self._moments(rows), variances=not self.config.means_only)
-        clipped = {"rows_clipped": int((rows != features).any(axis=1).sum())}
-        return Answer(parts={"statistics": sent}, samples=len(self.local.data), notes=clipped)
+        clipped = int((rows != features).any(axis=1).sum())
+        too_small = 0 if sent.labels else len(self.local.data.labels.unique())
+        notes = {"rows_clipped": clipped, "classes_too_small": too_small}
+        return Answer(parts={"statistics": sent}, samples=len(self.local.data), notes=notes)
 
     def _moments(self, rows_nf: Array) -> dict[int, ClassSummary]:
         """What leaves of own rows, by class; the one place where noise would be added, of which there is none."""

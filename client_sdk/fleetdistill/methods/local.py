@@ -72,6 +72,11 @@ class LocalTraining:
         return cls
 
     @classmethod
+    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
+        """The configurations of the method's other forms, by the settings that choose them, as in run.toml."""
+        return {}
+
+    @classmethod
     def from_settings(cls, given: Mapping[str, Any]) -> Self:
         """The configuration of an operator's settings: what is given wins, with `paper` true over the paper's values.
 

@@ -39,7 +39,7 @@ from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import Rules, merged_moments
+from fleetdistill_server.methods.classstats_merge import Rules, merged_moments, note_no_class
 from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
@@ -174,6 +174,7 @@ class ClassStatsServer(ServerMethod):
             taken.append(answer.device)
             sent = answer.part("statistics", SharedStatistics)
             self._parts[answer.device] = (_in_memory(sent), versions.get(answer.device, ""))
+            note_no_class(answer.device, sent.labels, self.config.min_samples, cohort)
         self._note_silent(cohort.round, due, taken)
         if taken:
             self._merge(cohort)
@@ -208,7 +209,7 @@ class ClassStatsServer(ServerMethod):
         async for answer in cohort.ask("learn", self._lesson, to=due, quorum=quorum):
             taken.append(answer.device)
             self._held[answer.device] = self._merge_name
-            _add_up(figures, answer.parts)
+            _add_up(figures, answer.parts, self._counted.get(answer.device, []))
         self._note_silent(cohort.round, due, taken)
         self._note_poor_classes(cohort, figures)
 
@@ -324,12 +325,14 @@ class ClassStatsServer(ServerMethod):
         return None if model is None else (model, self.setting.input_shape)
 
 
-def _add_up(figures: dict[int, list[float]], parts: Parts) -> None:
+def _add_up(figures: dict[int, list[float]], parts: Parts, counted: Sequence[int]) -> None:
+    """Of the classes whose rows of this device are in the merge: of a few that are not sent nothing follows."""
     metrics = parts.get("metrics")
     for metric in metrics.metrics if isinstance(metrics, Metrics) else []:
         for one in metric.by_class if metric.name == LEAVE_ONE_OUT else []:
-            figures[one.label][0] += one.sum
-            figures[one.label][1] += one.count
+            if one.label in counted:
+                figures[one.label][0] += one.sum
+                figures[one.label][1] += one.count
 
 
 def _in_memory(part: SharedStatistics) -> SharedStatistics:

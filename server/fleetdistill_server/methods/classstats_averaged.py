@@ -33,7 +33,7 @@ from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import Classes, Rules, merged, too_large
+from fleetdistill_server.methods.classstats_merge import Classes, Rules, merged, note_no_class, too_large
 from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
@@ -175,6 +175,7 @@ class AveragedServer(ServerMethod):
         new = [device for device in answers if device not in self._parts]
         for device in new:
             self._parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
+            note_no_class(device, self._parts[device].labels, self.config.min_samples, cohort)
         if quorum is not None:
             self._note_silent([device for device in due if device not in answers], cohort.round)
         if new:

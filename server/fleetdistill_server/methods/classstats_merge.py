@@ -153,6 +153,13 @@ def too_large(classes: Classes, limit: float, notes: Notes) -> list[int]:
     return over
 
 
+def note_no_class(device: str, labels: Sequence[int], min_samples: int, notes: Notes) -> None:
+    """An event about a device that has sent no class."""
+    if not labels:
+        text = f"{device} has no class of {min_samples} samples or more (min_samples); nothing of its rows is merged"
+        notes.event("no-class-sent", text, device)
+
+
 def _note_single_classes(labels_of_devices: Sequence[Sequence[int]], notes: Notes) -> None:
     devices = Counter(label for labels in labels_of_devices for label in labels)
     if alone := sorted(label for label, count in devices.items() if count < 2):
