@@ -35,6 +35,7 @@ from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.run_changes import changes_between, refusal
 from fleetdistill_server.schema import migrations
+from fleetdistill_server.store_checks import check_database, check_whole, in_our_words
 
 Row = dict[str, Any]
 _BUSY_SECONDS = 30
@@ -63,6 +64,7 @@ class Store:
             with _database_errors():
                 self._assert_durable(journal_mode)
             with self.transaction():  # of several processes that open a new store, one makes the tables
+                check_whole(self._db, blobs)
                 migrations.apply(self._db)
         except StoreError:
             connection.close()
@@ -73,7 +75,7 @@ class Store:
         """Opens the store in a directory, makes it if need be, and brings its tables up to date.
 
         Raises:
-            StoreError: The directory cannot be used, or the database is damaged.
+            StoreError: The directory cannot be used; the database is damaged, lost, or of a later version.
         """
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
@@ -96,6 +98,11 @@ class Store:
         found = (self._value("PRAGMA journal_mode"), self._value("PRAGMA synchronous"))
         if found != (journal_mode, 2):
             raise StoreError(f"the database runs with journal mode and synchronous {found}, must be {journal_mode}, 2")
+
+    def check(self) -> None:
+        """Reads the whole database. Raises StoreError if it is damaged."""
+        with self._lock, _database_errors():
+            check_database(self._db)
 
     def close(self) -> None:
         """Closes the database."""
@@ -997,4 +1004,4 @@ def _database_errors() -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise NoSpaceError("the database failed: the disk is full") from error
-        raise StoreError(f"the database failed: {error}") from error
+        raise StoreError(in_our_words(error)) from error

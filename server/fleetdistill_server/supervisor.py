@@ -123,6 +123,7 @@ class Supervisor:
         self._engine: Child | None = None
         self._engine_due: float | None = None  # when the engine, which has no space, is to be started again
         self.store = Store.open(Path(config.server.store))
+        self.store.check()
         self._lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         register(self.store, config)

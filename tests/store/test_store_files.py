@@ -346,7 +346,10 @@ def test_a_damaged_database_is_a_store_error(directory: Path, content: bytes | N
         finally:
             opened.close()
 
-    with pytest.raises(StoreError, match=r"the database failed: (file is not a database|database disk image is)"):
+    damaged = (
+        r"the database store.sqlite is damaged \((file is not a database|database disk image is malformed)\)\. Move"
+    )
+    with pytest.raises(StoreError, match=damaged):
         use()
 
 
