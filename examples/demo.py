@@ -28,11 +28,13 @@ def main() -> None:
         demo(Simulation(method=given.method, link="grpc", alpha=0.5, seed=SEED, out=given.out))
     except FleetDistillError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def demo(wanted: Simulation) -> None:
     """The method with its controls; then, unless it is that one itself, one exchange of class statistics."""
-    report = simulate_with_progress(wanted)
+    report = simulate_with_progress(wanted, if_there="overwrite")
     show_run(report)
     if wanted.method != ONE_EXCHANGE:
         report = then_exchange(wanted, report)
@@ -42,7 +44,7 @@ def demo(wanted: Simulation) -> None:
 def then_exchange(wanted: Simulation, report: FleetReport) -> FleetReport:
     """The same data, partition, seed and devices with class statistics; its comparison and curves join the report's."""
     out = wanted.out / ONE_EXCHANGE
-    exchange = simulate_with_progress(same_fleet(wanted, report, out))
+    exchange = simulate_with_progress(same_fleet(wanted, report, out), if_there="overwrite")
     print(*exchange_lines(exchange, out), sep="\n")
     both = replace(
         report,

@@ -39,7 +39,7 @@ def run(refinement: str, given: argparse.Namespace) -> FleetReport:
         with_fedavg=False,
         out=given.out / refinement,
     )
-    report = simulate(wanted)
+    report = simulate(wanted, if_there="overwrite")
     print(f"{refinement}: {report.mean_accuracy_fleet:.1%} after {report.seconds:.0f} s", flush=True)
     return report
 

@@ -262,7 +262,7 @@ def measure(given: argparse.Namespace, known: dict[Key, dict[str, Any]]) -> None
             continue
         wanted = simulation_of(given, key)
         row = {"comparison": given.comparison, **dict(zip(("setting", "run", "seed"), key, strict=True))}
-        report = simulate(wanted)
+        report = simulate(wanted, if_there="overwrite")
         known[key] = row | {"digest": digest(wanted)} | figures(report)
         with given.results.open("a") as file:
             file.write(json.dumps(known[key]) + "\n")

@@ -57,7 +57,7 @@ def measure(given: argparse.Namespace, known: dict[str, Any]) -> None:
     for key, simulation in runs(given):
         if key in known:
             continue
-        report = simulate(simulation)
+        report = simulate(simulation, if_there="overwrite")
         known[key] = {
             "alone": report.mean_accuracy_alone,
             "alone_own": report.mean_own_accuracy_alone,

@@ -333,16 +333,19 @@ class Device:
         self._stopped.set()
         self._link.interrupt()
 
-    def close(self) -> None:
+    def close(self, *, leave: bool = True) -> None:
         """Says goodbye to the server and releases the state directory.
 
         Not while an answer waits for its receipt: leaving would close its ask, and the device may come back in time.
+
+        Args:
+            leave: False says no goodbye, so that the server keeps waiting for the answer to an open ask.
         """
         if self._closed:
             return
         self._closed = True
         self._stopped.set()
-        if self._terms is not None:
+        if leave and self._terms is not None:
             with contextlib.suppress(FleetDistillError):
                 if self._storage.pending() is None:
                     self._link.leave(self._identity)

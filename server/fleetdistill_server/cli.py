@@ -6,8 +6,9 @@ of ours, printed as one sentence, 2 wrong usage.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -36,6 +37,7 @@ from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.retention import Freed
+    from fleetdistill_server.simulation.settings import Simulation
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -54,6 +56,9 @@ app.add_typer(devices_app, name="devices")
 devices_app.command("revoke")(devices_revoke)
 
 _SIZES = Sizes()
+_FIELDS = {"model": ("models",), "set_": ("settings",), "controls": ("with_alone", "with_fedavg")}
+"""Options of `simulate` that have another name in `Simulation`."""
+_INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
 
 
 @app.callback(invoke_without_command=True)
@@ -69,6 +74,7 @@ app.command("serve")(serve)
 @app.command()
 @one_sentence
 def simulate(
+    context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
     dataset: Annotated[
@@ -107,12 +113,23 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Folder for report.json, fleet.png and the models.")] = Path(
         "out/simulation"
     ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the simulation in the folder, with its settings.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in the folder.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr"""
-    from fleetdistill_server.simulation.settings import Simulation
-    from fleetdistill_server.simulation.show import simulate_and_show
+    """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr
 
+    Ctrl-C ends it with a report of the rounds so far; --resume goes on from there.
+    """
+    from fleetdistill_server.simulation.fleet import Interrupted
+    from fleetdistill_server.simulation.folder import saved_simulation
+    from fleetdistill_server.simulation.settings import Simulation
+    from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
+
+    if resume and overwrite:
+        raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
     wanted = Simulation(
         method=method,
         settings=dict(_setting(one) for one in set_ or []),
@@ -136,7 +153,26 @@ def simulate(
         with_fedavg=controls,
         out=out,
     )
-    simulate_and_show(wanted, as_json=as_json)
+    if resume:
+        wanted = _with_given(context, saved_simulation(out), wanted)
+    if_there: Literal["refuse", "overwrite", "resume"] = "resume" if resume else "overwrite" if overwrite else "refuse"
+    try:
+        simulate_and_show(wanted, if_there=if_there, as_json=as_json)
+    except Interrupted as interrupted:
+        typer.echo(interrupted_line(interrupted, out), err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -> Simulation:
+    """A saved simulation with the options that stand on the command line; one that differs is refused later."""
+    given = {
+        name
+        for option in context.params
+        if (source := context.get_parameter_source(option)) is not None and source.name == "COMMANDLINE"
+        for name in _FIELDS.get(option, (option,))
+    }
+    changes = {one.name: getattr(wanted, one.name) for one in dataclasses.fields(wanted) if one.name in given}
+    return dataclasses.replace(saved, **changes)
 
 
 @app.command()

@@ -61,8 +61,11 @@ class Child:
         self.started = time.monotonic()
         self.process = self._start()
 
-    def stop(self) -> None:
-        """Asks the process to end, and ends it if it does not."""
+    def stop(self, at_once: bool = False) -> None:
+        """Asks the process to end, and ends it if it does not; or ends it `at_once`."""
+        if at_once:
+            self.process.kill()
+            self.process.wait()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -118,6 +121,7 @@ class Supervisor:
         self._on_listening = on_listening
         self._log = log
         self._stopped = stopped or threading.Event()
+        self._at_once = False
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._engine: Child | None = None
@@ -128,8 +132,13 @@ class Supervisor:
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         register(self.store, config)
 
-    def stop(self) -> None:
-        """Makes `serve` return; may be called from a signal handler."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Makes `serve` return; may be called from a signal handler.
+
+        Args:
+            at_once: Front and engine are killed, which loses nothing, in place of being asked to end.
+        """
+        self._at_once = at_once
         self._stopped.set()
 
     def serve(self, *, until_finished: bool = False, on_over: Callable[[str], None] = lambda status: None) -> bool:
@@ -172,9 +181,9 @@ class Supervisor:
                     break
             return self._run_is_over()
         finally:
-            self._front.stop()
+            self._front.stop(self._at_once)
             if self._engine is not None:
-                self._engine.stop()
+                self._engine.stop(self._at_once)
             self.store.close()
             self._lock.close()
 

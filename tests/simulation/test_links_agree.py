@@ -129,11 +129,3 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was not made by a simulation"):
         simulate(Simulation(**{**vars(SMALL), "out": tmp_path}))
     assert thesis.read_text() == "years of work"
-
-
-def test_a_folder_of_an_earlier_simulation_is_made_anew(tmp_path: Path) -> None:
-    wanted = Simulation(**{**vars(SMALL), "rounds": 1, "devices": 2, "out": tmp_path})
-    first = simulate(wanted)
-    (tmp_path / "work" / "left-over").write_text("x")
-    assert simulate(wanted).accuracy_by_round == first.accuracy_by_round
-    assert not (tmp_path / "work" / "left-over").exists()

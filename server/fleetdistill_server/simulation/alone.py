@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,11 @@ def score_start(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
 
 
 def train_alone(
-    spec: DeviceSpec, config: RunConfig, initial: ModelParameters | None, took_part: Sequence[bool]
+    spec: DeviceSpec,
+    config: RunConfig,
+    initial: ModelParameters | None,
+    took_part: Sequence[bool],
+    after_round: Callable[[], None] = lambda: None,
 ) -> list[Counts]:
     """Trains one device without the fleet, from the weights that the fleet starts from.
 
@@ -58,6 +62,7 @@ def train_alone(
         config: The run, for the method's local training.
         initial: What the method gives every device at the start.
         took_part: For each completed round whether the fleet's device was in it; only then this one trains too.
+        after_round: Called after each round.
 
     Returns:
         Its figures on the test part after each round.
@@ -68,6 +73,8 @@ def train_alone(
     optimizer: torch.optim.Optimizer | None = None
     figures = [evaluate(model, test, spec.classes)]
     for number, active in enumerate(took_part, start=1):
+        if number > 1:
+            after_round()
         epochs = plan.cross_entropy_epochs(sum(took_part[:number])) if active else 0
         if not epochs:  # not in the round, or in one that makes no pass over the labels
             figures.append(figures[-1])
@@ -86,6 +93,7 @@ def train_alone(
             device="cpu",
         )
         figures.append(evaluate(model, test, spec.classes))
+    after_round()
     return figures[1:]
 
 

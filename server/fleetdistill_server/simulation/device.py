@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +90,9 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
 
     def note(event: Event) -> None:
         if event.kind == "exported":
-            spec.exported_file.write_text(json.dumps(event.values))
+            new = spec.exported_file.with_suffix(".new")
+            new.write_text(json.dumps(event.values))
+            new.replace(spec.exported_file)
         elif event.kind == "scored":
             split, _, answer = event.values["split"].partition("/")
             if split == "test":
@@ -120,9 +121,8 @@ def main() -> int:
     parser.add_argument("spec", type=Path)
     parser.add_argument("--server", required=True)
     given = parser.parse_args()
-    end_with_parent()
+    end_with_parent()  # SIGTERM ends it at once, without a goodbye, so that the open round waits for its next start
     device = make_device(DeviceSpec(**json.loads(given.spec.read_text())), given.server)
-    signal.signal(signal.SIGTERM, lambda number, frame: device.stop())
     try:
         with device:
             device.run()

@@ -7,19 +7,17 @@ front, engine and devices are processes of their own on the loopback. For one se
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.model import parameter_count
@@ -29,13 +27,14 @@ from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.simulation.alone import score_start, train_alone
+from fleetdistill_server.simulation.alone import score_start
 from fleetdistill_server.simulation.comparison import cost_of
 from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.history import FleetHistory, read_history
-from fleetdistill_server.simulation.links import run_over_grpc, run_over_memory
+from fleetdistill_server.simulation.folder import IfThere, open_folder
+from fleetdistill_server.simulation.history import read_history
+from fleetdistill_server.simulation.links import Watch, run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.partition import (
     Ints,
     Partition,
@@ -44,12 +43,17 @@ from fleetdistill_server.simulation.partition import (
     partition_parameters,
     proxy_rows,
 )
+from fleetdistill_server.simulation.plots import load_matplotlib
 from fleetdistill_server.simulation.report import FleetReport, Outcome, make_report
+from fleetdistill_server.simulation.run_controls import fedavg_specs, run_fedavg, train_fleet_alone
 from fleetdistill_server.simulation.scores import START, append_scores
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 RUN = "simulation"
+PATIENCE_SECONDS = 1e7
+"""Nobody is late in a simulation: one that is resumed after months has all its devices, and their open asks."""
+Phase = Literal["fleet", "alone", "fedavg"]
 PROXY_PER_CLASS = 8
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
@@ -57,33 +61,97 @@ RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a simulation is: completed rounds, and the mean accuracy on the test part where it is known."""
+    """How far a simulation is.
 
+    Attributes:
+        phase: `fleet`, then the controls: `alone` and `fedavg`.
+        completed, total: Rounds of it; of `alone` those of all devices together.
+        accuracy: Of the fleet's devices on the test part after the last round, their mean, where it is known.
+    """
+
+    phase: Phase
     completed: int
-    rounds: int
-    accuracy: float | None
+    total: int
+    accuracy: float | None = None
 
 
-def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambda progress: None) -> FleetReport:
+OnProgress = Callable[[Progress], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a simulation; another start goes on from there.
+
+    Attributes:
+        report: Of the rounds that were completed, as it was written; None before the first one.
+    """
+
+    def __init__(self, report: FleetReport | None) -> None:
+        super().__init__("the simulation was interrupted")
+        self.report = report
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """A simulation that is ready to run: data, partition, run and devices, in its folder."""
+
+    data: Dataset
+    split: Partition
+    config: RunConfig
+    specs: list[DeviceSpec]
+    initial: ModelParameters | None
+    work: Path
+
+
+def simulate(
+    wanted: Simulation, on_progress: OnProgress = lambda progress: None, *, if_there: IfThere = "refuse"
+) -> FleetReport:
     """Runs a simulation and writes report.json, fleet.png and the exported models under `out`.
 
+    Whenever it is interrupted, killed included, another start with `if_there="resume"` ends as if nothing had happened.
+
+    Args:
+        wanted: What to simulate.
+        on_progress: Called after every round of the fleet and of the controls.
+        if_there: What to do with an earlier simulation in `out`; see `open_folder`.
+
     Raises:
-        ConfigurationError: A setting is out of range.
+        ConfigurationError: A setting is out of range, or `out` holds another simulation.
         DataError: The data set or the partition cannot be had.
         RunError: The run failed.
+        Interrupted: Ctrl-C; the report of the completed rounds has been written.
     """
     started = time.monotonic()
     _check(wanted)
-    data = load_dataset(
-        wanted.dataset,
-        wanted.data_dir,
-        train_limit=wanted.train_limit,
-        image_size=wanted.image_size,
-        seed=wanted.seed,
-    )
-    data = _limit_test_part(data, wanted)
-    work = _fresh(wanted.out / "work")
-    wanted = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
+    work, lock = open_folder(wanted, if_there)
+    with lock:
+        data = load_dataset(
+            wanted.dataset,
+            wanted.data_dir,
+            train_limit=wanted.train_limit,
+            image_size=wanted.image_size,
+            seed=wanted.seed,
+        )
+        data = _limit_test_part(data, wanted)
+        wanted = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
+        fleet = _prepare(wanted, data, work)
+        alone: dict[str, list[Counts]] = {}
+        load_matplotlib()
+        try:
+            run = run_over_memory if wanted.link == "memory" else run_over_grpc
+            run(fleet.config, fleet.specs, work, _watcher("fleet", fleet.config, on_progress)).close()
+            if wanted.with_alone:
+                alone = _train_alone(wanted, fleet, on_progress)
+            fedavg = _fedavg(wanted, fleet, on_progress)
+        except KeyboardInterrupt as interrupt:
+            done = Controls(alone, None)
+            raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
+        report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
+    assert report is not None  # a run has at least a round
+    return report
+
+
+def _prepare(wanted: Simulation, data: Dataset, work: Path) -> _Fleet:
+    """Deals the data out and makes the run; a second time it makes the same again."""
     data = hold_out_proxy(wanted, data, work)
     split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted, data))
     config = make_run_config(wanted, data, work)
@@ -91,29 +159,48 @@ def simulate(wanted: Simulation, on_progress: Callable[[Progress], None] = lambd
     _check_fedavg(wanted, config)
     initial = build_method(config).initial()
     note_start(initial, specs)
-    watch = _watcher(wanted.rounds_to_complete, on_progress)
-    store = (run_over_memory if wanted.link == "memory" else run_over_grpc)(config, specs, work, watch)
-    try:
-        history = read_history(store, RUN, specs)
-        controls = Controls(
-            alone=train_fleet_alone(wanted, config, initial, specs, history) if wanted.with_alone else {},
-            fedavg=run_fedavg(wanted, config, data, specs, history, store),
-        )
+    return _Fleet(data, split, config, specs, initial, work)
+
+
+def _store(fleet: _Fleet) -> contextlib.closing[Store]:
+    return contextlib.closing(Store.open(Path(fleet.config.server.store)))
+
+
+def _report(
+    wanted: Simulation, fleet: _Fleet, controls: Controls, started: float, *, finished: bool
+) -> FleetReport | None:
+    """The report of the completed rounds; None without any."""
+    with _store(fleet) as store:
+        if not any(row["status"] == "closed" for row in store.rounds(RUN)):
+            return None
         return make_report(
             Outcome(
                 wanted=wanted,
                 store=store,
-                config=config,
-                data=data,
-                split=split,
-                specs=specs,
-                history=history,
+                config=fleet.config,
+                data=fleet.data,
+                split=fleet.split,
+                specs=fleet.specs,
+                history=read_history(store, RUN, fleet.specs),
                 controls=controls,
                 seconds=time.monotonic() - started,
+                finished=finished,
             )
         )
-    finally:
-        store.close()
+
+
+def _train_alone(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
+    """Every device's model by itself."""
+    completed, total = 0, wanted.rounds_of_controls * len(fleet.specs)
+
+    def after_rounds(more: int) -> None:
+        nonlocal completed
+        completed += more
+        on_progress(Progress("alone", completed, total))
+
+    with _store(fleet) as store:
+        history = read_history(store, RUN, fleet.specs)
+    return train_fleet_alone(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)
 
 
 def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
@@ -151,8 +238,8 @@ def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, s
     return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
 
 
-def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
-    """The run.toml of a simulation, as settings."""
+def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
+    """The run.toml of a simulation, as settings; `store` is `work/store` by default."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
     if _server_half(wanted).server_reads_inputs:
         server = _largest_model(wanted, data)
@@ -164,6 +251,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
                 "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
                 "min_devices": wanted.devices,
+                "deadline_seconds": PATIENCE_SECONDS,
                 "threads": wanted.threads,
             },
             "contract": {
@@ -177,7 +265,8 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path) -> RunConfig:
             "evaluation": {"data": str(work / "test.npz")},
             "server": {
                 "listen": "127.0.0.1:0",
-                "store": str(work / "store"),
+                "store": str(store or work / "store"),
+                "lease_seconds": PATIENCE_SECONDS,
                 "torch_device": wanted.torch_device,
             },
         }
@@ -250,35 +339,25 @@ def note_start(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None
         append_scores(spec.scores_file, START, score_start(spec, initial).confusion.tolist())
 
 
-def run_fedavg(
-    wanted: Simulation,
-    config: RunConfig,
-    data: Dataset,
-    specs: list[DeviceSpec],
-    history: FleetHistory,
-    store: Store,
-) -> FedAvgControl | None:
-    """FedAvg on the same data, in memory; the run itself, with its history and store, where that is FedAvg."""
+def _fedavg(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> FedAvgControl | None:
+    """FedAvg on the same data; the run itself, with its history and store, where that is FedAvg."""
+    config, specs = fleet.config, fleet.specs
     plan = config.method_config()
     if wanted.method == "fedavg":
-        return FedAvgControl(specs[0].model, asdict(plan), history, cost_of(store, RUN, len(specs)))
+        with _store(fleet) as store:
+            history, cost = read_history(store, RUN, specs), cost_of(store, RUN, len(specs))
+        return FedAvgControl(specs[0].model, asdict(plan), history, cost)
     if not wanted.with_fedavg:
         return None
-    model = _largest_model(wanted, data)
+    model = _largest_model(wanted, fleet.data)
     settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
     rounds = wanted.rounds_of_controls
     control = replace(wanted, method="fedavg", models=(model,), settings=settings, rounds=rounds)
-    work = Path(specs[0].state_dir).parent
-    control_config = make_run_config(control, data, work)
-    (work / "fedavg").mkdir()
-    specs = [replace(spec, model=model, state_dir=str(work / "fedavg" / spec.name)) for spec in specs]
+    work = fleet.work / "fedavg"
+    control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
+    specs = fedavg_specs(specs, model, work)
     note_start(build_method(control_config).initial(), specs)
-    own_store = run_over_memory(control_config, specs, work, lambda store: None)
-    try:
-        plan = asdict(control_config.method_config())
-        return FedAvgControl(model, plan, read_history(own_store, RUN, specs), cost_of(own_store, RUN, len(specs)))
-    finally:
-        own_store.close()
+    return run_fedavg(control_config, model, specs, work, _watcher("fedavg", control_config, on_progress))
 
 
 def _passes(config: RunConfig) -> int:
@@ -293,24 +372,6 @@ def _check_fedavg(wanted: Simulation, config: RunConfig) -> None:
             f"{wanted.method} makes no pass over the labels in a round with these settings, and FedAvg, its control, "
             "needs one; simulate without FedAvg (with_fedavg, --no-controls), or let the method learn from labels"
         )
-
-
-def train_fleet_alone(
-    wanted: Simulation,
-    config: RunConfig,
-    initial: ModelParameters | None,
-    specs: list[DeviceSpec],
-    history: FleetHistory,
-) -> dict[str, list[Counts]]:
-    """Trains every device's model by itself, with as many local epochs as in the fleet, or for `control_rounds`."""
-    torch.set_num_threads(config.run.threads)
-    rounds = wanted.rounds_of_controls
-
-    def active(name: str) -> list[bool]:
-        part = [] if wanted.one_exchange else history.took_part[name]
-        return [*part, *[True] * (rounds - len(part))][:rounds]
-
-    return {spec.name: train_alone(spec, config, initial, active(spec.name)) for spec in specs}
 
 
 def _check(wanted: Simulation) -> None:
@@ -346,19 +407,8 @@ def _is_small(data: Dataset) -> bool:
     return tuple(data.train_images.shape[1:]) == (1, 8, 8)
 
 
-def _fresh(work: Path) -> Path:
-    """Makes the folder anew, but only if it is one of ours."""
-    marker = work / "made-by-fleetdistill"
-    if work.exists() and not marker.exists() and any(work.iterdir()):
-        raise DataError(f"{work} is not empty and was not made by a simulation; choose another out folder")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    marker.write_text(json.dumps({"run": RUN}))
-    return work.resolve()
-
-
-def _watcher(rounds: int, on_progress: Callable[[Progress], None]) -> Callable[[Store], None]:
-    """Calls `on_progress` when another round has been completed."""
+def _watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
+    """Calls `on_progress` when another round of a run has been completed."""
     last = -1
 
     def watch(store: Store) -> None:
@@ -367,7 +417,7 @@ def _watcher(rounds: int, on_progress: Callable[[Progress], None]) -> Callable[[
         completed = int(row["completed_rounds"]) if row else 0
         if completed != last:
             last = completed
-            on_progress(Progress(completed, rounds, _latest_accuracy(store)))
+            on_progress(Progress(phase, completed, config.run.rounds, _latest_accuracy(store)))
 
     return watch
 

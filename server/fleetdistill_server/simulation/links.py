@@ -47,20 +47,48 @@ class DriveDevices:
 
 
 def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
-    """Runs engine and devices in this process, strictly one after the other."""
+    """Runs engine and devices in this process, strictly one after the other.
+
+    The store lies on the disk, so that another process goes on where this one was interrupted.
+    """
     from fleetdistill_server.engine import Engine
 
-    store = Store.in_memory()
+    store = Store.open(Path(config.server.store))
     desk = Desk(store, compression=compression_of(config.server.compression))
-    with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+    with _closed_on_failure(store), _open_devices(specs, desk) as devices:
         engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
-        asyncio.run(engine.run())
+        # Not asyncio.run: that makes of Ctrl-C a request which nothing here ever waits for.
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(engine.run())
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:
                 pass
     watch(store)
     return store
+
+
+@contextlib.contextmanager
+def _closed_on_failure(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise
+
+
+@contextlib.contextmanager
+def _open_devices(specs: list[DeviceSpec], desk: Desk) -> Iterator[list[Device]]:
+    """The devices. Whatever interrupts them, they do not say goodbye: the open round waits for them."""
+    devices: list[Device] = []
+    finished = False
+    try:
+        for spec in specs:
+            devices.append(make_device(spec, MemoryLink(desk)))
+        yield devices
+        finished = True
+    finally:
+        for device in devices:
+            device.close(leave=finished)
 
 
 def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
@@ -71,11 +99,13 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
     serving.start()
+    finished = False
     try:
         with device_processes(specs, _port(supervisor, failure)) as processes:
             _watch_until_over(config.run.name, supervisor, processes, watch, failure)
+        finished = True
     finally:
-        supervisor.stop()
+        supervisor.stop(at_once=not finished)
         serving.join()
     return Store.open(Path(config.server.store))
 

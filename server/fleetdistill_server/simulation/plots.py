@@ -29,6 +29,13 @@ _MARKERS = ("o", "D", "s")
 _GREY = "#5a5a5a"
 
 
+def load_matplotlib() -> None:
+    """Loads it before it is needed, so that the picture of an interrupted simulation is there at once."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.ticker  # noqa: F401
+
+
 def plot_partition(
     ax: Axes, counts_jc: npt.ArrayLike, class_names: Sequence[str], device_names: Sequence[str], partition: str
 ) -> None:

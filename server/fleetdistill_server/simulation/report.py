@@ -49,7 +49,7 @@ class DeviceReport:
     Attributes:
         bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
         sent_up, sent_down: The same as it travelled.
-        onnx_file: The model that its app uses, under the simulation's `out`.
+        onnx_file: The model that its app uses, under the simulation's `out`; None before the run is over.
         onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's, of all its files.
         onnx_answers: The file of each answer, where the app has several: `general`, then the further ones.
         further: For each further answer of the device, such as classstats' `personal`, `accuracy` and `own_accuracy`.
@@ -74,8 +74,8 @@ class DeviceReport:
     bytes_down: int
     sent_up: int
     sent_down: int
-    onnx_file: str
-    onnx_max_difference: float
+    onnx_file: str | None
+    onnx_max_difference: float | None
     onnx_answers: dict[str, str]
     further: dict[str, dict[str, float]]
     samples_by_class: list[int]
@@ -88,6 +88,10 @@ class FleetReport:
     """A simulation's outcome; what report.json holds.
 
     Attributes:
+        rounds, completed_rounds: Wanted, and done; the figures are those after the last completed one.
+        finished: False where the simulation was interrupted; then controls that are not complete are missing, and the
+            devices have exported no models.
+        seconds: How long it took, controls included, since its last start.
         mean_accuracy_fedavg_global: FedAvg's global model on the global test part, the control of the comparison.
         mean_accuracy_fedavg_device: FedAvg's device models after local training there, mean over devices.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_fedavg_device: Means on own classes: C-Spec
@@ -126,6 +130,8 @@ class FleetReport:
     partition_parameters: dict[str, Any]
     seed: int
     rounds: int
+    completed_rounds: int
+    finished: bool
     seconds: float
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float
@@ -164,7 +170,13 @@ class FleetReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A finished simulation, as its report needs it; `seconds` is how long it took with its controls."""
+    """A simulation, as its report needs it: finished, or interrupted after at least one round.
+
+    Attributes:
+        controls: Those that are complete.
+        seconds: How long it took with its controls, since its last start.
+        finished: False where it was interrupted.
+    """
 
     wanted: Simulation
     store: Store
@@ -175,6 +187,7 @@ class Outcome:
     history: FleetHistory
     controls: Controls
     seconds: float
+    finished: bool = True
 
     @property
     def run(self) -> str:
@@ -183,7 +196,7 @@ class Outcome:
 
 
 def make_report(done: Outcome) -> FleetReport:
-    """Gathers the figures of a finished run and writes them under the simulation's `out`."""
+    """Gathers the figures of the completed rounds and writes them under the simulation's `out`."""
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     traffic, told = done.store.traffic(done.run), expected(done.store, done.run)
@@ -201,6 +214,8 @@ def make_report(done: Outcome) -> FleetReport:
         partition_parameters=dict(done.split.parameters),
         seed=done.wanted.seed,
         rounds=done.config.run.rounds,
+        completed_rounds=len(by_round),
+        finished=done.finished,
         seconds=round(done.seconds, 2),
         mean_accuracy_alone=statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
         mean_accuracy_fleet=statistics.mean(one.accuracy_fleet for one in devices),
@@ -281,7 +296,7 @@ def _device_report(
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone else None
     own_traffic = [one for one in traffic if one["device"] == spec.name]
-    exported = json.loads(spec.exported_file.read_text())
+    exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
     return DeviceReport(
         name=spec.name,
         model=spec.model,
@@ -295,8 +310,8 @@ def _device_report(
         bytes_down=total_bytes(own_traffic, "down"),
         sent_up=_sent(own_traffic, "up"),
         sent_down=_sent(own_traffic, "down"),
-        onnx_file=_collect(done.wanted.out, spec, "model", spec.name),
-        onnx_max_difference=exported["max_difference"],
+        onnx_file=_collect(done.wanted.out, spec, "model", spec.name) if exported else None,
+        onnx_max_difference=exported["max_difference"] if exported else None,
         onnx_answers={
             answer: _collect(done.wanted.out, spec, answer, f"{spec.name}-{answer}")
             for answer in (GENERAL, *done.history.further)
@@ -426,7 +441,7 @@ def report_table(report: FleetReport) -> Table:
             _arrow(one.own_accuracy_alone, one.own_accuracy_fleet),
             readable_bytes(one.bytes_up),
             readable_bytes(one.bytes_down),
-            f"{one.onnx_max_difference:.0e}",
+            "" if one.onnx_max_difference is None else f"{one.onnx_max_difference:.0e}",
         )
         _add_further(table, one.further)
     table.add_section()

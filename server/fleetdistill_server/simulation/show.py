@@ -7,21 +7,36 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fleetdistill_server.simulation.comparison import NAMES, comparison_table
+from fleetdistill_server.simulation.fleet import Interrupted, simulate
 from fleetdistill_server.simulation.fleet import Progress as Done
-from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.folder import IfThere
 from fleetdistill_server.simulation.report import FleetReport, report_table
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.traffic import readable_bytes
 
 _TABLE_WIDTH = 118
+_SPEED_SECONDS = 3600.0
+"""The time left comes of the rounds within the last so many seconds: one may take minutes."""
 
 
-def simulate_and_show(wanted: Simulation, *, as_json: bool = False) -> FleetReport:
-    """Runs a simulation with a progress bar and prints its tables, or its report as JSON."""
-    report = simulate_with_progress(wanted)
+def simulate_and_show(wanted: Simulation, *, if_there: IfThere = "refuse", as_json: bool = False) -> FleetReport:
+    """Runs a simulation with a progress bar and prints its tables, or its report as JSON.
+
+    Raises:
+        Interrupted: As `simulate`.
+    """
+    report = simulate_with_progress(wanted, if_there)
     if as_json:
         print(json.dumps(asdict(report), indent=1))
         return report
@@ -50,9 +65,19 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     console.print(f"{out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
 
 
-def simulate_with_progress(wanted: Simulation) -> FleetReport:
+def simulate_with_progress(wanted: Simulation, if_there: IfThere = "refuse") -> FleetReport:
     """Runs a simulation with a progress bar on stderr."""
-    return _with_progress(wanted, Console(stderr=True))
+    with _Bars(wanted, Console(stderr=True)) as bars:
+        return simulate(wanted, bars.show, if_there=if_there)
+
+
+def interrupted_line(interrupted: Interrupted, out: Path) -> str:
+    """What there is after Ctrl-C, and how it goes on."""
+    report = interrupted.report
+    if report is None:
+        return f"interrupted before the first round was complete; --resume --out {out} goes on from there"
+    done = f"{report.completed_rounds} of {report.rounds} rounds"
+    return f"interrupted; report.json and fleet.png in {out} are of {done}; --resume --out {out} goes on from there"
 
 
 def verdict(report: FleetReport) -> str:
@@ -116,27 +141,37 @@ def _percent(rate: float | None) -> str:
     return "not scored" if rate is None else f"{rate:.1%}"
 
 
-def _with_progress(wanted: Simulation, console: Console) -> FleetReport:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-    )
-    progress = Progress(*columns, console=console)
-    try:
-        task = progress.add_task(
-            f"{wanted.method} over {wanted.link}", total=wanted.rounds_to_complete, accuracy="starting"
+class _Bars:
+    """A bar for the fleet, then one for each control, each with the time that it has taken and that is left."""
+
+    def __init__(self, wanted: Simulation, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[accuracy]}"),
         )
+        self._names = {
+            "fleet": f"{wanted.method} over {wanted.link}",
+            "alone": "control: every device alone",
+            "fedavg": "control: FedAvg",
+        }
+        self._progress = Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS)
+        self._tasks: dict[str, TaskID] = {}
 
-        def show(done: Done) -> None:
-            progress.start()  # not before the settings and the data have proved good
-            text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
-            if done.completed == done.rounds:
-                text += ", now the controls" if wanted.with_alone or wanted.with_fedavg else ""
-            progress.update(task, completed=done.completed, accuracy=text)
+    def __enter__(self) -> _Bars:
+        return self
 
-        return simulate(wanted, show)
-    finally:
-        progress.stop()
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, done: Done) -> None:
+        """Moves the bar of a phase."""
+        text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
+        if done.phase not in self._tasks:
+            self._progress.start()  # not before the settings and the data have proved good
+            task = self._progress.add_task(self._names[done.phase], total=done.total, accuracy=text)
+            self._tasks[done.phase] = task
+        self._progress.update(self._tasks[done.phase], completed=done.completed, accuracy=text)

@@ -1,0 +1,105 @@
+"""The folder of a simulation: what it began with, so that it can go on, and that nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.file_lock import lock_file
+from fleetdistill_server.simulation.settings import Simulation
+
+IfThere = Literal["refuse", "overwrite", "resume"]
+_MARKER = "made-by-fleetdistill"
+_SETTINGS = "simulation.json"
+_RESULTS = ("report.json", "fleet.png", "onnx")
+
+
+def open_folder(wanted: Simulation, if_there: IfThere) -> tuple[Path, IO[Any]]:
+    """Makes the work folder of a simulation, or takes it up again.
+
+    Args:
+        wanted: The simulation; its settings are kept in the folder.
+        if_there: What to do with an earlier simulation in `out`: `refuse`, `overwrite` it, or `resume` it where it was.
+            To resume where there is none is to begin.
+
+    Returns:
+        The folder `work` under `out`, and its lock, to be closed in the end.
+
+    Raises:
+        ConfigurationError: There is a simulation that is not to be overwritten, or one with other settings to resume.
+        DataError: The folder holds files of others, or another simulation runs in it.
+    """
+    work = wanted.out / "work"
+    if work.exists() and not (work / _MARKER).exists() and any(work.iterdir()):
+        raise DataError(f"{work} is not empty and was not made by a simulation; choose another out folder")
+    if if_there == "refuse":
+        _refuse(wanted.out)
+    goes_on = if_there == "resume" and (work / _MARKER).exists()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / _MARKER).touch()
+    lock = lock_file(work / "lock")
+    if lock is None:
+        raise DataError(f"another simulation runs in {wanted.out}; wait for its end, or choose another out folder")
+    if goes_on:
+        _check_same(wanted)
+    else:
+        _clear(wanted.out)
+        (work / _SETTINGS).write_text(json.dumps(_as_json(wanted), indent=1))
+    return work.resolve(), lock
+
+
+def saved_simulation(out: Path) -> Simulation:
+    """The simulation that a folder was made for.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    try:
+        values: dict[str, Any] = json.loads((out / "work" / _SETTINGS).read_text())
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+        values["data_dir"] = Path(values["data_dir"]) if values["data_dir"] else None
+        return Simulation(**values, out=out)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{out} holds no simulation to resume; begin one without --resume") from error
+
+
+def _refuse(out: Path) -> None:
+    if (out / "work" / _MARKER).exists() or (out / "report.json").exists():
+        raise ConfigurationError(
+            f"{out} holds an earlier simulation; --resume goes on with it, --overwrite replaces it, --out names "
+            "another folder"
+        )
+
+
+def _check_same(wanted: Simulation) -> None:
+    began, now = _as_json(saved_simulation(wanted.out)), _as_json(wanted)
+    changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in now if now[name] != began.get(name)]
+    if changed:
+        raise ConfigurationError(
+            f"the simulation in {wanted.out} began with other settings: {'; '.join(changed)}; give the first ones, "
+            "or replace it with --overwrite"
+        )
+
+
+def _as_json(wanted: Simulation) -> dict[str, Any]:
+    """All settings but the folder, which another start may name from elsewhere."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(wanted), default=str))
+    del values["out"]
+    return values
+
+
+def _clear(out: Path) -> None:
+    """Deletes what an earlier simulation left; the marker and the lock stay."""
+    for path in [*(out / name for name in _RESULTS), *(out / "work").iterdir()]:
+        if path.name in (_MARKER, "lock"):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,187 @@
+"""Ctrl-C and kill -9 in a simulation; another start ends as if nothing had happened. Nothing is overwritten unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import PATIENCE_SECONDS, wait_until
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.cli import app
+from fleetdistill_server.simulation.fleet import RUN, Interrupted, Progress, simulate
+from fleetdistill_server.simulation.folder import open_folder, saved_simulation
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.show import interrupted_line
+from fleetdistill_server.store import Store
+
+FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
+OPTIONS = ["--devices", "2", "--rounds", "3", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "simulate"]
+
+
+def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """What a simulation leaves: its report but for times, and the link that it went over; and all models."""
+    report = json.loads((out / "report.json").read_text())
+    del report["seconds"], report["link"]
+    return report, {path.name: path.read_bytes() for path in (out / "onnx").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    simulate(replace(FLEET, out=out))
+    return results(out)
+
+
+class Impatient:
+    """Presses Ctrl-C at one of the moments that the progress tells."""
+
+    def __init__(self, phase: str, completed: int) -> None:
+        self._moment = (phase, completed)
+        self.seen: list[tuple[str, int, int]] = []
+
+    def __call__(self, done: Progress) -> None:
+        self.seen.append((done.phase, done.completed, done.total))
+        if (done.phase, done.completed) == self._moment:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_simulation_writes_what_there_is_and_goes_on_to_the_same_end(
+    tmp_path: Path, undisturbed: object
+) -> None:
+    wanted = replace(FLEET, out=tmp_path / "out")
+    moments = {("fleet", 0): None, ("fleet", 1): 1, ("fleet", 3): 3, ("alone", 4): 3, ("fedavg", 2): 3}
+    for moment, completed in moments.items():
+        with pytest.raises(Interrupted) as found:
+            simulate(wanted, Impatient(*moment), if_there="resume")
+        report = found.value.report
+        assert (report.completed_rounds if report else None) == completed, moment
+        if report is not None:
+            written = json.loads((wanted.out / "report.json").read_text())
+            assert (written["finished"], written["completed_rounds"], written["rounds"]) == (False, completed, 3)
+            assert {len(curve) for curve in report.accuracy_by_round.values()} == {completed}
+            assert (report.mean_accuracy_alone is not None) == (moment[0] == "fedavg"), "the controls that are complete"
+            assert (wanted.out / "fleet.png").is_file()
+    watched = Impatient("never", 0)
+    report = simulate(wanted, watched, if_there="resume")
+    assert report.finished
+    assert results(wanted.out) == undisturbed
+    assert ("alone", 3, 6) in watched.seen, "a device that had been trained alone is not trained again"
+    assert ("alone", 4, 6) not in watched.seen
+
+
+def test_progress_moves_while_the_controls_run(tmp_path: Path) -> None:
+    watched = Impatient("never", 0)
+    simulate(replace(FLEET, rounds=2, out=tmp_path / "out"), watched)
+    assert [one for one in watched.seen if one[0] == "alone"] == [("alone", number, 4) for number in (1, 2, 3, 4)]
+    for phase in ("fleet", "fedavg"):
+        assert [one for one in watched.seen if one[0] == phase] == [(phase, number, 2) for number in (0, 1, 2)]
+
+
+def start(out: Path, *options: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, "--out", str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def interrupt(process: subprocess.Popen[str], out: Path, rounds: int, number: signal.Signals) -> str:
+    """Sends a signal once so many rounds are complete; returns what was said on standard error."""
+    store: list[Store] = []
+
+    def there() -> bool:
+        if not store and (out / "work" / "store" / "store.sqlite").exists():
+            store.append(Store.open(out / "work" / "store"))
+        row = store[0].run(RUN) if store else None
+        return row is not None and row["completed_rounds"] >= rounds
+
+    try:
+        wait_until(there, f"round {rounds}")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+        for one in store:
+            one.close()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["memory", "grpc"])
+def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
+    tmp_path: Path, undisturbed: object, link: str
+) -> None:
+    out = tmp_path / "out"
+    said = interrupt(first := start(out, "--link", link, *OPTIONS), out, 1, signal.SIGINT)
+    assert first.returncode == 130
+    assert f"--resume --out {out} goes on from there" in said
+    assert "Traceback" not in said
+    assert json.loads((out / "report.json").read_text())["completed_rounds"] >= 1
+    interrupt(start(out, "--resume"), out, 2, signal.SIGKILL)
+    last = start(out, "--resume")
+    _, said = last.communicate(timeout=PATIENCE_SECONDS)
+    assert last.returncode == 0, said
+    assert results(out) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["memory", "grpc"])
+def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: str) -> None:
+    """A device trains for hours on end: whoever waits for it ends long after this test's patience."""
+    out = tmp_path / "out"
+    said = interrupt(start(out, "--link", link, *OPTIONS, "--set", "local_epochs=1000000"), out, 0, signal.SIGINT)
+    assert "interrupted before the first round was complete" in said
+
+
+# --- what is there
+
+
+def test_an_earlier_simulation_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    wanted = replace(FLEET, rounds=1, with_alone=False, with_fedavg=False, out=tmp_path / "out")
+    first = simulate(wanted)
+    (wanted.out / "work" / "left-over").write_text("x")
+    before = (wanted.out / "report.json").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"holds an earlier simulation; --resume goes on.*--overwrite.*--out"):
+        simulate(wanted)
+    with pytest.raises(ConfigurationError, match="began with other settings: seed was 0, is 1; give the first ones"):
+        simulate(replace(wanted, seed=1), if_there="resume")
+    assert (wanted.out / "report.json").read_bytes() == before
+    assert simulate(wanted, if_there="overwrite").accuracy_by_round == first.accuracy_by_round
+    assert not (wanted.out / "work" / "left-over").exists()
+
+
+def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
+    wanted = replace(FLEET, out=tmp_path / "out")
+    _, lock = open_folder(wanted, "refuse")
+    with lock, pytest.raises(DataError, match="another simulation runs in"):
+        open_folder(wanted, "resume")
+    assert saved_simulation(wanted.out) == wanted
+
+
+def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    open_folder(replace(FLEET, models=("digits_linear",), out=tmp_path / "out"), "refuse")[1].close()
+    told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--rounds", "5"])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert "rounds was 3, is 5" in told.stderr
+    told = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "none"), "--resume"])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert "holds no simulation to resume; begin one without --resume" in told.stderr
+    told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--overwrite"])
+    assert "--resume and --overwrite exclude each other" in told.stderr
+
+
+def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
+    assert interrupted_line(Interrupted(None), Path("out")) == (
+        "interrupted before the first round was complete; --resume --out out goes on from there"
+    )
