@@ -79,9 +79,23 @@ def batch_norm_names(module: nn.Module) -> frozenset[str]:
     )
 
 
-def part_shapes(kind: Kind) -> Mapping[str, tuple[int, ...]]:
+class TypedShape(tuple[int, ...]):
+    """A shape that also says in which type the elements travel."""
+
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: np.dtype) -> TypedShape:
+        """Both together."""
+        made = cls(shape)
+        made.dtype = dtype
+        return made
+
+
+def part_shapes(kind: Kind) -> Mapping[str, TypedShape]:
     """The tensors of a part by their path within it, such as `parameters/0.weight`; what a contract declares."""
-    return {slot.path.removeprefix("x/"): slot.shape for slot in encode({"x": kind}).slots}
+    slots = encode({"x": kind}).slots
+    return {slot.path.removeprefix("x/"): TypedShape.of(slot.shape, slot.dtype) for slot in slots}
 
 
 def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:

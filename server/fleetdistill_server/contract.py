@@ -7,6 +7,7 @@ import numpy as np
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_to_plan
 from fleetdistill.model import fingerprint
+from fleetdistill.tensors import TypedShape
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2
@@ -72,7 +73,7 @@ def make_contract(
         uploads=[
             contract_pb2.PartShapes(
                 part=part,
-                tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()],
+                tensors=[_named(name, shape) for name, shape in tensors.items()],
                 least_samples=method.least_samples().get(part, 0),
                 most_rows=method.most_rows().get(part, 0),
                 rows_per_direction=method.rows_per_direction().get(part, 0),
@@ -81,3 +82,10 @@ def make_contract(
         ],
     )
     return contract, initial, extractor
+
+
+def _named(name: str, shape: tuple[int, ...]) -> contract_pb2.NamedShape:
+    named = contract_pb2.NamedShape(name=name, shape=shape)
+    if isinstance(shape, TypedShape):
+        named.element_type = ELEMENT_TYPES[shape.dtype]
+    return named

@@ -22,7 +22,7 @@ from fleetdistill.knowledge import EMBEDDING
 from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.channels import LARGEST, LARGEST_STEP
-from fleetdistill.wire.codec import KINDS, float_type, in_channel_steps
+from fleetdistill.wire.codec import float_type, in_channel_steps
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.payload import DTYPES, Slot
@@ -36,7 +36,11 @@ ROWS = -1
 TENSOR = "tensor"
 """Marks, in what an ask expects, the path of a column; everything else there is a part and its kind."""
 
+MOST_METRICS = 100
+"""Each is a row of the store for every answer."""
 _MAX_WORD = 64
+_MAX_PLAN_BYTES = 64 << 10
+_MOST_QUOTED = 5
 _IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
 """An importance is at most 1, and predictions sum to 1 up to rounding."""
 _PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
@@ -216,10 +220,18 @@ class Ingest:
                 continue
             if slot.shape[0] == 0:
                 raise self._refuse(Code.BAD_TENSOR, f"{slot.path} has no rows, at least 1 is needed", slot)
+            self._check_own_rows(slot)
             first = rows.setdefault(slot.path.split("/")[0], slot)
             if slot.shape[0] != first.shape[0]:
                 text = f"{slot.path} has {slot.shape[0]} rows, {first.path} has {first.shape[0]}; they must agree"
                 raise self._refuse(Code.BAD_TENSOR, text, slot)
+
+    def _check_own_rows(self, slot: Slot) -> None:
+        """A device has a row for each of its samples at most, and no more samples than it has declared."""
+        if slot.kind == "sample_knowledge" and self._samples is not None and slot.shape[0] > self._samples:
+            text = f"{slot.path} has {slot.shape[0]} rows, the device has declared {self._samples} samples"
+            # One that was honest has data of after the backup that this server was restored from.
+            raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
 
     def _unpacked(self, chunk: wire.AnyChunk, sent: bytes) -> bytes:
         try:
@@ -555,21 +567,22 @@ def _row_of(slot: Slot, row: int) -> Slot:
 
 def _parameter_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     """Exactly the tensors that the contract declares for this part, so that the engine need not look again."""
-    declared = _declared(part, contract)
+    declared = {t.name: t for one in contract.uploads if one.part == part.name for t in one.tensors}
     own = wire.slots(knowledge_pb2.Parts(parts=[part]))
-    sent = {slot.path.removeprefix(f"{part.name}/"): slot.dtype for slot in own}
-    if missing := sorted(declared.keys() - sent.keys()):
+    sent = {slot.path.removeprefix(f"{part.name}/") for slot in own}
+    if missing := sorted(declared.keys() - sent):
         raise RefusedError(
             Code.BAD_TENSOR, f"part {part.name!r} lacks {', '.join(missing[:5])}", {"tensor": missing[0]}
         )
-    return {
-        f"{part.name}/{name}": Rule((_parameter_type(name, sent[name]),), shape) for name, shape in declared.items()
-    }
+    return {f"{part.name}/{name}": Rule(_parameter_types(one), tuple(one.shape)) for name, one in declared.items()}
 
 
-def _parameter_type(name: str, sent: np.dtype) -> np.dtype:
-    """Counters among the buffers are int64; everything else is float32."""
-    return _INT64 if "buffers" in name.split("/") and sent == _INT64 else _FLOAT32
+def _parameter_types(declared: contract_pb2.NamedShape) -> tuple[np.dtype, ...]:
+    """What the contract says; in one from before it said types, scalar buffers may be counters, the rest is float32."""
+    if declared.element_type in DTYPES:
+        return (DTYPES[declared.element_type],)
+    counter = "buffers" in declared.name.split("/") and not declared.shape
+    return (_FLOAT32, _INT64) if counter else (_FLOAT32,)
 
 
 def _model_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
@@ -595,12 +608,19 @@ def _declared(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict
 
 
 def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
-    for metric in part.metrics.metrics:
+    metrics = part.metrics.metrics
+    if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
+        text = f"part {part.name!r} has {len(metrics)} metrics, must be {MOST_METRICS} at most and each there once"
+        raise RefusedError(Code.BAD_VALUE, text)
+    for metric in metrics:
         labels = [one.label for one in metric.by_class]
+        if len(set(labels)) != len(labels):
+            raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} has a class twice")
         numbers = [metric.sum, *(one.sum for one in metric.by_class)]
         if not all(math.isfinite(number) for number in numbers) or any(x >= len(contract.classes) for x in labels):
             raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or names an unknown class")
-        if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or metric.count >= 1 << 63:
+        counts = [metric.count, *(one.count for one in metric.by_class)]
+        if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or max(counts) >= 1 << 63:
             text = f"metric {metric.name[:64]!r}: its name must be 1 to {_MAX_WORD} characters, its count below 2**63"
             raise RefusedError(Code.BAD_VALUE, text)
     return {}
@@ -608,6 +628,9 @@ def _metric_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> 
 
 def _plan_rules(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, Rule]:
     entries = part.plan.entries
+    if part.ByteSize() > _MAX_PLAN_BYTES:
+        text = f"part {part.name!r} has {part.ByteSize()} bytes of settings, must be at most {_MAX_PLAN_BYTES}"
+        raise RefusedError(Code.TOO_LARGE, text)
     doubled = len({entry.name for entry in entries}) != len(entries)
     if doubled or any(entry.WhichOneof("value") is None for entry in entries):
         raise RefusedError(Code.BAD_MESSAGE, f"part {part.name!r} has a setting twice, or one without a value")
@@ -666,6 +689,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 
 def _words(parts: Mapping[str, str | None]) -> str:
-    unknown = sorted(name for name, kind in parts.items() if kind not in KINDS)
-    listed = ", ".join(f"{name} ({kind})" for name, kind in sorted(parts.items()) if kind in KINDS) or "none"
-    return f"{listed}{f' and unknown {unknown}' if unknown else ''}"
+    """The first few parts, with as much of their names as tells them apart."""
+    listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MOST_QUOTED]) or "none"
+    return listed if len(parts) <= _MOST_QUOTED else f"{listed} and {len(parts) - _MOST_QUOTED} more"

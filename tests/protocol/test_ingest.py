@@ -30,12 +30,13 @@ from wire_samples import (
 
 from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
+from fleetdistill.tensors import part_shapes
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.payload import CHUNK_BYTES, digest, slots
+from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.blobs import MemoryBlobs
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.ingest import MOST_METRICS, Ingest
 from fleetdistill_server.repeats import ROOM
 
 FLOAT32 = np.float32
@@ -626,16 +627,85 @@ def test_a_part_of_a_kind_that_only_the_server_sends_is_refused_even_if_named_in
     assert said(error) == (Code.BAD_TENSOR, "device d1: tensor 'x/values' is not part of the contract")
 
 
-def test_parameters_travel_as_float32_and_only_buffers_as_int64() -> None:
+def test_every_tensor_of_a_model_has_the_type_that_the_contract_says() -> None:
+    """A running mean in int64 would be the sum over the devices, as counters are, and not their mean."""
+    right = k.ModelParameters(parameters={"w": f32([1])}, buffers={"running_mean": f32([1]), "counter": i64(3)})
+    contract = make_contract()
+    shapes = contract.uploads.add(part="x")
+    for name, shape in part_shapes(right).items():
+        shapes.tensors.add(name=name, shape=shape, element_type=ELEMENT_TYPES[shape.dtype])
+    Ingest("d1", encode({"x": right}).header(), contract, {"x": "model_parameters"})
+    for name, array, wanted in (
+        ("running_mean", i64([1]), "float32"),
+        ("counter", f32(3), "int64"),
+        ("counter", np.uint8(3), "int64"),
+    ):
+        wrong = k.ModelParameters(parameters=right.parameters, buffers={**right.buffers, name: np.asarray(array)})
+        with pytest.raises(RefusedError) as error:
+            Ingest("d1", encode({"x": wrong}).header(), contract, {"x": "model_parameters"})
+        text = f"device d1: x/buffers/{name} is {np.asarray(array).dtype.name}, expected {wanted}"
+        assert said(error.value) == (Code.BAD_TENSOR, text)
+
+
+def test_in_a_contract_of_before_only_scalar_buffers_may_count() -> None:
     good = {"w": f32([1])}
     take_in(
-        encode({"x": k.ModelParameters(parameters=good, buffers={"n": i64([1]), "m": f32([1])})}),
+        encode({"x": k.ModelParameters(parameters=good, buffers={"n": i64(1), "m": f32([1])})}),
         expects={"x": "model_parameters"},
     )
+    error = refusal(
+        encode({"x": k.ModelParameters(parameters=good, buffers={"m": i64([1])})}), expects={"x": "model_parameters"}
+    )
+    assert said(error) == (Code.BAD_TENSOR, "device d1: x/buffers/m is int64, expected float32")
     error = refusal(encode({"x": k.ModelParameters(parameters={"w": i64([1])})}), expects={"x": "model_parameters"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: x/parameters/w is int64, expected float32")
     error = refusal(raw_payload({"w": np.zeros(1)}), expects={"raw": "model_parameters"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: raw/buffers/w is float64, expected float32")
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_a_device_has_no_more_rows_than_samples(samples: int) -> None:
+    if samples == 4:
+        take_in(make_payload(), samples=samples)
+        return
+    error = refusal(make_payload(), samples=samples)
+    text = "device d1: knowledge/sample_ids has 4 rows, the device has declared 3 samples"
+    assert said(error) == (Code.BAD_VALUE, text)
+    assert error.details["check_in"] == "again"
+
+
+def test_metrics_are_counted_and_each_is_there_once() -> None:
+    def sent(*names: str) -> k.Metrics:
+        return k.Metrics(metrics=[k.Metric(name=one, split="test", sum=1, count=1) for one in names])
+
+    knowledge = make_knowledge()
+    take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MOST_METRICS)))}))
+    for wrong in (sent(*(f"m{n}" for n in range(MOST_METRICS + 1))), sent("a", "a")):
+        error = refusal(encode({"knowledge": knowledge, "metrics": wrong}))
+        text = f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be 100 at most and each there once"
+        assert said(error) == (Code.BAD_VALUE, text)
+
+
+def test_a_metric_names_a_class_once() -> None:
+    twice = k.Metric(name="m", split="test", sum=1, count=1, by_class=[k.ClassCount(label=1, sum=1, count=1)] * 2)
+    error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[twice])}))
+    assert said(error) == (Code.BAD_VALUE, "device d1: metric 'm' has a class twice")
+
+
+def test_a_refusal_quotes_the_first_few_parts() -> None:
+    parts = encode({f"{number}{'x' * 200}": k.Metrics(metrics=[]) for number in range(50)})
+    text = str(refusal(parts))
+    assert "and 45 more, asked for knowledge (sample_knowledge)" in text
+    assert len(text) < 600
+    too_many = encode({str(number): k.Metrics(metrics=[]) for number in range(50)})
+    for number in range(51):
+        too_many.parts.parts.add(name=f"p{number}").metrics.SetInParent()
+    assert said(refusal(too_many)) == (Code.BAD_MESSAGE, "device d1: the payload has 101 parts, must be at most 100")
+
+
+def test_settings_of_an_answer_are_bounded() -> None:
+    error = refusal(encode({"x": k.Plan(values={"a": "x" * 70_000})}), expects={"x": "plan"})
+    assert error.code == Code.TOO_LARGE
 
 
 def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -22,6 +23,7 @@ from fleetdistill.wire.compression import RAW, Packer, unpacked
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 CHUNK_BYTES = 1 << 20
+MAX_PARTS = 100
 MAX_TENSORS = 10_000
 MAX_AXES = 16
 MAX_NAME = 256
@@ -101,9 +103,12 @@ def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
 
     Raises:
         WireError: A tensor has an unknown type or encoding, a negative axis, too many or too long axes, no fitting
-            `channels`, or carries data inline; a name is empty, too long or doubled; there are more than `MAX_TENSORS`.
+            `channels`, or carries data inline; a name is empty, too long or doubled; there are more than `MAX_PARTS` or
+            `MAX_TENSORS`.
     """
     found: list[Slot] = []
+    if len(parts.parts) > MAX_PARTS:
+        raise WireError(f"the payload has {len(parts.parts)} parts, must be at most {MAX_PARTS}")
     for kind, path, tensor in _tensors(parts):
         found += _slots_of(kind, path, tensor, found[-1].stop if found else 0)
         if len(found) > MAX_TENSORS:
@@ -222,7 +227,7 @@ def _check_name(name: str) -> None:
 
 def _check_unique(paths: list[str]) -> None:
     if len(set(paths)) != len(paths):
-        doubled = next(path for path in paths if paths.count(path) > 1)
+        doubled = next(path for path, count in Counter(paths).items() if count > 1)
         raise WireError(f"tensor {doubled!r} appears twice")
 
 

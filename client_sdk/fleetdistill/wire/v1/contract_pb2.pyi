@@ -98,8 +98,13 @@ class NamedShape(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    ELEMENT_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the feature column, that is of the cut it is taken at."""
+    element_type: _tensor_pb2.ElementType.ValueType
+    """Type of the elements, of tensors in `Contract.uploads` that have one of their own. Unspecified where the kind of the
+    part says it, and from a server of before.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Without the batch axis, each axis at least 1."""
@@ -109,10 +114,11 @@ class NamedShape(_message.Message):
         *,
         name: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        element_type: _tensor_pb2.ElementType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["element_type", b"element_type", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
