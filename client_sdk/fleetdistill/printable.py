@@ -27,11 +27,5 @@ class PrintableRecords(logging.Filter):
         return True
 
 
-def escape_log() -> None:
-    """Makes what the root logger's handlers write printable."""
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(PrintableRecords())
-
-
 def _lines(error: BaseException) -> list[str]:
     return "".join(traceback.format_exception(error)).rstrip("\n").split("\n")

@@ -25,9 +25,10 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.joining import GUARD
+from fleetdistill_server.logs import about
 from fleetdistill_server.store import Row, Store
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.cohort")
 PayloadFor = Parts | Callable[[str], Parts] | None
 ColumnsFor = Callable[[str], Sequence[str]]
 _LONGEST_EVENT = 1000
@@ -246,7 +247,8 @@ class Cohort:
             except NoSpaceError as error:
                 with contextlib.suppress(NoSpaceError):  # there may not even be room to say so
                     self.event("no-space", f"step {step!r} cannot be asked")
-                logger.warning("step %r waits for space on the disk: %s", step, error)
+                about_it = about(run=self._terms.run, round=self.round)
+                logger.warning("step %r waits for space on the disk: %s", step, error, extra=about_it)
             await self._waker.wait()
 
     def _write_asks(

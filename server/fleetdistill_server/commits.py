@@ -20,7 +20,7 @@ from fleetdistill_server.blobs import disk_errors
 from fleetdistill_server.store import Store
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.commits")
 # A pause between groups leaves the engine's commits room to get the write lock.
 _PAUSE_SECONDS = 0.001
 _LARGEST_GROUP = 500

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import math
 import secrets
 import threading
@@ -33,9 +34,11 @@ from fleetdistill_server.disk_space import DiskSpace
 from fleetdistill_server.fleet_sizes import LARGE_DEVICE, FleetSizes
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.limits import Limiter, Limits, RefusalNotes, Who
+from fleetdistill_server.logs import about
 from fleetdistill_server.retention import drop_unneeded
 from fleetdistill_server.store import DEADLINE_PASSED, OVER, Row, Store
 
+logger = logging.getLogger("fleetdistill.server.desk")
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _NOTE_SECONDS = 5.0
@@ -135,6 +138,7 @@ class Desk:
                 raise _id_taken(device)  # another device of the same id was quicker
             self._renew(run, device)
             self._note_large(run, device, request.profile.samples)
+            logger.info("checked in", extra=about(run=run, device=device))
             self.wake_engine()
         answer.lease_seconds = self.lease_seconds
         answer.heartbeat_seconds = self.lease_seconds / 4
@@ -598,7 +602,10 @@ class UploadSession:
             self._refusing(self._store)
             self._abandoned = True
         self._desk.forget(self)
-        return self._desk.accept(self._run, self.ask, self._header, self._counted)
+        receipt = self._desk.accept(self._run, self.ask, self._header, self._counted)
+        of = {"round": self.ask["round"], "device": self.ask["device"], "ask": self.ask["id"]}
+        logger.debug("step %r is answered", self.ask["step"], extra=about(run=self._run, **of))
+        return receipt
 
     def _store(self) -> None:
         self._ingest.finish()

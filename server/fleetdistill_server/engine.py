@@ -28,7 +28,6 @@ from fleetdistill import failpoints
 from fleetdistill.errors import (
     ConfigurationError,
     DamagedError,
-    FleetDistillError,
     KnowledgeError,
     NoSpaceError,
     QuorumNotReached,
@@ -36,7 +35,6 @@ from fleetdistill.errors import (
     StoreError,
 )
 from fleetdistill.local_training import TensorData, evaluate
-from fleetdistill.printable import escape_log, printable
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import Payload
@@ -47,6 +45,7 @@ from fleetdistill_server.contract import build_method, extractor_payload, initia
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
+from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
 from fleetdistill_server.registration import register
@@ -56,7 +55,7 @@ from fleetdistill_server.store import Store
 from fleetdistill_server.usable import reason_not_usable
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.engine")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
@@ -148,7 +147,7 @@ class Engine:
         if over:
             raise RunError(text)
         if short % 10 == 0:
-            logger.warning("%s", text)
+            logger.warning("%s", text, extra=about(run=self._name))
         if self._most_short_rounds is None:
             await self._pause(short)
 
@@ -275,9 +274,9 @@ class Engine:
                 if due is not None:
                     return due
             waits = "nothing to do until devices come, go or have other data"
-            text = waits if enough else f"waiting for {self._needed_devices()} devices, {len(profiles)} present"
+            text = waits if enough else f"waiting for {_devices(self._needed_devices())}, {len(profiles)} present"
             if text != told:
-                logger.info("%s", text)
+                logger.info("%s", text, extra=about(run=self._name))
                 told = text
             await self._waker.wait()
 
@@ -336,7 +335,7 @@ class Engine:
                 cohort.add_newcomers(self._store.present_devices(self._name))
                 await self.method.finish(cohort)
         except (QuorumNotReached, _NotUsable) as reason:
-            logger.warning("round %d fell short: %s", cohort.round, reason)
+            logger.warning("the round fell short: %s", reason, extra=about(run=self._name, round=cohort.round))
             if isinstance(reason, _NotUsable):
                 cohort.event("round-undone", str(reason))
             with self._store.transaction():
@@ -373,7 +372,8 @@ class Engine:
         failpoints.hit("engine.close.after-commit")
         free_after_round(self._store, self._name, spent)
         of = f" of {self._config.run.rounds}" if not self._endless else ""
-        logger.info("round %d closed, %d%s", cohort.round, cohort.completed + 1, of)
+        done = cohort.completed + 1
+        logger.info("round closed, %d%s completed", done, of, extra=about(run=self._name, round=cohort.round))
 
     def _score(self, cohort: Cohort) -> None:
         """Scores the global model on the operator's data, where the run has both."""
@@ -398,6 +398,10 @@ class Engine:
 
     def _completed(self) -> int:
         return int(self._row()["completed_rounds"])
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count != 1 else ''}"
 
 
 def _data_version(profile: bytes) -> str:
@@ -454,19 +458,20 @@ def main() -> int:
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
     parser.add_argument("--most-short-rounds", type=int)
+    parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
+    parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
-    escape_log()
+    configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:
-        print(f"the engine stops: {printable(str(error))}", file=sys.stderr)
+        logger.error("the engine stops: %s", error)
         return EXIT_CONFIGURATION
     except NoSpaceError as error:
         logger.warning("%s", error)
         return EXIT_NO_SPACE
-    except FleetDistillError:
+    except Exception:  # whatever it is: it belongs into the log, and the supervisor starts the engine again
         logger.exception("the engine failed")
         return 1
     return 0

@@ -26,7 +26,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fleetdistill.errors import ConfigurationError, RefusedError
-from fleetdistill.printable import escape_log
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, compression_of
@@ -38,6 +37,7 @@ from fleetdistill_server.counting import Sending
 from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
+from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
 from fleetdistill_server.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.refusals import abort, ended, in_pool
@@ -51,7 +51,7 @@ from fleetdistill_server.undecodable import RefuseUndecodable
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.front")
 
 POOL_THREADS = 16
 # Uploads write, hash and read what is staged: a pool of their own, so that they never make a heartbeat wait.
@@ -364,10 +364,10 @@ async def serve(
         except RuntimeError:
             where = listen if tls is None else f"{listen} and {tls.enrol_listen}"
             text = "the address is in use or not ours; choose another with [server] listen or enrol_listen"
-            print(f"cannot listen on {where}: {text}", file=sys.stderr)
+            logger.error("cannot listen on %s: %s", where, text)
             return EXIT_CANNOT_LISTEN
         except ConfigurationError as error:
-            print(f"cannot listen on {listen}: {error}", file=sys.stderr)
+            logger.error("cannot listen on %s: %s", listen, error)
             return EXIT_CANNOT_LISTEN
         if tls is not None:
             add_services(server, enrolment, directory, desk, pool, tls, ports)
@@ -449,12 +449,12 @@ def main() -> int:
     parser.add_argument("--pki", type=Path)
     parser.add_argument("--enrol-listen", default="")
     parser.add_argument("--certificate-days", type=float, default=0.0)
-    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
+    parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     given = parser.parse_args()
     tls = Tls(given.pki, given.enrol_listen, given.certificate_days) if given.pki else None
     bounds = Bounds(given.disk_budget_bytes, given.keep_free_bytes)
-    logging.basicConfig(level=given.log_level, format="front: %(message)s")
-    escape_log()
+    configure("front", given.log_format, given.log_level)
     keep_freed_memory()
     allow_open_files()
     end_with_parent(given.parent)

@@ -17,7 +17,7 @@ from fleetdistill_server.run_config import ProxySection, RunConfig
 if TYPE_CHECKING:
     from fleetdistill.local_training import TensorData
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.proxy")
 
 
 def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None]:

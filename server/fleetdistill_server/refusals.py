@@ -16,7 +16,7 @@ from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError
 from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.refusals")
 
 # What a refusal says travels in trailers, of which gRPC takes 8 KiB.
 LONGEST_SENTENCE = 1000

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.printable import escape_log
 from fleetdistill_server.command_line import one_sentence
+from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
     from fleetdistill_server.run_config import RunConfig
     from fleetdistill_server.supervisor import Supervisor
+
+logger = logging.getLogger("fleetdistill.server.serve")
 
 
 @one_sentence
@@ -31,6 +33,8 @@ def serve(
     check: Annotated[
         bool, typer.Option("--check", help="Only check the file, with models, data, ports and store; store nothing.")
     ] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the log on standard error.")] = LogFormat.TEXT,
+    log_level: Annotated[LogLevel, typer.Option(help="Lines below it are left out.")] = LogLevel.INFO,
 ) -> None:
     """Serves a run: front and engine, restarted when they die. Example: fleetdistill serve examples/run.toml
 
@@ -44,25 +48,31 @@ def serve(
     if check:
         _say_check(loaded, config, insecure)
         return
-    logging.basicConfig(level=logging.INFO, format="serve: %(message)s")
-    escape_log()
+    configure("serve", log_format, log_level)
     warning = check_security(loaded.server, insecure)
     if warning:
-        typer.echo(f"warning: {warning}", err=True)
+        logger.warning("%s", warning)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda signum, frame: stopped.set())
     check_new_run(config, loaded, stopped)
-    _serve(config, loaded, stopped, until_finished)
+    log_options = ["--log-format", log_format, "--log-level", log_level]
+    _serve(config, loaded, stopped, until_finished, log_options)
 
 
-def _serve(path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool) -> None:
+def _serve(
+    path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool, log_options: list[str]
+) -> None:
     from fleetdistill_server.supervisor import Supervisor
 
     over = False
     if not stopped.is_set():
         supervisor = Supervisor(
-            path, config, on_listening=lambda port: typer.echo(_where(config, supervisor)), stopped=stopped
+            path,
+            config,
+            on_listening=lambda port: typer.echo(_where(config, supervisor)),
+            stopped=stopped,
+            log_options=log_options,
         )
         over = supervisor.serve(
             until_finished=until_finished,

@@ -32,6 +32,7 @@ from fleetdistill_server.back_off import rounds_left_out
 from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
 from fleetdistill_server.clock import PROCESS
 from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
+from fleetdistill_server.logs import log_event
 from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.run_changes import changes_between, refusal
 from fleetdistill_server.schema import migrations
@@ -60,6 +61,7 @@ class Store:
         self.clock = PROCESS
         self._lock = threading.RLock()
         self._db = sqlite_utils.Database(connection)
+        self._to_log: list[Row] = []  # events of the open transaction
         try:
             with _database_errors():
                 self._assert_durable(journal_mode)
@@ -117,17 +119,25 @@ class Store:
             StoreError: The database could not be written, for instance because the disk is full.
         """
         with self._lock, _database_errors():
-            if self._db.conn.in_transaction:
-                with self._db.atomic():
-                    yield
-                return
-            self._db.conn.execute("BEGIN IMMEDIATE")
+            before = len(self._to_log)
             try:
-                yield
-                self._db.conn.execute("COMMIT")
+                if self._db.conn.in_transaction:
+                    with self._db.atomic():
+                        yield
+                    return
+                self._db.conn.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                    self._db.conn.execute("COMMIT")
+                except BaseException:
+                    self._db.rollback()
+                    raise
             except BaseException:
-                self._db.rollback()
+                del self._to_log[before:]
                 raise
+            committed, self._to_log = self._to_log, []
+        for row in committed:
+            log_event(row)
 
     def _rows(self, sql: str, *values: Any) -> list[Row]:
         with self._lock, _database_errors():
@@ -857,7 +867,9 @@ class Store:
     def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> None:
         """Notes something that a person may want to know later."""
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": text}
-        self._insert("events", {**row, "at": time.time()})
+        with self.transaction():
+            self._insert("events", {**row, "at": time.time()})
+            self._to_log.append(row)
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
         """Says how many refusals of a device are not noted one by one; returns the event, to be `known` next time."""

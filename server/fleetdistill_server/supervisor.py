@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
@@ -25,7 +25,7 @@ from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.store import OVER, Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5
 """Engine failures without a completed round, or a steady time, between them after which the run is stopped."""
 _STEADY_SECONDS = 3600.0
@@ -100,6 +100,7 @@ class Supervisor:
         log: File for what front and engine say; by default they say it on standard error.
         most_short_rounds: As in `Engine`, for a simulation.
         stopped: Set, as `stop` does, it makes `serve` return.
+        log_options: `--log-format` and `--log-level` of front and engine.
 
     Attributes:
         port: Where the front listens, None before it does.
@@ -114,6 +115,7 @@ class Supervisor:
         log: Path | None = None,
         most_short_rounds: int | None = None,
         stopped: threading.Event | None = None,
+        log_options: Sequence[str] = (),
     ) -> None:
         self._most_short_rounds = most_short_rounds
         self._config_path = config_path
@@ -122,6 +124,7 @@ class Supervisor:
         self._log = log
         self._stopped = stopped or threading.Event()
         self._at_once = False
+        self._log_options = log_options
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._engine: Child | None = None
@@ -167,7 +170,9 @@ class Supervisor:
         ]
         tls = server.tls()
         listen += tls.arguments() if tls else []
-        self._front = Child("fleetdistill_server.front", [*store, *listen], front_ends, self._log, keep_output=True)
+        self._front = Child(
+            "fleetdistill_server.front", [*store, *listen, *self._log_options], front_ends, self._log, keep_output=True
+        )
         self._read_port()
         told = False
         try:
@@ -207,7 +212,7 @@ class Supervisor:
         if code is None:
             return
         if code == EXIT_CANNOT_LISTEN and self.port is None:
-            raise RunError(f"the front cannot listen on {self._config.server.listen}; see the line above")
+            raise RunError(f"the front cannot listen on {self._config.server.listen}; see the log above")
         logger.warning("the front ended with %s; starting it again", code)
         if self.port is not None:  # devices know this port, even if the first start drew it freely
             host = self._config.server.listen.rpartition(":")[0]
@@ -227,7 +232,7 @@ class Supervisor:
             # Only once the front listens: a second server of the same run fails there, before its engine takes the
             # run over from the first one's.
             if self.port is not None and self._status() != "cancelled":
-                given = [str(self._config_path), "--store", self._config.server.store]
+                given = [str(self._config_path), "--store", self._config.server.store, *self._log_options]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
@@ -242,7 +247,7 @@ class Supervisor:
             row = self.store.run(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
                 raise RunError(row["reason"])
-            raise RunError("the engine cannot run this configuration; see the line above")
+            raise RunError("the engine cannot run this configuration; see the log above")
         if code == EXIT_NO_SPACE:
             self._when_there_may_be_space(self._engine)
             return

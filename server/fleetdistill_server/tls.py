@@ -20,7 +20,7 @@ from fleetdistill_server.pki import SERVER, Authority
 from fleetdistill_server.security import Tls, note_enrol_port
 from fleetdistill_server.tokens import EnrolmentDesk
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("fleetdistill.server.tls")
 
 
 @dataclass(frozen=True)

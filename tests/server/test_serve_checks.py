@@ -71,9 +71,9 @@ def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: P
             finally:
                 process.kill()
         assert process.returncode == 0
-        warnings = [line for line in errors.splitlines() if line.startswith("warning:")]
+        warnings = [line.split(" ", 1)[1] for line in errors.splitlines() if " WARNING " in line]
         assert warnings == [
-            "warning: serving in plain text on 0.0.0.0:0; anyone on the way can read and change it",
+            "WARNING serve serving in plain text on 0.0.0.0:0; anyone on the way can read and change it",
         ]
 
 
