@@ -180,7 +180,7 @@ def by_class(part: Part) -> ClassStatistics:
 
 def closed_form(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
     """Of the general answer; chance where nothing can be made of the parts."""
-    moments, _ = merged_moments(parts, rules, notes)
+    moments, *_ = merged_moments(parts, rules, notes)
     if moments is None:
         return 1 / fleet.classes
     try:
@@ -192,7 +192,8 @@ def closed_form(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, not
 
 
 def bayes_rule(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
-    classes = gaussians.shrink(merged(parts, PER_CLASS_RANK, rules, notes), PER_CLASS_SHRINKAGE)
+    whole, _ = merged(parts, PER_CLASS_RANK, rules, notes)
+    classes = gaussians.shrink(whole, PER_CLASS_SHRINKAGE)
     return _share_right(fleet, bayes(fleet, classes)) if classes else 1 / fleet.classes
 
 

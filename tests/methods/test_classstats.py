@@ -481,9 +481,10 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     parts = {name: statistics_of(half) for name, half in devices().items()}
     assert parts["c"].means is not None
     loud = {**parts, "c": replace(parts["c"], means=parts["c"].means.astype(np.float32) * 500)}
-    found, counted = merged_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
+    found, counted, left_out_of_it = merged_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
     assert ("summary-left-out", "c") in events
     assert counted == {"a": [0, 1], "b": [1, 2, 3]}
+    assert list(left_out_of_it) == ["c"]
     assert found is not None
     assert np.array_equal(found.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
 

@@ -190,7 +190,8 @@ def merged_again(rounds: Rounds, robust: str) -> Rounds:
 
 
 def left_out(rounds: Rounds) -> list[str]:
-    return [text.split(":")[0] for kind, text in rounds.events if kind == "summary-left-out"]
+    """Each once, though the round may say it after the merge again."""
+    return list(dict.fromkeys(text.split(":")[0] for kind, text in rounds.events if kind == "summary-left-out"))
 
 
 @forms
@@ -267,6 +268,20 @@ def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(avera
     assert left_out(cured) == list(KNOW_MORE)
 
 
+def test_a_device_that_stays_left_out_is_an_event_of_every_round_that_it_takes_part_in() -> None:
+    """So that three rounds running make it a suspect, though its statistics are merged once."""
+    rounds = played(ATTACKS["1 flips labels"], averaged=True)
+    other = server(averaged=True)
+    other.load_state_dict(unpack_state(pack_state(rounds.server.state_dict())))
+    rounds.server = other
+    for _ in range(2):
+        rounds.events.clear()
+        assert left_out(rounds.play()) == ["a"]
+    rounds.events.clear()
+    rounds.away = {"a"}
+    assert left_out(rounds.play()) == []
+
+
 # --- leave-one-out of who is left out
 
 
@@ -315,7 +330,9 @@ def test_of_a_class_that_is_left_out_alone_the_others_count() -> None:
 
 def test_a_state_of_before_says_that_all_devices_count() -> None:
     rounds = played(Attack(flipped, {}), averaged=False)
-    state = {name: one for name, one in rounds.server.state_dict().items() if name not in ("counted", "trusted")}
+    state = {
+        name: one for name, one in rounds.server.state_dict().items() if name not in ("counted", "left_out", "trusted")
+    }
     other = server(averaged=False)
     other.load_state_dict(unpack_state(pack_state(state)))
     assert pack_state(other.state_dict()) == pack_state(rounds.server.state_dict())

@@ -847,9 +847,9 @@ def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
     assert 0 in rounds.server._classes
 
 
-def test_devices_of_up_to_ten_times_the_median_length_are_all_merged() -> None:
+def test_devices_of_up_to_four_times_the_median_length_are_all_merged() -> None:
     rounds = fleet(recognition_guard=False)
-    far = {"a": 1.0, "b": 2.0, "c": 18.0}
+    far = {"a": 1.0, "b": 2.0, "c": 7.9}
     rounds.server._parts = parts_of(**{name: {0: replace(alike(0), mean=np.full(128, far[name]))} for name in far})
     rounds.server._merge(rounds)  # type: ignore[arg-type]
     assert rounds.server._classes[0].count == 30

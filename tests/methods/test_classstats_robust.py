@@ -83,15 +83,15 @@ def test_b_of_one_covariance_that_is_wide_the_device_is_left_out() -> None:
 
 
 @forms
-def test_b_means_that_are_ten_times_too_long_are_left_out(form: str) -> None:
-    """Means (0, 11) and (0, 12): nearest to their own centres (0, 1.1) and (0, 1.2), so no other test sees them."""
-    near = {0: [0.0, 1.1], 1: [0.0, 1.2]}
+def test_b_means_that_are_four_times_too_long_are_left_out(form: str) -> None:
+    """Means (0, 4) and (0, 5): no covariance is larger, and half of them are nearest to their own centre (0, 1.2)."""
+    near = {0: [0.0, 1.0], 1: [0.0, 1.2]}
     fleet = {name: sent(near, form=form) for name in "abd"}
-    fleet["c"] = sent({0: [0.0, 11.0], 1: [0.0, 12.01]}, form=form)
-    kept, left_out = judge(fleet, "gross")
+    kept, left_out = judge({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 5.0]}, form=form)}, "gross")
     assert gone(left_out) == [("c", (0, 1))]
-    assert left_out[0].reason.startswith("its longest class mean has length 12.01, the limit is 12, 10 times")
+    assert left_out[0].reason.startswith("its longest class mean has length 5, the limit is 4.801, 4 times")
     assert sorted(kept) == ["a", "b", "d"]
+    assert judge({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 4.75]}, form=form)}, "gross")[1] == []
 
 
 # --- (c) nearest centre
@@ -118,7 +118,7 @@ def test_c_the_share_of_means_at_their_own_centre_decides(
     form: str, means: dict[int, list[float]], share: float | None, gross: bool, strict: bool
 ) -> None:
     fleet = fleet_with(sent(means, form=form), form)
-    near = _Centres(fleet, {}).near(fleet["d"])
+    near = _Centres(fleet, {}, shifted=False).near(fleet["d"])
     assert (near and near.share) == share
     assert gone(judge(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
     _, left_out = judge(fleet, "strict")
@@ -132,6 +132,31 @@ def test_c_the_reason_has_the_figures() -> None:
     assert one.reason == text
 
 
+def five(places: Array) -> Sent:
+    return sent({label: places[label] for label in range(5)})
+
+
+def test_c_gross_lets_means_be_shifted_all_alike_and_strict_does_not() -> None:
+    """Shifted towards class 4 by twice their length all are nearest to its centre; among themselves they lie right."""
+    place = 2 * np.eye(5)
+    fleet = {**{name: five(place) for name in "abc"}, "d": five(place + 2 * place[4])}
+    assert _Centres(fleet, {}, shifted=False).near(fleet["d"]) == (1, 5)
+    assert _Centres(fleet, {}, shifted=True).near(fleet["d"]) == (5, 5)
+    assert judge(fleet, "gross")[1] == []
+    assert gone(judge(fleet, "strict")[1])[0] == ("d", (0, 1, 2, 3, 4))
+
+
+def test_c_a_common_shift_excuses_neither_two_classes_nor_means_in_the_wrong_places() -> None:
+    """Two flipped to a similar pair are shifted by much the same; five rolled ones and a shift are off by both."""
+    place = 2 * np.eye(5)
+    similar = {0: [0.0, 0.0], 1: [0.0, 0.5], 2: [9.0, 0.0], 3: [9.0, 0.5]}
+    fleet = {**{name: sent(similar) for name in "abc"}, "d": sent({2: similar[0], 3: similar[1]})}
+    assert gone(judge(fleet, "gross")[1]) == [("d", (2, 3))]
+    rolled = five(np.roll(place, -1, axis=0) + place[4])
+    fleet = {**{name: five(place) for name in "abc"}, "d": rolled}
+    assert gone(judge(fleet, "gross")[1]) == [("d", (0, 1, 2, 3, 4))]
+
+
 def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
     """Two liars claim five classes, four of them rolled, so one of five means is right: a share of 0.2.
 
@@ -143,7 +168,7 @@ def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
     held = {"a": (1, 2), "b": (3, 4), "c": (1, 3), "d": (2, 4)}
     honest = {name: sent({label: place[label] for label in labels}) for name, labels in held.items()}
     fleet = {**honest, "y": rolled, "z": rolled}
-    centres = _Centres(fleet, {})
+    centres = _Centres(fleet, {}, shifted=False)
     assert [centres.near(fleet[name]) for name in "adyz"] == [(0, 2), (0, 2), (1, 5), (1, 5)]
     kept, left_out = judge(fleet, "gross")
     assert gone(left_out) == [("y", (0, 1, 2, 3, 4)), ("z", (0, 1, 2, 3, 4))]
@@ -206,11 +231,6 @@ def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
     assert judge(wider, "strict")[1] == []  # 8, 4, 0, 4: no more than 3 times 4
 
 
-def test_d_two_devices_of_a_class_are_not_compared() -> None:
-    fleet = {"a": sent({0: [0.0, 0.0]}), "b": sent({0: [9.0, 0.0]}), "c": sent({1: [1.0, 0.0]})}
-    assert judge(fleet, "strict")[1] == []
-
-
 def test_d_means_without_spread_are_not_compared() -> None:
     """As `means_only` sends them: there is no unit to measure their distance in."""
     fleet = fleet_with(sent({0: [1.0, 0.0], 1: [0.0, 1.0], 2: [3.0, 1.0]}, trace=0.0))
@@ -241,7 +261,7 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     generator = np.random.default_rng(seed)
     means = list(generator.integers(-3, 4, size=(devices, 5)).astype(np.float16))  # with ties
     fleet = {str(number): sent({0: mean}) for number, mean in enumerate(means)}
-    centres = _Centres(fleet, {})
+    centres = _Centres(fleet, {}, shifted=False)
     assert len(_middle_of(means)) == min(devices, 2 + devices % 2)
     for number, mean in enumerate(means):
         others = [one.astype(np.float64) for other, one in enumerate(means) if other != number]

@@ -39,7 +39,13 @@ from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import Rules, merged_moments, note_no_class
+from fleetdistill_server.methods.classstats_merge import (
+    LeftOutOfMerge,
+    Rules,
+    merged_moments,
+    note_left_out,
+    note_no_class,
+)
 from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
@@ -69,6 +75,7 @@ class ClassStatsServer(ServerMethod):
         self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(setting.input_shape, features))
         self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
         self._counted: dict[str, list[int]] = {}  # of each device the classes that are in the merge
+        self._left_out: LeftOutOfMerge = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._space: ClassSpace | None = None
         self._merge_name = 0  # names the space by what is in it
@@ -152,6 +159,7 @@ class ClassStatsServer(ServerMethod):
         await self._take_statistics(cohort, asked)
         if not self._parts:
             raise QuorumNotReached("summarise", 0, 1)
+        note_left_out(self._left_out, cohort, asked)
         await self._send_space(cohort, asked)
 
     def _note_round(self, number: int) -> None:
@@ -265,7 +273,7 @@ class ClassStatsServer(ServerMethod):
         self._trusted = trusted_centres(self.setting.evaluation(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
-        moments, self._counted = merged_moments(parts, rules, notes)
+        moments, self._counted, self._left_out = merged_moments(parts, rules, notes)
         self._space, self._merge_name = None, 0
         if moments is None:
             return
@@ -298,6 +306,7 @@ class ClassStatsServer(ServerMethod):
             "space": None if self._space is None else packed(self._space),
             "merge": self._merge_name,
             "counted": {device: list(labels) for device, labels in self._counted.items()},
+            "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "held": dict(self._held),
             "silent": dict(self._silent),
@@ -310,6 +319,7 @@ class ClassStatsServer(ServerMethod):
         self._merge_name = state["merge"]
         everything = {device: list(part.labels) for device, (part, _) in self._parts.items()}
         self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
+        self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
         self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
         self._held, self._silent = dict(state["held"]), dict(state["silent"])
         self._round = state["round"]

@@ -33,7 +33,15 @@ from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.averaging import TensorMean, WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import Classes, Rules, merged, note_no_class, too_large
+from fleetdistill_server.methods.classstats_merge import (
+    Classes,
+    LeftOutOfMerge,
+    Rules,
+    merged,
+    note_left_out,
+    note_no_class,
+    too_large,
+)
 from fleetdistill_server.methods.classstats_robust import trusted_centres
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.traffic import Content, Exchange, Sizes
@@ -71,6 +79,7 @@ class AveragedServer(ServerMethod):
         self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
         self._parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self._classes: Classes = {}
+        self._left_out: LeftOutOfMerge = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._version = 0  # names the merge by what is in it
         self._agreed: tuple[int, Array] | None = None
@@ -145,6 +154,7 @@ class AveragedServer(ServerMethod):
         taught = [device for device in asked if device in self._parts and device in cohort.remaining]
         if not taught:
             raise QuorumNotReached("learn", 0, 1)
+        note_left_out(self._left_out, cohort, taught)
         await self._teach(cohort, taught)
 
     def _note_round(self, number: int) -> None:
@@ -287,7 +297,8 @@ class AveragedServer(ServerMethod):
         """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
         self._trusted = trusted_centres(self.setting.evaluation(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
-        classes = self._worth_learning(merged(self._parts, self.config.rank, rules, notes), notes)
+        whole, self._left_out = merged(self._parts, self.config.rank, rules, notes)
+        classes = self._worth_learning(whole, notes)
         payload = encode({"classes": self._wire(classes)}, np.dtype(self.setting.knowledge_type))
         sent = decode(payload)["classes"]
         assert isinstance(sent, ClassStatistics)
@@ -387,6 +398,7 @@ class AveragedServer(ServerMethod):
             "predictor": self.predictor.state_dict(),
             "parts": {device: packed(part) for device, part in self._parts.items()},
             "classes": packed(self._wire(self._classes)),
+            "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "version": self._version,
             "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
@@ -400,6 +412,7 @@ class AveragedServer(ServerMethod):
         self.predictor.load_state_dict(state["predictor"])
         self._parts = {device: unpacked(part) for device, part in state["parts"].items()}
         self._classes = from_wire(unpacked(state["classes"]))
+        self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
         self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
         self._version = state["version"]
         agreed = state["agreed"]

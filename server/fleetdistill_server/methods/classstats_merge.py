@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -34,7 +34,26 @@ class Rules:
     trusted: Mapping[int, Array] = field(default_factory=dict)
 
 
-def merged(parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes) -> Classes:
+LeftOutOfMerge = dict[str, list[str]]
+"""Device to what is said of it."""
+
+
+def note_left_out(left_out: LeftOutOfMerge, notes: Notes, devices: Collection[str] | None = None) -> None:
+    """An event about what a merge leaves out; each round that a device takes part in has it again.
+
+    Args:
+        left_out: What `merged` or `merged_moments` found.
+        notes: Takes the events.
+        devices: Of these alone; None for all.
+    """
+    for device in left_out if devices is None else sorted(left_out.keys() & set(devices)):
+        for text in left_out[device]:
+            notes.event("summary-left-out", text, device)
+
+
+def merged(
+    parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes
+) -> tuple[Classes, LeftOutOfMerge]:
     """Every class over the devices that have sent it, by label, in the order of the devices' ids; not yet shrunk.
 
     Args:
@@ -42,16 +61,19 @@ def merged(parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes:
         rank: Directions wanted, at least 0.
         rules: What they are held against.
         notes: Takes events about classes of one device alone, and about what is left out or bounded.
+
+    Returns:
+        The classes, and what is left out.
     """
-    kept = _kept({device: _sent(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes)
+    kept, left_out = _kept({device: _sent(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes)
     labels = sorted({label for one in kept.values() for label in one.labels})
-    return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}
+    return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}, left_out
 
 
 def merged_moments(
     parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes
-) -> tuple[Moments | None, dict[str, list[int]]]:
-    """The exact merge of statistics with one covariance, and of each device the classes that are in it.
+) -> tuple[Moments | None, dict[str, list[int]], LeftOutOfMerge]:
+    """The exact merge of statistics with one covariance.
 
     Args:
         parts: What each device has sent.
@@ -59,20 +81,19 @@ def merged_moments(
         notes: Takes events about classes of one device alone, and about what is left out or bounded.
 
     Returns:
-        None for the merge where no device has a class.
+        The merge, None where no device has a class; of each device the classes that are in it; and what is left out.
     """
     fleet = {device: _sent_shared(part) for device, part in sorted(parts.items()) if part.labels}
-    kept = _kept(fleet, rules, notes)
+    kept, left_out = _kept(fleet, rules, notes)
     counted = {device: list(one.labels) for device, one in kept.items()}
-    if not kept:
-        return None, counted
-    return merge_shared(_moments_of(from_wire_shared(parts[device]), one) for device, one in kept.items()), counted
+    moments = (_moments_of(from_wire_shared(parts[device]), one) for device, one in kept.items())
+    return merge_shared(moments) if kept else None, counted, left_out
 
 
 # --- what is kept
 
 
-def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> Fleet:
+def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutOfMerge]:
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MOST_ROWS)
     bounded = capped(fleet, cap) if cap else fleet
@@ -80,13 +101,15 @@ def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> Fleet:
         rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))
         text = f"{device} has sent statistics of {rows} rows; they count as {counted}, at most {cap:g} times the median"
         notes.event("rows-capped", f"{text} device's", device)
-    kept, left_out = (bounded, list[LeftOut]()) if off else judge(bounded, rules.robust, rules.trusted)
-    for one in left_out:
+    kept, found = (bounded, list[LeftOut]()) if off else judge(bounded, rules.robust, rules.trusted)
+    left_out: LeftOutOfMerge = {}
+    for one in found:
         what = f"class{'es' if len(one.labels) > 1 else ''} {', '.join(map(str, one.labels))}"
         text = f"{one.device}: {one.reason}; what it has sent of {what} is left out of the merge"
-        notes.event("summary-left-out", text, one.device)
+        left_out.setdefault(one.device, []).append(text)
+    note_left_out(left_out, notes)
     _note_single_classes([one.labels for one in kept.values()], notes)
-    return kept
+    return kept, left_out
 
 
 def _sent(part: ClassStatistics) -> Sent:

@@ -23,13 +23,17 @@ MOST_ROWS = 3.0
 """Rows that a device counts for, as a multiple of the median device's."""
 MOST_SPREAD = 4.0
 """Trace of a covariance, as a multiple of the median one."""
-MOST_LENGTH = 10.0
+MOST_LENGTH = 4.0
 """Length of a device's longest mean, as a multiple of the median device's."""
 LEAST_NEAR = {"gross": 0.25, "strict": 0.5}
 """Share of a device's class means that must be nearest to the centre of their own class."""
+COMMON_SHIFT = 0.75
+"""Share of the squared distances of a device's means from their centres that makes a common shift one of its images."""
 TRUSTED_ROWS = 5
 """Rows of each class that a trusted centre is the mean of."""
 _MOST_DISTANCE, _LEAST_DISTANCE, _DEVICES_DIFFER = 3.0, 3.0, 0.05
+_FEWEST_SHIFTED = 4
+"""Means; of two that are flipped to a pair of similar classes most of the distance is common too."""
 _FEWEST_DEVICES = 3
 """Of two there is no telling which is right."""
 
@@ -110,7 +114,7 @@ def judge(fleet: Mapping[str, Sent], robust: str, trusted: Mapping[int, Array] |
     for test in (_of_one_length, _of_one_spread):
         kept, left_out = test(kept)
         found += left_out
-    kept, left_out = _near_their_centres(kept, LEAST_NEAR[robust], len(fleet) // 2, trusted)
+    kept, left_out = _near_their_centres(kept, robust, len(fleet) // 2, trusted)
     found += left_out
     if robust == "strict":
         kept, left_out = _not_far_off(kept)
@@ -183,15 +187,15 @@ def _without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
 # --- nearest centre
 
 
-def _near_their_centres(fleet: Fleet, least: float, most_left_out: int, trusted: Mapping[int, Array]) -> Verdict:
+def _near_their_centres(fleet: Fleet, robust: str, most_left_out: int, trusted: Mapping[int, Array]) -> Verdict:
     """Leaves out whole devices, the worst first: a liar shifts the others' centres for as long as it is among them.
 
     The worst is the one with most means at other classes' centres. Liars that claim all classes may have a larger share
     at their own than honest devices with two, whose centres they shift: by the share the honest would go first.
     """
-    kept, left_out = dict(fleet), list[LeftOut]()
+    kept, left_out, least = dict(fleet), list[LeftOut](), LEAST_NEAR[robust]
     for _ in range(most_left_out):
-        centres = _Centres(kept, trusted)
+        centres = _Centres(kept, trusted, shifted=robust == "gross")
         compared = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
         found = {device: near for device, near in compared.items() if near.share < least}
         if not found:
@@ -219,9 +223,15 @@ class _Centres:
     """Coordinate-wise medians of the devices' class means, as they are without one of the devices.
 
     Each class is sorted once: the median of all numbers but one is made of the two or three in the middle of all.
+
+    Args:
+        fleet: The devices.
+        trusted: Centres that are given.
+        shifted: Whether means may all be shifted alike, as those of another camera or another kind of handwriting are.
     """
 
-    def __init__(self, fleet: Mapping[str, Sent], trusted: Mapping[int, Array]) -> None:
+    def __init__(self, fleet: Mapping[str, Sent], trusted: Mapping[int, Array], *, shifted: bool) -> None:
+        self._shifted = shifted
         means = defaultdict[int, list[Array]](list)
         for one in fleet.values():
             for label, mean in zip(one.labels, one.means, strict=True):
@@ -238,8 +248,12 @@ class _Centres:
         if len(compared) < 2:
             return None
         labels, stacked = list(centres), np.stack(list(centres.values()))
-        nearest = [labels[int(np.square(stacked - own[label]).sum(axis=1).argmin())] for label in compared]
-        return Near(sum(found == label for found, label in zip(nearest, compared, strict=True)), len(compared))
+        at = np.array([labels.index(label) for label in compared])
+        means = np.stack([own[label] for label in compared])
+        if self._shifted and len(compared) >= _FEWEST_SHIFTED:
+            means = _shifted_back(means, stacked[at])
+        nearest = np.array([np.square(stacked - mean).sum(axis=1).argmin() for mean in means])
+        return Near(int((nearest == at).sum()), len(compared))
 
     def _without(self, own: Mapping[int, Array]) -> dict[int, Array]:
         """The centres, by ascending label, without these means; a class that nobody else has sent has none."""
@@ -251,6 +265,14 @@ class _Centres:
             else:
                 centres[label] = np.where(own[label] > middle[:-1], middle[:-1], middle[1:]).mean(axis=0)
         return centres
+
+
+def _shifted_back(means_kf: Array, centres_kf: Array) -> Array:
+    """Means without what they have in common against their centres, where that is most of how far they are off."""
+    away_kf = means_kf - centres_kf
+    shift_f = away_kf.mean(axis=0)
+    explained, whole = len(away_kf) * np.square(shift_f).sum(), np.square(away_kf).sum()
+    return np.asarray(means_kf - shift_f) if explained > COMMON_SHIFT * whole else means_kf
 
 
 def _middle_of(means: list[Array]) -> Array:
