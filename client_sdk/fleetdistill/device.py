@@ -43,6 +43,7 @@ from fleetdistill.errors import (
     WireError,
 )
 from fleetdistill.gate import check_may_leave
+from fleetdistill.guard import Guard
 from fleetdistill.link import Link
 from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
 from fleetdistill.notes import in_words
@@ -105,7 +106,7 @@ class Event:
 
     Attributes:
         kind: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped, kept, delivered,
-            exported, lost-contact, stopped or finished.
+            exported, interrupted, lost-contact, stopped or finished.
         round: Round it belongs to, 0 for none.
         text: One sentence.
         values: Counts and figures.
@@ -118,7 +119,7 @@ class Event:
 
 
 class Device:
-    """One device of a fleet. Not to be used from several threads at once, but for `stop`.
+    """One device of a fleet, for one thread; `stop`, `model` and `models` may be used from any.
 
     Args:
         server: `host:port` of the aggregation server, or a `Link`.
@@ -190,7 +191,7 @@ class Device:
         self._test_data, self._validation_data = test_data, validation_data
         self._model_name, self._torch_device, self._predictor = model_name, torch_device, predictor
         self._allow, self._export_onnx = tuple(allow), export_onnx
-        self._on_event = on_event or (lambda event: None)
+        self._guard = Guard(on_event or (lambda event: None))
         if isinstance(server, str):
             _check_way(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
@@ -231,7 +232,8 @@ class Device:
         Its own has, without validation data, the run's initial weights. Where a method gives several, it is the one
         that was best on `validation_data`, without such data `general`.
         """
-        return self._ready_worker().delivered_model()
+        with self._guard.held():
+            return self._ready_worker().delivered_model()
 
     @property
     def models(self) -> Mapping[str, Any]:
@@ -241,7 +243,8 @@ class Device:
         Before the first delivery there is only the app's own, as in `model`: asking for another answer raises
         ModelError, `in` and `get` tell without.
         """
-        return AppModels(self._ready_worker().delivered_models())
+        with self._guard.held():
+            return AppModels(self._ready_worker().delivered_models())
 
     def replace_data(self, data: Any = None) -> None:
         """Says that the app's rows are others now. The next `step` checks in with them before it asks for work.
@@ -259,17 +262,25 @@ class Device:
         """
         if (data is None) is (self._make is None):
             raise ConfigurationError("replace_data takes the new data, or none in an app that gave worker=")
-        self._storage.forget_rows()  # first: an app that dies now tells of its rows after its restart
-        self._data, self._worker, self._in_memory = data, None, None
-        self._declared = self._rows_known = False
+        with self._guard.held():
+            self._storage.forget_rows()  # first: an app that dies now tells of its rows after its restart
+            self._data, self._worker, self._in_memory = data, None, None
+            self._declared = self._rows_known = False
 
     def run(self) -> None:
-        """Takes part until the run is over or `stop` is called. Waits out a server that is away.
+        """Takes part until the run is over or `stop` is called, or Ctrl-C. Waits out a server that is away.
 
         Raises:
             RefusedError: The server will not have this device; the message says why and what to do.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self._stopped.set()
+            self._tell("interrupted", 0, "interrupted by Ctrl-C; started again, the device goes on where it was")
+
+    def _run(self) -> None:
         pause, trouble = _FIRST_PAUSE_SECONDS, ""
         while not self._stopped.is_set():
             try:
@@ -306,9 +317,10 @@ class Device:
             raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
     def _step(self, wait_seconds: float) -> Step:
-        if self._terms is None:
-            self._check_in()
-        pending = self._storage.pending()
+        with self._guard.held():
+            if self._terms is None:
+                self._check_in()
+            pending = self._storage.pending()
         if pending is not None:
             self._settle(pending)
             return Step.ANSWERED
@@ -382,7 +394,7 @@ class Device:
             self._storage.save_identity(_identity_file(identity))
         return identity
 
-    def _check_in(self) -> None:
+    def _check_in(self) -> service_pb2.CheckInResponse:
         """Introduces the device; the profile of last time serves, so that an idle device needs no torch."""
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None:
@@ -401,6 +413,7 @@ class Device:
             self._note_rows(profile)
         self._terms = terms
         self._tell("checked-in", 0, f"{self.device_id} takes part in run {terms.contract.run!r}")
+        return terms
 
     def _greet(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
         terms = self._link.check_in(self._identity, profile)
@@ -449,10 +462,11 @@ class Device:
 
     def _ready_worker(self) -> DeviceWorker:
         """The worker with the device's state: the committed one, or the run's initial weights."""
-        if self._terms is None:
-            self._check_in()
-        assert self._terms is not None
-        contract = self._terms.contract
+        with self._guard.held():
+            return self._prepared_worker()
+
+    def _prepared_worker(self) -> DeviceWorker:
+        contract = (self._terms or self._check_in()).contract
         worker = self._make_worker(contract)
         self._declare(worker)
         for sha256 in _kept_payloads(worker, contract):
@@ -483,6 +497,10 @@ class Device:
         """
         if self._rows_known:
             return
+        with self._guard.held():
+            self._compare_rows()
+
+    def _compare_rows(self) -> None:
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None or not self._storage.names_rows(profile.data_version, digest_of_given(self._data)):
             assert self._terms is not None  # checked in by `_step`
@@ -612,11 +630,12 @@ class Device:
         self._tell_outcome()
 
     def _carry_out(self, outcome: Outcome) -> None:
-        self._storage.note_outcome(outcome)
-        if outcome.receipt:
-            self._promote(outcome.pending)
-        else:
-            self._drop()
+        with self._guard.held():
+            self._storage.note_outcome(outcome)
+            if outcome.receipt:
+                self._promote(outcome.pending)
+            else:
+                self._drop()
 
     def _outcome_of(self, pending: Pending) -> Outcome:
         """Sends the answer until the server has decided on it. Raises LinkError while it has not."""
@@ -794,7 +813,7 @@ class Device:
 
     def _tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
         logger.info("%s: %s", self.device_id, printable(text))
-        self._on_event(Event(kind, number, text, values or {}))
+        self._guard.tell(Event(kind, number, text, values or {}))
 
 
 def _check_way(server: str, insecure: bool, tls: bool) -> None:

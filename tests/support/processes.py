@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,3 +85,10 @@ def _command_of(entry: Path) -> list[str]:
         return (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def free_port() -> int:
+    """A port of the loopback where nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])

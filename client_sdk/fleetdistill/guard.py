@@ -1,0 +1,52 @@
+"""One thread at a time at a device's worker and identity, without a lock held while the app is told something."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fleetdistill.device import Event
+
+
+class Guard:
+    """A lock, and the app's callback: what its holder tells waits until the lock is free.
+
+    The callback may itself wait for another thread of the app that wants the model.
+
+    Args:
+        on_event: The app's callback, called in the thread that tells.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+        self._depth = 0
+        self._untold: list[Event] = []
+        self._on_event = on_event
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lock; the same thread may hold it several times over."""
+        due: list[Event] = []
+        try:
+            with self._lock:
+                self._holder, self._depth = threading.get_ident(), self._depth + 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+                    if not self._depth:
+                        self._holder, due, self._untold = None, self._untold, []
+        finally:
+            for event in due:
+                self._on_event(event)
+
+    def tell(self, event: Event) -> None:
+        """Tells the app, now or when this thread lets the lock go."""
+        if self._holder == threading.get_ident():
+            self._untold.append(event)
+        else:
+            self._on_event(event)
