@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from fleetdistill.credentials import Credentials
-from fleetdistill.errors import FleetDistillError, LinkError, RefusedError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError
+from fleetdistill.tls_probe import speaks_tls
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.framing import framed
@@ -26,6 +28,7 @@ CALL_SECONDS = 30.0
 # A stream may take long, but it may not stand still: this bounds the whole of it.
 STREAM_SECONDS = 3600.0
 _MOST_KEPT_BYTES = 16 << 20
+_PROBE_EVERY_SECONDS = 30.0
 
 # These are safe to repeat, so gRPC itself retries them while the server restarts.
 _RETRIED = ["CheckIn", "Heartbeat", "UploadStatus"]
@@ -84,6 +87,7 @@ class GrpcLink:
         self._used: Credentials | None = None
         self._channels: list[grpc.Channel] = []
         self._poll: Any = None
+        self._probe_at = 0.0
         if source is None:
             self._open(grpc.insecure_channel(server, options=_OPTIONS))
 
@@ -175,8 +179,25 @@ class GrpcLink:
             for message in stream:
                 yield message.chunk
 
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return errors_of(self._server)
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with errors_of(self._server):
+                yield
+        except LinkError:
+            self._check_plain_text()
+            raise
+
+    def _check_plain_text(self) -> None:
+        """Raises ConfigurationError where a call in plain text failed because the server speaks TLS."""
+        if self._source is not None or time.monotonic() < self._probe_at:
+            return
+        self._probe_at = time.monotonic() + _PROBE_EVERY_SECONDS
+        if speaks_tls(self._server):
+            raise ConfigurationError(
+                f"this server speaks TLS: give enrolment= to Device, the token that the operator of {self._server} got "
+                "from `fleetdistill enrol`, or the file that holds it"
+            )
 
 
 @contextlib.contextmanager

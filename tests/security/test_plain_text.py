@@ -1,0 +1,44 @@
+"""A device that speaks plain text, before a server that speaks TLS and before one that is away."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from sdk.test_hostile_server import DATA, model
+from support.processes import free_port
+from support.secured import make_pki, secured_front
+
+from fleetdistill import COLUMNS, Device
+from fleetdistill.errors import ConfigurationError, LinkError
+from fleetdistill.tls_probe import speaks_tls
+
+
+def plain_device(port: int, state_dir: Path) -> Device:
+    return Device(server=f"127.0.0.1:{port}", model=model, data=DATA, state_dir=state_dir, allow=COLUMNS)
+
+
+def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        for port in (front.port, front.enrol_port):
+            with (
+                plain_device(port, tmp_path / str(port)) as device,
+                pytest.raises(ConfigurationError, match="this server speaks TLS: give enrolment="),
+            ):
+                device.run()
+
+
+def test_a_server_that_is_away_or_speaks_no_tls_is_not_taken_for_one(tmp_path: Path) -> None:
+    port = free_port()
+    assert not speaks_tls(f"127.0.0.1:{port}")
+    assert not speaks_tls("no port at all")
+    with plain_device(port, tmp_path) as device, pytest.raises(LinkError, match="cannot be reached"):
+        device.step(0)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        answering = threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"))
+        answering.start()
+        assert not speaks_tls(f"127.0.0.1:{port}")
+        answering.join()
