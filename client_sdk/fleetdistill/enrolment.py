@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY, Credentials, split, write_private
 from fleetdistill.disk import disk_errors
-from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
+from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError, WireError
 from fleetdistill.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
@@ -107,6 +107,7 @@ class Enrolment:
             LinkError: The server is away, and there is no valid certificate.
             RefusedError: The certificate has expired and there is no token, or the server does not take it.
             StateError: The files in the state directory cannot be used.
+            WireError: What the server gives is no certificate of this device's key.
         """
         with self._lock:
             now = time.time()
@@ -172,7 +173,7 @@ class Enrolment:
         try:
             self._take(self._ask("Renew", request, self._server, self._credentials.channel()))
             logger.info("%s: the certificate is renewed", self._device)
-        except (LinkError, RefusedError, StateError) as error:
+        except (LinkError, RefusedError, StateError, WireError) as error:
             logger.warning("%s: the certificate is not renewed yet: %s", self._device, error)
             self._due = time.time() + (self._ends - time.time()) / 10
 
@@ -182,8 +183,15 @@ class Enrolment:
             return getattr(stub, call)(request, timeout=CALL_SECONDS)
 
     def _take(self, response: Any) -> None:
-        """Keeps a certificate and whom to trust; the certificate last, since it makes the device enrolled."""
+        """Keeps a certificate and whom to trust; the certificate last, since it makes the device enrolled.
+
+        Raises WireError for what could not be used: kept, it would lock the device out of its own directory.
+        """
         fresh = Credentials(self._credentials.key, response.certificate, response.authorities)
+        try:
+            self._x509.check_fits(fresh.key, fresh.chain, fresh.authorities)
+        except (ValueError, TypeError, self._x509.UnsupportedAlgorithm) as error:
+            raise WireError(f"the server's certificate cannot be used: {error}; its operator has to mend it") from error
         with disk_errors(self._folder):
             write_private(self._folder / AUTHORITIES, fresh.authorities)
             write_private(self._folder / IDENTITY, fresh.key + fresh.chain)

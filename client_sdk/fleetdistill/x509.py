@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+
+__all__ = ["UnsupportedAlgorithm", "check_fits", "life", "new_key", "signing_request"]
 
 
 def new_key() -> bytes:
@@ -20,6 +23,16 @@ def signing_request(key: bytes) -> bytes:
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(private, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.DER)
+
+
+def check_fits(key: bytes, chain: bytes, authorities: bytes) -> None:
+    """Raises ValueError unless a PEM chain begins with a certificate of this key, and there are CAs to trust."""
+    first, *_ = x509.load_pem_x509_certificates(chain)
+    private = serialization.load_pem_private_key(key, None)
+    if first.public_key() != private.public_key():
+        raise ValueError("the certificate is of another key")
+    x509.load_pem_x509_certificates(authorities)
+    life(chain)
 
 
 def life(chain: bytes) -> tuple[float, float]:
