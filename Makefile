@@ -35,7 +35,7 @@ format: .venv/.installed  ## Format the code and mend what the linter can
 
 MESSAGES ?= 1000000
 
-fuzz: .venv/.installed  ## Send hostile messages to the server's checks (MESSAGES=1000000, SEED=1)
+fuzz: .venv/.installed  ## Send hostile messages to the server's checks and to devices (MESSAGES=1000000, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/run.py --messages $(MESSAGES) --seed $(SEED)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/decoder.py out/fuzz-corpus -runs=$(MESSAGES) \
 	  -seed=$(SEED) -max_len=4096 -artifact_prefix=out/fuzz-

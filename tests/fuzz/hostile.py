@@ -109,7 +109,11 @@ def _change(random: Random, message: Message) -> None:
     if not fields:
         return
     present = [field for field, _ in message.ListFields()]
-    field = random.choice(present if present and random.random() < 0.8 else fields)
+    change_field(random, message, random.choice(present if present and random.random() < 0.8 else fields))
+
+
+def change_field(random: Random, message: Message, field: FieldDescriptor) -> None:
+    """Changes one field of a message, or something within it."""
     if field.is_repeated:
         _change_repeated(random, message, field)
     elif field.message_type is not None:

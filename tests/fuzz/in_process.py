@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any
 
@@ -49,7 +49,7 @@ def upload_messages(random: Random, specimen: Specimen) -> tuple[knowledge_pb2.P
     if random.random() < 0.6:
         header = swollen(random, header) if random.random() < 0.1 else hostile(random, header)
     if random.random() < 0.4:
-        data = _hostile_data(random, data)
+        data = hostile_data(random, data)
     places = _slots(header)
     if random.random() < 0.7:  # somebody who knows how sizes are counted and digests are made
         header.data_bytes = min(places[-1].stop if places else 0, (1 << 64) - 1)
@@ -58,7 +58,8 @@ def upload_messages(random: Random, specimen: Specimen) -> tuple[knowledge_pb2.P
     return header, _disturbed(random, chunks) if random.random() < 0.4 else chunks
 
 
-def _hostile_data(random: Random, data: bytes) -> bytes:
+def hostile_data(random: Random, data: bytes) -> bytes:
+    """Data with a number that is none, or with bytes changed."""
     if random.random() < 0.3:
         return mangled_bytes(random, data)
     words = np.frombuffer(data[: len(data) // 4 * 4], "<u4").copy()
@@ -74,9 +75,17 @@ def _slots(header: knowledge_pb2.PayloadHeader) -> tuple[Slot, ...]:
         return ()
 
 
-def _chunks(random: Random, places: tuple[Slot, ...], data: bytes) -> list[Chunk]:
+def hostile_chunks(random: Random, header: knowledge_pb2.PayloadHeader, data: bytes, rate: float) -> list[Chunk]:
+    """The chunks of a download, disturbed now and then."""
+    chunks = _chunks(random, _slots(header), data, [1 << 20] if len(data) > 1 << 14 else [1 << 20, 640])
+    return _disturbed(random, chunks) if random.random() < 0.2 * rate else chunks
+
+
+def _chunks(
+    random: Random, places: tuple[Slot, ...], data: bytes, sizes: Sequence[int] = (1 << 20, 64, 7)
+) -> list[Chunk]:
     """The data cut as the header's tensors say, as far as the data go."""
-    size = random.choice([1 << 20, 64, 7])
+    size = random.choice(sizes)
     cut = [
         (number, start - slot.start, data[start : min(start + size, slot.stop)])
         for number, slot in enumerate(places)
