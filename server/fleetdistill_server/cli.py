@@ -28,6 +28,7 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
+from fleetdistill_server.heartbeat import served
 from fleetdistill_server.people import connect
 from fleetdistill_server.run_commands import runs_cancel, runs_delete
 from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
@@ -240,7 +241,7 @@ def runs_list(
         with connect(server, identity) as remote:
             show(remote.runs(), as_json)
         return
-    show(views.runs(open_store(store), served_run(store)), as_json)
+    show(views.runs(open_store(store), served(store)), as_json)
 
 
 @runs_app.command("show")
@@ -257,7 +258,7 @@ def runs_show(
         with connect(server, identity) as remote:
             show(remote.run(run), as_json)
         return
-    show(views.run(open_store(store), run, served_run(store)), as_json)
+    show(views.run(open_store(store), run, served(store)), as_json)
 
 
 @runs_app.command("prune")

@@ -45,6 +45,7 @@ from fleetdistill_server.contract import build_method, extractor_payload, initia
 from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
+from fleetdistill_server.heartbeat import begin_beats
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
@@ -463,6 +464,7 @@ def main() -> int:
     given = parser.parse_args()
     configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
+    begin_beats(given.store)
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:

@@ -36,6 +36,7 @@ from fleetdistill_server.commits import CommitThread
 from fleetdistill_server.counting import Sending
 from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.disk_space import Bounds, DiskSpace
+from fleetdistill_server.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
 from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
@@ -44,7 +45,8 @@ from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.roles import Guard, open_guard
 from fleetdistill_server.security import Tls
-from fleetdistill_server.store import AT_REST, Store
+from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.store import AT_REST, OVER, Store
 from fleetdistill_server.streams import BATCH, in_batches
 from fleetdistill_server.tls import Ports, add_services, listen_on
 from fleetdistill_server.undecodable import RefuseUndecodable
@@ -63,6 +65,9 @@ WAKES_PER_SECOND = 1000
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
 SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
 """Names of our own services, as health and reflection know them; the first one is there on plain text too."""
+
+ENGINE = "fleetdistill.engine"
+"""The engine's name in the health service."""
 
 _DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
 
@@ -358,7 +363,8 @@ async def serve(
     with opened as (desk, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         desk.adopt_present_devices()
         service = DeviceService(desk, pool, commits, limits, uploads)
-        server, enrolment = await _make_server(service, guard, limits), _bare_enrolment_server(guard, limits)
+        status = health.aio.HealthServicer()
+        server, enrolment = await _make_server(service, guard, limits, status), _bare_enrolment_server(guard, limits)
         try:
             ports = listen_on(server, enrolment, listen, tls)
         except RuntimeError:
@@ -376,6 +382,7 @@ async def serve(
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(desk, pool))]
         tasks.append(asyncio.create_task(_delete_what_nobody_needs(directory, pool)))
+        tasks.append(asyncio.create_task(_tell_of_the_engine(status, directory, desk, pool)))
         await stop.wait()
         for task in tasks:
             task.cancel()
@@ -383,7 +390,7 @@ async def serve(
     return 0
 
 
-async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> Any:
+async def _make_server(service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer) -> Any:
     """A server with what it offers on plain text too."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *limits.channel_options()]
     server = grpc.aio.server(
@@ -392,12 +399,12 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits) -> 
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )
     service_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
-    status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = SERVICES if guard.tls else SERVICES[:1]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await status.set(ENGINE, health_pb2.HealthCheckResponse.NOT_SERVING)
     return server
 
 
@@ -418,6 +425,25 @@ async def _sweep(desk: Desk, pool: ThreadPoolExecutor) -> None:
     while True:
         await asyncio.sleep(POLL_SECONDS)
         await _guarded(loop.run_in_executor(pool, desk.end_leases))
+
+
+async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path, desk: Desk, pool: Any) -> None:
+    """Keeps the health of the engine: it gives signs of life, or its run is over, so that none is needed."""
+    loop, beats = asyncio.get_running_loop(), Beats(directory)
+
+    def is_well() -> bool:
+        if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
+            return True
+        run = served_run(directory)
+        return run is not None and (desk.store.run(run) or {}).get("status") in OVER
+
+    async def look() -> None:
+        well, answer = await loop.run_in_executor(pool, is_well), health_pb2.HealthCheckResponse
+        await status.set(ENGINE, answer.SERVING if well else answer.NOT_SERVING)
+
+    while True:
+        await _guarded(look())
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 async def _delete_what_nobody_needs(directory: Path, pool: ThreadPoolExecutor) -> None:

@@ -15,10 +15,10 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server import views
 from fleetdistill_server.desk import Desk
+from fleetdistill_server.heartbeat import served
 from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
 from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.tokens import create_tokens
 from fleetdistill_server.wakeups import POLL_SECONDS
@@ -74,7 +74,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         return await in_pool(self._pool, context, partial(self._create, request))
 
     def _list(self) -> operations_pb2.ListRunsResponse:
-        rows = views.runs(self._store, served_run(self._directory)).lists["runs"]
+        rows = views.runs(self._store, served(self._directory)).lists["runs"]
         return operations_pb2.ListRunsResponse(runs=[_filled(operations_pb2.RunSummary, row) for row in rows])
 
     def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
@@ -83,7 +83,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _show(self, run: str) -> operations_pb2.ShowRunResponse:
         with _unknown_run():
-            view = views.run(self._store, run, served_run(self._directory))
+            view = views.run(self._store, run, served(self._directory))
         return operations_pb2.ShowRunResponse(
             run=_filled(operations_pb2.RunSummary, view.facts),
             rounds=[_filled(operations_pb2.RoundSummary, row) for row in view.lists["rounds"][-MOST_ROWS:]],

@@ -128,6 +128,7 @@ class ServerSection(_Section):
     listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
+    engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     torch_device: str = "auto"
     pki: str = ""

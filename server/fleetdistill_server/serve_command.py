@@ -40,6 +40,10 @@ def serve(
 
     Ctrl-C ends it cleanly; starting it again goes on where it was.
     """
+    stopped = threading.Event()
+    if not check:
+        for number in (signal.SIGINT, signal.SIGTERM):  # before all that takes a while
+            signal.signal(number, lambda signum, frame: stopped.set())
     from fleetdistill_server.run_config import load_run_config
     from fleetdistill_server.serve_checks import check_new_run, check_security
 
@@ -52,9 +56,6 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda signum, frame: stopped.set())
     check_new_run(config, loaded, stopped)
     log_options = ["--log-format", log_format, "--log-level", log_level]
     _serve(config, loaded, stopped, until_finished, log_options)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server import serve_lock
+from fleetdistill_server.heartbeat import Beats, forget_beats
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig
@@ -32,6 +33,8 @@ _STEADY_SECONDS = 3600.0
 """An engine that has lived so long is past the point where the one before it failed: runs may idle for months."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
+_START_SECONDS = 600.0
+"""Until an engine's first sign of life: to import torch may take minutes."""
 _NO_SPACE_SECONDS = 10.0
 
 
@@ -128,6 +131,7 @@ class Supervisor:
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._engine: Child | None = None
+        self._beats = Beats(Path(config.server.store))
         self._engine_due: float | None = None  # when the engine, which has no space, is to be started again
         self.store = Store.open(Path(config.server.store))
         self.store.check()
@@ -235,14 +239,18 @@ class Supervisor:
                 given = [str(self._config_path), "--store", self._config.server.store, *self._log_options]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
+                self._expect_beats()
                 self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
             return
         if self._status() == "cancelled":
             self._engine.stop()
             return
         code = self._engine.process.poll()
+        if code is None and not self._run_is_over():
+            self._end_if_it_hangs(self._engine)
         if code is None or self._run_is_over():
             return
+        self._expect_beats()
         if code == EXIT_CONFIGURATION:
             row = self.store.run(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
@@ -259,6 +267,24 @@ class Supervisor:
             raise RunError(f"{reason}; its log says why, the state is intact")
         logger.warning("the engine ended with %s; starting it again", code)
         self._engine.restart()
+
+    def _expect_beats(self) -> None:
+        """Of an engine that is about to start; what the one before it left says nothing of it."""
+        directory = Path(self._config.server.store)
+        forget_beats(directory)
+        self._beats = Beats(directory)
+
+    def _end_if_it_hangs(self, engine: Child) -> None:
+        """Kills an engine that gives no sign of life: only SIGKILL ends a stopped process. It is then started again."""
+        silent, limit = self._beats.silent_seconds(), self._config.server.engine_timeout_seconds
+        if silent < (limit if self._beats.seen else max(limit, _START_SECONDS)):
+            return
+        text = f"the engine hangs: it gave no sign of life for {silent:.0f} s, and was killed"
+        logger.warning("%s", text)
+        engine.process.kill()
+        engine.process.wait()
+        with contextlib.suppress(StoreError):
+            self.store.add_event(self._config.run.name, ENGINE_FAILED, text)
 
     def _when_there_may_be_space(self, engine: Child) -> None:
         """A full disk is no failure of the engine: it is started again after a while, as often as it takes."""

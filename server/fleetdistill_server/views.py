@@ -18,6 +18,7 @@ from fleetdistill.methods.base import GENERAL
 from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.heartbeat import NOBODY, Served
 from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
 from fleetdistill_server.run_names import no_such_run
@@ -58,12 +59,12 @@ class View:
         return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
 
 
-def runs(store: Store, served: str | None = None) -> View:
+def runs(store: Store, served: Served = NOBODY) -> View:
     """All runs; `served` is the one that a server works on at this moment, if one does."""
     return View({"runs": [_run_row(row, served) for row in store.runs()]})
 
 
-def run(store: Store, name: str, served: str | None = None) -> View:
+def run(store: Store, name: str, served: Served = NOBODY) -> View:
     """One run: rounds, accuracies, traffic, and everything out of the ordinary.
 
     Args:
@@ -109,13 +110,14 @@ def devices(store: Store, only: str | None) -> View:
     return View({"devices": rows})
 
 
-def _run_row(row: Row, served: str | None) -> Row:
+def _run_row(row: Row, served: Served) -> Row:
     config = json.loads(row["config"])
-    idle = row["status"] in ("preparing", "running") and row["name"] != served
+    engine = "no server" if row["name"] != served.run else "engine hangs" if served.hangs else ""
+    idle = engine if row["status"] in ("preparing", "running") else ""
     return {
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
-        "status": row["status"] + (" (no server)" if idle else ""),
+        "status": row["status"] + (f" ({idle})" if idle else ""),
         "reason": row["reason"] or "",
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,

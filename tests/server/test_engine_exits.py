@@ -43,6 +43,7 @@ def end_of(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> i
 
 def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(engine, "end_with_parent", lambda parent: None)
+    monkeypatch.setattr(engine, "begin_beats", lambda directory: None)
     monkeypatch.setattr(sys, "argv", ["engine", str(config), "--store", str(config.parent / "store")])
     return engine.main()
 

@@ -1,0 +1,16 @@
+"""Where the command `fleetdistill` begins: before anything is imported that takes a while."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main() -> None:
+    """Runs the command line; a signal that comes while `serve` is still being imported ends it like a later one."""
+    if sys.argv[1:2] == ["serve"]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda signum, frame: sys.exit(0))
+    from fleetdistill_server.cli import app
+
+    app()
