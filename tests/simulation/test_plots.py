@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from fleetdistill.errors import DataError
 from fleetdistill_server.simulation.comparison import Curve
+from fleetdistill_server.simulation.device_plots import SINGLE_LINES, DeviceCurves, apart, plot_gains, plot_rounds
 from fleetdistill_server.simulation.plots import plot_comparison, plot_partition, save_report_figure
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
@@ -37,6 +39,7 @@ def _save(path: Path, devices: int = 3, **changes: Any) -> Path:
         "class_names": CLASSES,
         "device_names": names,
         "curves": [curve("feddkc", [1, 2], [0.2, 0.8])],
+        "by_device": DeviceCurves({name: [0.2, 0.8] for name in names}),
         "alone": 0.3,
     }
     return save_report_figure(path, **(values | changes))
@@ -62,12 +65,16 @@ class TestReportFigure:
     def test_it_is_a_whole_png_of_the_stated_width(self, tmp_path: Path) -> None:
         file = _save(tmp_path / "new" / "report.png", title="feddkc on letters")
         assert file == tmp_path / "new" / "report.png"
-        assert _png_size(file) == (1800, 1464)
+        assert _png_size(file) == (1800, 2284)
+
+    def test_one_exchange_has_no_picture_of_rounds(self, tmp_path: Path) -> None:
+        file = _save(tmp_path / "report.png", by_device=DeviceCurves({"device-0": [0.8]}))
+        assert _png_size(file) == (1800, 2284 - 780)
 
     def test_more_devices_make_it_taller(self, tmp_path: Path) -> None:
         width, height = _png_size(_save(tmp_path / "report.png", devices=20))
         assert width == 1800
-        assert height > 2000
+        assert height > 2284
 
     def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
@@ -79,7 +86,8 @@ class TestReportFigure:
         code = (
             "import sys; import fleetdistill_server.simulation.plots as plots; assert 'matplotlib' not in sys.modules;"
             f"plots.save_report_figure({str(tmp_path / 'a.png')!r}, counts_jc=[[1, 2]], partition='iid',"
-            "class_names='ab', device_names=['d'], curves=[plots.Curve('a', [1000.0], [0.5])]);"
+            "class_names='ab', device_names=['d'], curves=[plots.Curve('a', [1000.0], [0.5])],"
+            "by_device=plots.DeviceCurves({'d': [0.5]}));"
             "assert 'matplotlib.pyplot' not in sys.modules"
         )
         path = [entry for entry in sys.path if entry]
@@ -167,3 +175,75 @@ class TestComparison:
                 plot_comparison(_axes(), [bad])
         with pytest.raises(DataError, match="no curves"):
             plot_comparison(_axes(), [])
+
+
+def _curves(devices: int, rounds: int = 4) -> DeviceCurves:
+    rates = {f"d{number:02}": [0.5 + number / 100 + one / 50 for one in range(rounds)] for number in range(devices)}
+    return DeviceCurves(
+        rates,
+        {
+            "alone, mean": [0.4] * rounds,
+            "FedAvg global": [0.3, 0.6, 0.7, None][:rounds],
+            "global model": [0.9] * rounds,
+        },
+    )
+
+
+class TestDevices:
+    def test_few_devices_have_a_line_each_and_every_line_its_name_at_its_end(self) -> None:
+        ax = _axes()
+        plot_rounds(ax, _curves(3))
+        assert len(ax.lines) == 3 + 3
+        assert len({line.get_color() for line in ax.lines}) == 6
+        for line, rates in zip(ax.lines, _curves(3).devices.values(), strict=False):
+            assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 3, 4], rates)
+        named = {text.get_text(): text.get_color() for text in ax.texts}
+        assert set(named) == {"d00 56.0%", "d01 57.0%", "d02 58.0%", "alone, mean 40.0%", "global model 90.0%"}
+        assert named["d01 57.0%"] == ax.lines[1].get_color()
+        assert ax.get_legend() is None
+
+    def test_of_many_devices_there_is_a_band_with_the_worst_and_the_best_by_name(self) -> None:
+        ax = _axes()
+        plot_rounds(ax, _curves(SINGLE_LINES + 31))
+        (band,) = ax.collections
+        corners = band.get_paths()[0].vertices
+        assert corners[:, 1].min() == pytest.approx(0.5 + 0.05 * 0.40)
+        assert corners[:, 1].max() == pytest.approx(0.56 + 0.95 * 0.40)
+        named = {text.get_text() for text in ax.texts}
+        assert {"d00 56.0%", "d40 96.0%", "median of 41, band: 90 % 76.0%", "global model 90.0%"} <= named
+        assert len(ax.lines) == 1 + 2 + 3
+
+    @pytest.mark.parametrize("devices", [2, 10, 40])
+    def test_no_name_lies_over_another_or_over_a_curve(self, devices: int, tmp_path: Path) -> None:
+        figure = figure_module.Figure(figsize=(9, 3.9), dpi=200, layout="constrained")
+        ax = figure.subplots()
+        plot_rounds(ax, _curves(devices))
+        figure.savefig(tmp_path / "a.png")
+        without_their_line = pytest.importorskip("matplotlib.text").Text.get_window_extent
+        boxes = sorted((without_their_line(text) for text in ax.texts), key=lambda box: box.y0)
+        assert all(box.x0 > ax.bbox.x1 for box in boxes)
+        assert all(upper.y0 >= lower.y1 - 1 for lower, upper in itertools.pairwise(boxes))
+
+    def test_names_move_as_little_as_it_takes(self) -> None:
+        assert apart([0.1, 0.5, 0.9], 0.1) == [0.1, 0.5, 0.9]
+        assert apart([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])
+        assert apart([0.4, 0.5, 0.5, 0.52], 0.1) == pytest.approx([0.33, 0.43, 0.53, 0.63])
+
+    def test_each_device_has_a_row_with_its_gain(self) -> None:
+        ax = _axes()
+        curves = DeviceCurves({"a": [0.1, 0.8], "b": [0.2, 0.9]}, {}, {"a": 0.5, "b": 0.6}, {"personal": {"b": 0.95}})
+        plot_gains(ax, curves)
+        alone, fleet, personal = (dots.get_offsets().tolist() for dots in ax.collections)
+        assert (alone, fleet, personal) == ([[0.5, 0], [0.6, 1]], [[0.8, 0], [0.9, 1]], [[0.95, 1]])
+        texts = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert texts == ["alone", "in the fleet", "personal answer"]
+        assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first device on top, as in the picture beside it"
+
+    def test_curves_of_different_lengths_are_refused(self) -> None:
+        for bad in (
+            DeviceCurves({}),
+            DeviceCurves({"a": []}),
+            DeviceCurves({"a": [0.1]}, {"global model": [0.1, 0.2]}),
+        ):
+            with pytest.raises(DataError, match="cannot draw rounds"):
+                plot_rounds(_axes(), bad)

@@ -16,17 +16,24 @@ import numpy.typing as npt
 
 from fleetdistill.errors import DataError
 from fleetdistill_server.simulation.comparison import Curve
+from fleetdistill_server.simulation.device_plots import (
+    ALONE,
+    FEDAVG,
+    FLEET,
+    FURTHER,
+    GREY,
+    DeviceCurves,
+    plot_gains,
+    plot_rounds,
+)
 from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FLEET = "#0b6fa4"  # blue, orange, green and purple of these shades stay apart for colour-blind readers
-_ALONE = "#d9772b"
-_COLOURS = {"FedAvg": "#2f9e6e", "class statistics": "#8a2f7c"}
+_COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
 _STYLES = ("-", "--", "-.")
 _MARKERS = ("o", "D", "s")
-_GREY = "#5a5a5a"
 
 
 def load_matplotlib() -> None:
@@ -56,7 +63,7 @@ def plot_partition(
         raise DataError(f"{text} for counts of shape {list(counts.shape)}")
     _draw_bubbles(ax, counts)
     _name_axes(ax, counts, class_names, device_names)
-    ax.set_title(f"Training data by device: {partition}", loc="left", fontsize=11)
+    ax.set_title(f"Training data by device\n{partition}", loc="left", fontsize=11)
 
 
 def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None) -> None:
@@ -77,7 +84,7 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
     if not curves:
         raise DataError("nothing to plot: no curves")
     if alone is not None:
-        ax.axhline(alone, color=_ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
+        ax.axhline(alone, color=ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
     for one, (colour, number) in zip(curves, _looks(curves), strict=True):
         _draw_curve(ax, one, colour, number)
     _dress_comparison(ax, curves, alone)
@@ -91,10 +98,14 @@ def save_report_figure(
     device_names: Sequence[str],
     partition: str,
     curves: Sequence[Curve],
+    by_device: DeviceCurves,
     alone: float | None = None,
     title: str = "",
 ) -> Path:
-    """Writes both pictures into one PNG, 1,800 pixels wide, and returns its path; see the functions for each.
+    """Writes all pictures into one PNG, 1,800 pixels wide, and returns its path; see the functions for each.
+
+    From above: what accuracy took how many bytes; all devices round by round, where there is more than one; and a row
+    for each device with its data and what it gained.
 
     Raises:
         DataError: The values do not fit each other, or the file cannot be written.
@@ -102,13 +113,20 @@ def save_report_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    upper = 4.2 + 0.12 * len(curves)  # the legend's lines stand in two columns
-    height = upper + max(3.0, 1.3 + 0.3 * len(device_names))
-    figure = Figure(figsize=(9, height), dpi=200, layout="constrained")
+    heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend's lines stand in two columns
+    if max(len(rates) for rates in by_device.devices.values()) > 1:
+        heights["rounds"] = 3.9
+    heights["data"] = max(3.2, 1.5 + 0.3 * len(device_names))
+    figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # a figure without pyplot holds nothing open: it goes when this function returns
-    compared, data = figure.subplots(2, 1, height_ratios=[upper, height - upper])
-    plot_comparison(compared, curves, alone)
+    # Each in a part of its own, so that long names of devices take no room beside the curves.
+    parts = dict(zip(heights, figure.subfigures(len(heights), 1, height_ratios=list(heights.values())), strict=True))
+    plot_comparison(parts["compared"].subplots(), curves, alone)
+    if "rounds" in parts:
+        plot_rounds(parts["rounds"].subplots(), by_device)
+    data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1))
     plot_partition(data, counts_jc, class_names, device_names, partition)
+    plot_gains(gains, by_device)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     target = Path(path)
@@ -127,7 +145,7 @@ def _draw_bubbles(ax: Axes, counts: npt.NDArray[np.int64]) -> None:
     points = 72 / ax.figure.dpi
     cell = min(ax.bbox.width * points / classes, ax.bbox.height * points / devices)
     largest = min(28.0, max(10.0, 0.9 * cell))  # in points; above 10 no bubble touches its neighbours
-    ax.scatter(xs, ys, s=largest**2 * sizes / sizes.max(initial=1), color=_FLEET, alpha=0.75, linewidths=0)
+    ax.scatter(xs, ys, s=largest**2 * sizes / sizes.max(initial=1), color=FLEET, alpha=0.75, linewidths=0)
 
 
 def _name_axes(
@@ -143,8 +161,8 @@ def _name_axes(
     ax.set_xlim(-0.6, classes - 0.4)
     ax.set_ylim(devices - 0.4, -0.6)  # the first device on top
     for device, size in enumerate(counts.sum(axis=1)):
-        ax.annotate(f"{size:,}", (1.01, device), xycoords=("axes fraction", "data"), va="center", color=_GREY)
-    ax.annotate("samples", (1.01, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", color=_GREY)
+        ax.annotate(f"{size:,}", (1.01, device), xycoords=("axes fraction", "data"), va="center", color=GREY)
+    ax.annotate("samples", (1.01, 0), (0, -12), xycoords="axes fraction", textcoords="offset points", color=GREY)
     ax.set_xlabel("class")
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
@@ -156,7 +174,7 @@ def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
     """Colour of each curve's method, and which of that method's it is."""
     seen, found = Counter[str](), []
     for one in curves:
-        colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), _FLEET)
+        colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), FLEET)
         found.append((colour, seen[colour]))
         seen[colour] += 1
     return found

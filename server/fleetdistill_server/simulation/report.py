@@ -29,6 +29,7 @@ from fleetdistill_server.simulation.comparison import (
 from fleetdistill_server.simulation.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.datasets import Dataset
 from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.device_plots import DeviceCurves
 from fleetdistill_server.simulation.history import FleetHistory
 from fleetdistill_server.simulation.metrics import Ints, accuracy
 from fleetdistill_server.simulation.partition import Partition
@@ -262,8 +263,33 @@ def write_report(report: FleetReport, out: Path) -> None:
         device_names=[f"{one.name} ({one.model})" for one in report.devices],
         partition=_described(report),
         curves=report.curves,
+        by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
         title=f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}",
+    )
+
+
+def _by_device(report: FleetReport) -> DeviceCurves:
+    rounds = report.completed_rounds
+    alone = list(report.alone_accuracy_by_round.values())
+    fedavg = next((one.accuracy for one in report.curves if one.name == "FedAvg global"), [])
+    controls = {
+        "alone, mean": [statistics.mean(rates) for rates in zip(*alone, strict=True)],
+        "FedAvg global": fedavg,
+        "global model": [] if report.method == "fedavg" else report.global_accuracy_by_round,
+    }
+    return DeviceCurves(
+        devices=report.accuracy_by_round,
+        controls={
+            name: rates[:rounds]
+            for name, rates in controls.items()
+            if len(rates) >= rounds and any(rate is not None for rate in rates)
+        },
+        alone={one.name: one.accuracy_alone for one in report.devices if one.accuracy_alone is not None},
+        further={
+            answer: {one.name: one.further[answer]["accuracy"] for one in report.devices if answer in one.further}
+            for answer in report.further
+        },
     )
 
 

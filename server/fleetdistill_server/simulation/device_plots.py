@@ -1,0 +1,199 @@
+"""Pictures of single devices: their accuracy round by round, and what each gained. Every line has its name beside it.
+
+matplotlib comes with the axes that the functions are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetdistill.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FLEET = "#0b6fa4"  # blue, orange, green and purple of these shades stay apart for colour-blind readers
+ALONE = "#d9772b"
+FEDAVG = "#2f9e6e"
+FURTHER = "#8a2f7c"
+GREY = "#5a5a5a"
+SINGLE_LINES = 10
+"""Up to so many devices have a line each; of more there is a band, and lines of the worst and the best."""
+_DEVICE_COLOURS = (
+    FLEET,
+    "#c44e52",
+    "#8172b3",
+    "#937860",
+    "#da8bc3",
+    "#4c4c4c",
+    "#b8860b",
+    "#17a2b8",
+    "#6b8e23",
+    "#7f3b08",
+)
+_CONTROL_STYLES = {"alone, mean": (ALONE, ":"), "FedAvg global": (FEDAVG, "-."), "global model": ("black", "--")}
+_LOWEST_GAP = 0.055
+"""Between two names, as a part of the axis."""
+
+
+@dataclass(frozen=True)
+class DeviceCurves:
+    """Accuracies on the global test part, in [0, 1].
+
+    Attributes:
+        devices: Device -> after each completed round.
+        controls: What they are held against -> after each completed round; None where it is not known. Names of
+            `_CONTROL_STYLES` have their own looks.
+        alone: Device -> at the end of training alone; empty without that control.
+        further: Further answer -> device -> at the end, for devices that have it.
+    """
+
+    devices: Mapping[str, Sequence[float]]
+    controls: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    alone: Mapping[str, float] = field(default_factory=dict)
+    further: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
+    """Draws accuracy over rounds: a named line for each device and control; see `SINGLE_LINES` for many devices.
+
+    Raises:
+        DataError: There is no device, no round, or the curves differ in length.
+    """
+    lengths = {len(one) for one in (*curves.devices.values(), *curves.controls.values())}
+    if len(lengths) != 1 or not curves.devices or lengths == {0}:
+        raise DataError(f"cannot draw rounds: {len(curves.devices)} devices with curves of lengths {sorted(lengths)}")
+    rates_jr = np.array(list(curves.devices.values()), dtype=np.float64)
+    rounds = np.arange(1, rates_jr.shape[1] + 1)
+    ends: list[tuple[str, float, str]] = []
+    if len(curves.devices) > SINGLE_LINES:
+        ends += _draw_band(ax, rounds, rates_jr)
+    for name, rates, colour in _single_lines(curves.devices, rates_jr):
+        ax.plot(rounds, rates, color=colour, linewidth=1.4, alpha=0.9)
+        ends.append((name, float(rates[-1]), colour))
+    for name, known in curves.controls.items():
+        colour, style = _CONTROL_STYLES.get(name, (GREY, "--"))
+        rates = np.array(known, dtype=np.float64)  # None becomes NaN, which is a gap
+        ax.plot(rounds, rates, color=colour, linestyle=style, linewidth=2.2)
+        if np.isfinite(rates[-1]):
+            ends.append((name, float(rates[-1]), colour))
+    _dress(ax, rounds)
+    _name_ends(ax, ends)
+
+
+def _draw_band(
+    ax: Axes, rounds: npt.NDArray[np.int64], rates_jr: npt.NDArray[np.float64]
+) -> list[tuple[str, float, str]]:
+    """Nine of ten devices, and the median."""
+    low, median, high = np.quantile(rates_jr, (0.05, 0.5, 0.95), axis=0)
+    ax.fill_between(rounds, low, high, color=FLEET, alpha=0.18, linewidth=0)
+    ax.plot(rounds, median, color=FLEET, linewidth=2.5)
+    return [(f"median of {len(rates_jr)}, band: 90 %", float(median[-1]), FLEET)]
+
+
+def _single_lines(
+    devices: Mapping[str, Sequence[float]], rates_jr: npt.NDArray[np.float64]
+) -> Iterator[tuple[str, npt.NDArray[np.float64], str]]:
+    """The devices that have a line of their own, with their colours."""
+    names = list(devices)
+    if len(names) <= SINGLE_LINES:
+        yield from zip(names, rates_jr, _DEVICE_COLOURS, strict=False)
+        return
+    order = np.argsort(rates_jr[:, -1], kind="stable")
+    for row, colour in ((int(order[0]), "#c44e52"), (int(order[-1]), "#6b8e23")):
+        yield names[row], rates_jr[row], colour
+
+
+def _dress(ax: Axes, rounds: npt.NDArray[np.int64]) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    ax.set_title("Accuracy on all classes, round by round", loc="left", fontsize=11)
+    ax.set_xlabel("completed rounds")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set_xlim(float(rounds[0]) - 0.02 * len(rounds), float(rounds[-1]))
+    ax.set_ylim(max(0.0, ax.get_ylim()[0]), min(1.01, ax.get_ylim()[1]))
+    ax.grid(color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _name_ends(ax: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
+    """Writes each name at the end of its line, at the right of the axes; names that would touch move apart."""
+    low, high = ax.get_ylim()
+    ordered = sorted(ends, key=lambda end: end[1])
+    heights = apart([(end[1] - low) / (high - low) for end in ordered], _LOWEST_GAP)
+    for (name, rate, colour), height in zip(ordered, heights, strict=True):
+        ax.annotate(
+            f"{name} {rate:.1%}",
+            (1.0, (rate - low) / (high - low)),
+            (1.03, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=colour,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 0},
+        )
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights moved as little as it takes for `gap` between neighbours, as clusters about their means."""
+    clusters: list[list[float]] = []
+    for height in heights:
+        clusters.append([height])
+        while len(clusters) > 1 and _bottom(clusters[-1], gap) < _top(clusters[-2], gap) + gap:
+            last = clusters.pop()
+            clusters[-1] = [*clusters[-1], *last]
+    return [_bottom(cluster, gap) + gap * number for cluster in clusters for number in range(len(cluster))]
+
+
+def _bottom(cluster: Sequence[float], gap: float) -> float:
+    return sum(cluster) / len(cluster) - gap * (len(cluster) - 1) / 2
+
+
+def _top(cluster: Sequence[float], gap: float) -> float:
+    return _bottom(cluster, gap) + gap * (len(cluster) - 1)
+
+
+def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
+    """Draws a row for each device, the first on top: alone, in the fleet, and its further answers, at the end."""
+    rows = {name: number for number, name in enumerate(curves.devices)}
+    fleet = {name: rates[-1] for name, rates in curves.devices.items()}
+    for name, rate in curves.alone.items():
+        ax.plot([rate, fleet[name]], [rows[name]] * 2, color="#c8c8c8", linewidth=1.5, zorder=1)
+    kinds = [("alone", curves.alone, ALONE, "o"), ("in the fleet", fleet, FLEET, "D")]
+    kinds += [(f"{answer} answer", of, FURTHER, "^") for answer, of in curves.further.items()]
+    for name, of, colour, marker in kinds:
+        if of:
+            ax.scatter(
+                list(of.values()),
+                [rows[device] for device in of],
+                s=26,
+                color=colour,
+                marker=marker,
+                label=name,
+                zorder=3,
+            )
+    _dress_gains(ax, len(rows), sum(bool(of) for _, of, _, _ in kinds))
+
+
+def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    ax.set_title("Accuracy at the end", loc="left", fontsize=11)
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set_ylim(devices - 0.4, -0.6)  # the first device on top
+    ax.set_yticks(range(devices), [""] * devices)
+    ax.margins(x=0.08)
+    ax.grid(color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    ax.tick_params(length=0)
+    figure_legend = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 2.2, "frameon": False}
+    ax.legend(**figure_legend, fontsize=8, ncols=kinds, columnspacing=1.0, handletextpad=0.2)
