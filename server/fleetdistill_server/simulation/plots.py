@@ -120,7 +120,8 @@ def save_report_figure(
     figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # a figure without pyplot holds nothing open: it goes when this function returns
     # Each in a part of its own, so that long names of devices take no room beside the curves.
-    parts = dict(zip(heights, figure.subfigures(len(heights), 1, height_ratios=list(heights.values())), strict=True))
+    made: Any = figure.subfigures(len(heights), 1, height_ratios=list(heights.values()))
+    parts = dict(zip(heights, made, strict=True))
     plot_comparison(parts["compared"].subplots(), curves, alone)
     if "rounds" in parts:
         plot_rounds(parts["rounds"].subplots(), by_device)
