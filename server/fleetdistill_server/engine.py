@@ -438,17 +438,20 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
     try:
         await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
-    except (ConfigurationError, RunError, NoSpaceError):
+    except NoSpaceError:
+        raise
+    except (ConfigurationError, RunError) as error:
+        _note_failure(store, config.run.name, str(error))
         raise
     except Exception as error:
-        _note_failure(store, config.run.name, error)
+        _note_failure(store, config.run.name, f"{type(error).__name__}: {error}")
         raise
 
 
-def _note_failure(store: Store, run: str, error: Exception) -> None:
-    """Says in the store why the engine ended, for whoever reads why the run was stopped."""
+def _note_failure(store: Store, run: str, why: str) -> None:
+    """Says in the store why the engine ended, for the supervisor and whoever reads why the run was stopped."""
     with contextlib.suppress(StoreError):
-        store.add_event(run, ENGINE_FAILED, f"{type(error).__name__}: {error}"[:_LONGEST_FAILURE])
+        store.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
 
 
 def main() -> int:

@@ -216,7 +216,8 @@ class Supervisor:
         if code is None:
             return
         if code == EXIT_CANNOT_LISTEN and self.port is None:
-            raise RunError(f"the front cannot listen on {self._config.server.listen}; see the log above")
+            where = self._log or "the log above"
+            raise RunError(f"the front cannot listen on {self._config.server.listen}; see {where}")
         logger.warning("the front ended with %s; starting it again", code)
         if self.port is not None:  # devices know this port, even if the first start drew it freely
             host = self._config.server.listen.rpartition(":")[0]
@@ -255,7 +256,8 @@ class Supervisor:
             row = self.store.run(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
                 raise RunError(row["reason"])
-            raise RunError("the engine cannot run this configuration; see the log above")
+            why = self._last_failure() or f"see {self._log or 'the log above'}"
+            raise RunError(f"the engine cannot run this configuration: {why}")
         if code == EXIT_NO_SPACE:
             self._when_there_may_be_space(self._engine)
             return
@@ -298,8 +300,13 @@ class Supervisor:
 
     def _why(self, code: int) -> str:
         """What the engine last said of itself, or how its process ended."""
+        last = self._last_failure()
+        return f"last with {code}" + (f": {last}" if last else "")
+
+    def _last_failure(self) -> str:
+        """What the engine last said of its end; empty if it said nothing."""
         failures = self.store.events(self._config.run.name, ENGINE_FAILED)
-        return f"last with {code}" + (f": {failures[-1]['text']}" if failures else "")
+        return str(failures[-1]["text"]) if failures else ""
 
     _completed = 0
 
