@@ -266,7 +266,7 @@ def measure(given: argparse.Namespace, known: dict[Key, dict[str, Any]]) -> None
         known[key] = row | {"digest": digest(wanted)} | figures(report)
         with given.results.open("a") as file:
             file.write(json.dumps(known[key]) + "\n")
-        print(f"{row}: {report.mean_accuracy_fleet:.4f}, {report.seconds:.0f} s", flush=True)
+        print(f"{row}: {report.mean_accuracy_trained:.4f}, {report.seconds:.0f} s", flush=True)
 
 
 def figures(report: FleetReport) -> dict[str, Any]:
@@ -281,8 +281,8 @@ def figures(report: FleetReport) -> dict[str, Any]:
         "alone": report.mean_accuracy_alone,
         "alone_own": report.mean_own_accuracy_alone,
         "alone_c_per": alone["accuracy"]["c_per"] if alone else None,
-        "fleet": report.mean_accuracy_fleet,
-        "fleet_own": report.mean_own_accuracy_fleet,
+        "fleet": report.mean_accuracy_trained,
+        "fleet_own": report.mean_own_accuracy_trained,
         "fleet_curve": _mean_curve(list(report.accuracy_by_round.values())),
         "own_curve": [one["c_spec"] for one in report.figures_by_round],
         "c_per_curve": [one["c_per"] for one in report.figures_by_round],

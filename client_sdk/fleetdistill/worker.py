@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from fleetdistill.data_version import digest_of
-from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, ModelError, WireError
+from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
 from fleetdistill.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_of_contract, device_class
-from fleetdistill.methods.base import CUT, DELIVER, Ask, DeviceMethod, Local
+from fleetdistill.methods.base import CUT, DELIVER, RECEIVED, RESULT, Ask, DeviceMethod, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.models.space import MakePredictor, SpaceModel
 from fleetdistill.names import USUAL_PREDICTOR
@@ -207,10 +207,13 @@ class Worker:
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         with self._reproducible(ask.seed):
             self._method.trained, self._method.figures = None, ()
-            answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
+            asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+            brought = self._score_brought(asked)
+            torch.manual_seed(ask.seed)  # whatever scoring drew
+            answer = self._method.handle(asked)
             measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
             models = self._method.answers()
-            scores = self._score(models) if measured else {}
+            scores = brought | (self._score(models) if measured else {})
             verdict = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
@@ -225,6 +228,17 @@ class Worker:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
         delivered = self._delivery(models, self._best) if verdict is not None and verdict.replaced else None
         return Work(answer, self.state(), verdict, delivered, scores)
+
+    def _score_brought(self, ask: Ask) -> dict[str, Counts]:
+        """How the fleet's model does as the ask brings it; nothing where it cannot be scored."""
+        wanted = any(data is not None for data in self._scored.values())
+        model = self._method.brought(ask) if wanted else None
+        if model is None:
+            return {}
+        try:
+            return self._score({RESULT if ask.step == DELIVER else RECEIVED: model})
+        except KnowledgeError:  # it has diverged, which is no reason not to answer
+            return {}
 
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
         given = {split: data for split, data in self._scored.items() if data is not None}

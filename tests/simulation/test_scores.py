@@ -111,10 +111,10 @@ def test_a_report_has_all_controls(tmp_path: Path) -> None:
     assert report.fedavg_model == "digits_mlp_small"
     assert report.mean_accuracy_fedavg_global == fedavg.mean_accuracy_fedavg_global
     assert report.mean_accuracy_fedavg_global == fedavg.global_accuracy_by_round[-1]
-    assert report.mean_accuracy_fedavg_device == pytest.approx(fedavg.mean_accuracy_fleet)
-    assert report.mean_own_accuracy_fedavg_device == pytest.approx(fedavg.mean_own_accuracy_fleet)
+    assert report.mean_accuracy_fedavg_device == pytest.approx(fedavg.mean_accuracy_trained)
+    assert report.mean_own_accuracy_fedavg_device == pytest.approx(fedavg.mean_own_accuracy_trained)
     assert report.scores["fedavg"] == fedavg.scores["fleet"]
-    assert report.scores["fleet"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_fleet)
+    assert report.scores["fleet"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_trained)
     assert report.scores["alone"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_alone)
     own = [(one.own_accuracy_alone, one.own_accuracy_fleet) for one in report.devices]
     means = (report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet)
@@ -167,7 +167,7 @@ def test_devices_that_no_round_takes_are_scored_and_train_alone_as_often(tmp_pat
     assert len(idle) >= 2
     for one in idle:
         assert len(set(report.accuracy_by_round[one.name])) == 1
-        assert one.accuracy_alone == one.accuracy_fleet == report.accuracy_by_round[one.name][0]
+        assert one.accuracy_alone == one.accuracy_trained == report.accuracy_by_round[one.name][0]
     json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
 
 

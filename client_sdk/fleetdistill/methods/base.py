@@ -9,13 +9,14 @@ A handler runs under the ask's own seed and with the run's thread count, so it g
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import Kind, Metric, Parts, Plan
+from fleetdistill.knowledge import Kind, Metric, ModelParameters, Parts, Plan
 from fleetdistill.names import USUAL_PREDICTOR, unknown_name
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ PERSONAL = "personal"
 
 OWN = "own"
 """Name of the model that the app gave, of methods that make the general answer apart from it."""
+
+RECEIVED = "received"
+"""Name, in figures, of the fleet's model as the round before made it: what the device has before it trains."""
+
+RESULT = "result"
+"""Name, in figures, of the run's end result on the device."""
 
 DELIVER = "deliver"
 """Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
@@ -177,6 +184,14 @@ class DeviceMethod:
         """
         return {GENERAL: self.local.model}
 
+    def brought(self, ask: Ask) -> torch.nn.Module | None:
+        """The fleet's model as an ask brings it, complete on this device; None where it brings none, the default.
+
+        It is what the device would be delivered if the run ended with the last completed round, and is scored before
+        the ask is answered. A model of its own: the local one does not change.
+        """
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""
         return {}
@@ -231,3 +246,16 @@ def check_share(name: str, value: float) -> None:
     """Raises ConfigurationError unless `0 < value <= 1`."""
     if not 0 < value <= 1:
         raise ConfigurationError(f"{name} must be in (0, 1], got {value!r}")
+
+
+def with_parameters(model: torch.nn.Module, ask: Ask, *, without: frozenset[str] = frozenset()) -> torch.nn.Module:
+    """A copy of a model with the `parameters` of an ask; tensors named in `without` stay the model's.
+
+    Raises:
+        WireError: The ask brings no model parameters, or others than the model has.
+    """
+    from fleetdistill.tensors import take_weights
+
+    complete = copy.deepcopy(model)
+    take_weights(complete, ask.part("parameters", ModelParameters), without=without)
+    return complete

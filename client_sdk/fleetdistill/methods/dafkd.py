@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, WeightedPredictions
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.methods.base import (
+    Answer,
+    Ask,
+    DeviceMethod,
+    Local,
+    answers,
+    check_choice,
+    check_range,
+    with_parameters,
+)
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.models import GENERATORS
 from fleetdistill.names import unknown_name
@@ -361,6 +370,10 @@ class DaFKDDevice(DeviceMethod):
         return WeightedPredictions(noise_seed=ask.setting("noise_seed", int), values=values)
 
     # --- state
+
+    def brought(self, ask: Ask) -> torch.nn.Module | None:
+        """The global classifier; None where it stays away from a device whose classifier is its own."""
+        return with_parameters(self.local.model, ask) if "parameters" in ask.parts else None
 
     def state_dict(self) -> dict[str, Any]:
         """The discriminator, which is the device's own for the whole run, and its optimiser."""

@@ -6,10 +6,14 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, with_parameters
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +67,7 @@ class FedAvgDevice(DeviceMethod):
 
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
+
+    def brought(self, ask: Ask) -> torch.nn.Module:
+        """The global model: every ask brings it."""
+        return with_parameters(self.local.model, ask)

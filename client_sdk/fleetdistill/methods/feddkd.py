@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import CannotAnswer, ModelError
 from fleetdistill.knowledge import DistillationGradient, ModelParameters
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range, check_share
+from fleetdistill.methods.base import (
+    DELIVER,
+    Answer,
+    Ask,
+    DeviceMethod,
+    Local,
+    answers,
+    check_choice,
+    check_range,
+    check_share,
+    with_parameters,
+)
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 
 if TYPE_CHECKING:
@@ -277,6 +288,12 @@ class FedDKDDevice(DeviceMethod):
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
         self._round, self._step, self._teacher_logits = _NO_ROUND, 0, None  # the model is no teacher any more
         return Answer(parts={}, samples=len(self.local.data))
+
+    def brought(self, ask: Ask) -> nn.Module | None:
+        """The global model, for FedDKD_BN with the batch-norm of this device; None in the steps of a round."""
+        if ask.step not in ("train", DELIVER):
+            return None
+        return with_parameters(self.local.model, ask, without=self._stays_here)
 
     def state_dict(self) -> dict[str, Any]:
         """Which round the model is the teacher of, the last step it was asked for, and what it says."""

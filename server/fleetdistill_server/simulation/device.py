@@ -15,6 +15,7 @@ import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.link import Link
+from fleetdistill.methods.base import RECEIVED, RESULT
 from fleetdistill.names import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.processes import end_with_parent
@@ -63,6 +64,11 @@ class DeviceSpec:
         return sorted(one.stem.removeprefix(before) for one in Path(self.state_dir).parent.glob(f"{before}*.jsonl"))
 
     @property
+    def products_file(self) -> Path:
+        """Where it notes how the fleet's model does there as it was sent, by the last round that had a part in it."""
+        return Path(f"{self.state_dir}-products.jsonl")
+
+    @property
     def exported_file(self) -> Path:
         """Where the device tells about its exported model."""
         return Path(self.state_dir) / "exported.json"
@@ -95,7 +101,10 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
             new.replace(spec.exported_file)
         elif event.kind == "scored":
             split, _, answer = event.values["split"].partition("/")
-            if split == "test":
+            if split == "test" and answer in (RECEIVED, RESULT):
+                completed = event.round - (answer == RECEIVED)  # what a round brings the rounds before it have made
+                append_scores(spec.products_file, completed, event.values["confusion"])
+            elif split == "test":
                 append_scores(spec.scores_file_of(answer), event.round, event.values["confusion"])
 
     return Device(

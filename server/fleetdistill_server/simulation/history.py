@@ -23,17 +23,21 @@ class FleetHistory:
     """Confusion matrices `[C, C]` on the global test part, after each completed round.
 
     Attributes:
-        devices: Device -> those of the model that it has after each round.
+        devices: Device -> those of the model that it has after each round: after its local training, or, where the
+            method makes no global model but sends a part of one, the model that is complete on the device (FedDKD_BN).
         took_part: Device -> whether it trained in the round, which is to say that the server has its answer.
         server: Those of the global model; None where the method has none, or where it could not be scored.
         further: Answer -> device -> those of a further answer, such as classstats' `personal`; None before the device
             had it.
+        products: Device -> those of the fleet's model on it, which it would be delivered after each round; empty for
+            methods whose devices keep what they train.
     """
 
     devices: Mapping[str, Sequence[Ints]]
     took_part: Mapping[str, Sequence[bool]]
     server: Sequence[Ints | None]
     further: Mapping[str, Mapping[str, Sequence[Ints | None]]] = field(default_factory=dict)
+    products: Mapping[str, Sequence[Ints]] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
         """CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
@@ -57,12 +61,28 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
     numbers = [row["round"] for row in closed]
     noted = {spec.name: _with_receipt(read_scores(spec.scores_file), trained[spec.name]) for spec in specs}
     figures = [json.loads(row["figures"] or "{}") for row in closed]
+    server = [np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures]
+    products = _products(specs, noted, numbers)
+    after_training = {name: after_rounds(scores, numbers) for name, scores in noted.items()}
     return FleetHistory(
-        devices={name: after_rounds(scores, numbers) for name, scores in noted.items()},
+        devices=products if products and all(one is None for one in server) else after_training,
         took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
         further=_further(specs, trained, numbers),
-        server=[np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures],
+        server=server,
+        products=products,
     )
+
+
+def _products(
+    specs: Sequence[DeviceSpec], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
+) -> dict[str, list[Ints]]:
+    """What devices noted of the fleet's model; what a round brings counts for the completed round before it."""
+    found = {spec.name: read_scores(spec.products_file) for spec in specs}
+    if not any(found.values()):
+        return {}
+    until = [*(number - 1 for number in rounds[1:]), *rounds[-1:]]  # rounds in between fell short
+    starts = {name: {START: of[START]} if START in of else {} for name, of in noted.items()}
+    return {name: after_rounds(starts[name] | of, until) for name, of in found.items()}
 
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fleetdistill.figures import Counts
 from fleetdistill.methods.base import GENERAL
+from fleetdistill.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
@@ -31,7 +35,7 @@ from fleetdistill_server.simulation.datasets import Dataset
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.device_plots import DeviceCurves
 from fleetdistill_server.simulation.history import FleetHistory
-from fleetdistill_server.simulation.metrics import Ints, accuracy
+from fleetdistill_server.simulation.metrics import Ints, accuracy, confusion
 from fleetdistill_server.simulation.partition import Partition
 from fleetdistill_server.simulation.plots import save_report_figure
 from fleetdistill_server.simulation.scores import Figures, FleetFigures, fleet_figures, in_class_mix, late_figures
@@ -42,12 +46,19 @@ from fleetdistill_server.traffic import readable_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+_BATCH = 1024
+
 
 @dataclass(frozen=True)
 class DeviceReport:
     """One device's line. Accuracies are in [0, 1] on the global test part; `own` weighs classes as the device has them.
 
     Attributes:
+        accuracy_fleet, own_accuracy_fleet: Of the model in `onnx_file`, measured on that file; of the general answer
+            where the device has several. Before the run is over, of what the device would be delivered.
+        accuracy_trained, own_accuracy_trained: Of its model after its last local training, which fedavg, feddkd and
+            dafkd then replace by the fleet's. For FedDKD_BN, whose models are complete on the devices only, of the
+            fleet's layers with the device's own batch-norm.
         bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
         sent_up, sent_down: The same as it travelled.
         onnx_file: The model that its app uses, under the simulation's `out`; None before the run is over.
@@ -71,6 +82,8 @@ class DeviceReport:
     accuracy_fleet: float
     own_accuracy_alone: float | None
     own_accuracy_fleet: float
+    accuracy_trained: float
+    own_accuracy_trained: float
     bytes_up: int
     bytes_down: int
     sent_up: int
@@ -95,13 +108,18 @@ class FleetReport:
         seconds: How long it took, controls included, since its last start.
         mean_accuracy_fedavg_global: FedAvg's global model on the global test part, the control of the comparison.
         mean_accuracy_fedavg_device: FedAvg's device models after local training there, mean over devices.
-        mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_fedavg_device: Means on own classes: C-Spec
-            in accuracy, over the devices that have samples of a class of the test part; None without any.
+        mean_accuracy_fleet, mean_accuracy_trained: Of the devices' figures of these names.
+        mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
+            Means on own classes, over the devices that have samples of a class of the test part; None without any.
+            All but that of `fleet` are C-Spec in accuracy.
         fedavg_model: The model that every device has in this control: the largest of the fleet's.
         fedavg_settings: FedAvg's settings in it.
         scores: `fleet`, `alone` and `fedavg`, each with CDKT-FL's figures after the last round; see
             `scores.fleet_figures`.
-        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy.
+        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy; of devices' models as in
+            `accuracy_trained`.
+        delivered_accuracy_by_round: Device -> accuracy of the model that it would be delivered after each round; empty
+            for methods whose devices keep what they train, which is in `accuracy_by_round`.
         late: What papers report of a fleet's last rounds, in accuracy; see `scores.late_figures`.
         bytes_by_round: For each completed round what a device sent (`up`) and was sent (`down`), tensors and envelopes,
             mean over all devices. Rounds that fell short, initial weights and the proxy set count with the completed
@@ -136,8 +154,10 @@ class FleetReport:
     seconds: float
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float
+    mean_accuracy_trained: float
     mean_own_accuracy_alone: float | None
     mean_own_accuracy_fleet: float | None
+    mean_own_accuracy_trained: float | None
     mean_accuracy_fedavg_global: float | None
     mean_accuracy_fedavg_device: float | None
     mean_own_accuracy_fedavg_device: float | None
@@ -158,6 +178,7 @@ class FleetReport:
     models_replaced: int
     devices: list[DeviceReport]
     accuracy_by_round: dict[str, list[float]]
+    delivered_accuracy_by_round: dict[str, list[float]]
     further_accuracy_by_round: dict[str, dict[str, list[float | None]]]
     global_accuracy_by_round: list[float | None]
     alone_accuracy_by_round: dict[str, list[float]]
@@ -220,8 +241,10 @@ def make_report(done: Outcome) -> FleetReport:
         seconds=round(done.seconds, 2),
         mean_accuracy_alone=statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
         mean_accuracy_fleet=statistics.mean(one.accuracy_fleet for one in devices),
+        mean_accuracy_trained=statistics.mean(one.accuracy_trained for one in devices),
         mean_own_accuracy_alone=_c_spec(scores, "alone"),
-        mean_own_accuracy_fleet=_c_spec(scores, "fleet"),
+        mean_own_accuracy_fleet=_mean_where_known([one.own_accuracy_fleet for one in devices]),
+        mean_own_accuracy_trained=_c_spec(scores, "fleet"),
         mean_own_accuracy_fedavg_device=_c_spec(scores, "fedavg"),
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
@@ -236,6 +259,9 @@ def make_report(done: Outcome) -> FleetReport:
         models_replaced=app_models.replaced,
         devices=devices,
         accuracy_by_round={name: [accuracy(one) for one in counts] for name, counts in history.devices.items()},
+        delivered_accuracy_by_round={
+            name: [accuracy(one) for one in counts] for name, counts in history.products.items()
+        },
         further_accuracy_by_round={
             answer: {name: [_accuracy(one) for one in counts] for name, counts in of.items()}
             for answer, of in history.further.items()
@@ -318,11 +344,13 @@ def _device_report(
     row = done.store.device(done.run, spec.name)
     assert row is not None  # the run is finished, so the device was there
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    fleet_cc = done.history.devices[spec.name][-1]
+    trained_cc = done.history.devices[spec.name][-1]
+    exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
+    onnx_file = _collect(done.wanted.out, spec, "model", spec.name) if exported else None
+    fleet_cc = _confusion_in_use(done, spec.name, onnx_file)
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone else None
     own_traffic = [one for one in traffic if one["device"] == spec.name]
-    exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
     return DeviceReport(
         name=spec.name,
         model=spec.model,
@@ -332,11 +360,13 @@ def _device_report(
         accuracy_fleet=accuracy(fleet_cc),
         own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_1c),
         own_accuracy_fleet=_own(fleet_cc, samples_1c),
+        accuracy_trained=accuracy(trained_cc),
+        own_accuracy_trained=_own(trained_cc, samples_1c),
         bytes_up=total_bytes(own_traffic, "up"),
         bytes_down=total_bytes(own_traffic, "down"),
         sent_up=_sent(own_traffic, "up"),
         sent_down=_sent(own_traffic, "down"),
-        onnx_file=_collect(done.wanted.out, spec, "model", spec.name) if exported else None,
+        onnx_file=onnx_file,
         onnx_max_difference=exported["max_difference"] if exported else None,
         onnx_answers={
             answer: _collect(done.wanted.out, spec, answer, f"{spec.name}-{answer}")
@@ -348,6 +378,29 @@ def _device_report(
         leave_one_out=told[spec.name].rates if spec.name in told else None,
         own_statistics_kept=told[spec.name].own_statistics_kept if spec.name in told else None,
     )
+
+
+def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints:
+    """Of the exported model; before there is one, of what the device would be delivered."""
+    trained_cc = done.history.devices[device][-1]
+    if any(device in of for of in done.history.further.values()):
+        return trained_cc
+    if onnx_file is None:
+        return done.history.products[device][-1] if done.history.products else trained_cc
+    return _confusion_of_file(done.wanted.out / onnx_file, done.data)
+
+
+def _confusion_of_file(file: Path, data: Dataset) -> Ints:
+    """What an exported model answers on the test part, as onnxruntime runs it."""
+    session = cpu_session(str(file))
+    parts = data.test_images.split(_BATCH)
+    answers = [session.run(["logits"], {"input": part.numpy()})[0].argmax(axis=1) for part in parts]
+    return confusion(data.test_labels.numpy(), np.concatenate(answers), len(data.classes))
+
+
+def _mean_where_known(rates: Sequence[float]) -> float | None:
+    known = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.mean(known) if known else None
 
 
 def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, dict[str, float]]:

@@ -1,0 +1,90 @@
+"""What is delivered is what is scored: the accuracy beside a file is that file's, in the end and round after round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from fleetdistill_server.simulation.datasets import load_dataset
+from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.history import read_history
+from fleetdistill_server.simulation.report import FleetReport
+from fleetdistill_server.simulation.scores import START, append_scores
+from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store import Store
+
+SMALL: dict[str, Any] = {"devices": 2, "train_limit": 120, "alpha": 0.3, "with_alone": False, "with_fedavg": False}
+BN: dict[str, Any] = {"variant": "bn", "local_epochs": 1, "dkd_lr": 0.5, "divergence_guard": False}
+
+
+def run(out: Path, method: str, rounds: int = 2, **more: Any) -> FleetReport:
+    return simulate(Simulation(method=method, rounds=rounds, out=out, **{**SMALL, **more}))
+
+
+def accuracy_of(file: Path) -> float:
+    data = load_dataset("digits", None, train_limit=None, image_size=None, seed=0)
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"input": data.test_images.numpy()})
+    return float((logits.argmax(axis=1) == data.test_labels.numpy()).mean())
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedavg", {}),
+        ("feddkd", {"local_epochs": 1}),
+        ("feddkd", BN),
+        ("dafkd", {"local_epochs": 1, "kd_samples": 64, "generator": "digits_generator", "kd_start_round": 1}),
+        ("feddkc", {}),
+    ],
+)
+def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    report = run(tmp_path, method, settings=settings, validation_share=0.2 if method == "feddkc" else 0.0)
+    for one in report.devices:
+        assert one.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / one.onnx_file), abs=1e-9)
+        if method == "feddkc":
+            continue
+        assert one.accuracy_fleet == pytest.approx(report.delivered_accuracy_by_round[one.name][-1], abs=1e-9)
+        if settings.get("variant") != "bn":
+            assert report.delivered_accuracy_by_round[one.name] == pytest.approx(report.global_accuracy_by_round)
+    assert (report.delivered_accuracy_by_round == {}) == (method == "feddkc")
+
+
+def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> None:
+    """Without steps and with three: the same local training in round 1, another product in each round."""
+    reports = [run(tmp_path / str(j), "feddkd", settings={**BN, "dkd_steps": j}) for j in (0, 3)]
+    for number in (0, 1):
+        without, with_steps = (
+            [rates[number] for rates in report.delivered_accuracy_by_round.values()] for report in reports
+        )
+        assert without != with_steps
+    for report in reports:
+        assert report.accuracy_by_round == report.delivered_accuracy_by_round
+        assert [one.accuracy_trained for one in report.devices] == [one.accuracy_fleet for one in report.devices]
+
+
+def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
+    """Rounds 1, 3 and 4 complete, 2 falls short: its ask brought what round 1 made, and the result is round 4's."""
+    store = Store.in_memory()
+    store.begin_run(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
+    for number in (1, 2, 3, 4):
+        assert store.start_round(RUN, ["a"]) == number
+        if number == 2:
+            store.close_short_round(RUN, number, "nobody")
+        else:
+            store.close_round(RUN, number, b"", [], {"global_confusion": [[1]]})
+    spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
+    append_scores(spec.scores_file, START, [[0]])
+    for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):
+        append_scores(spec.products_file, before, [[value]])
+    history = read_history(store, RUN, [spec])
+    assert [int(one[0, 0]) for one in history.products["a"]] == [30, 40, 50]
+    spec.products_file.write_text(json.dumps({"round": 0, "confusion": [[10]]}) + "\n")
+    assert [int(one[0, 0]) for one in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
+    assert np.array_equal(history.devices["a"][-1], [[0]])
