@@ -738,6 +738,18 @@ def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off(
     assert fleet.events == []
 
 
+@pytest.mark.parametrize(("right", "own", "held"), [(7, 1.0, True), (7, 7 / 21, False), (8, 1.0, False)])
+def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: float, held: bool) -> None:
+    """7 of 21 rows of three classes are chance."""
+    server, fleet = make_server(teacher_guard=True), Fleet({})
+    sent = triplets_of(server, make_device(rows=21), 4)
+    scores = server.soft_labels(server.network, sent.first)
+    labels = torch.where(torch.arange(21) < right, scores.argmax(1), scores.argmin(1))
+    reply = server._reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, fleet)  # type: ignore[arg-type]
+    assert reply["teacher"].valid is not held  # type: ignore[union-attr]
+    assert len(fleet.events) == held
+
+
 def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
     settings = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
     server, fleet = make_server(**settings), make_fleet(2, **settings)

@@ -298,6 +298,26 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
     assert off._knowledge_for("a")["knowledge"].valid
 
 
+@pytest.mark.parametrize(
+    ("teacher", "own", "held"),
+    [(3, 9, True), (3, 3, False), (4, 9, False), (0, 0, False), (2, 1, False), (2, 3, True)],
+)
+def test_the_teacher_guard_wants_a_teacher_above_chance_or_no_worse_than_the_device(
+    teacher: int, own: int, held: bool
+) -> None:
+    """Right rows of nine, of three classes: 3 is chance. Exactly chance and worse than the device is held back."""
+    server, cohort = make_server(), FakeCohort({})
+    features = torch.randn(9, FEATURES, generator=torch.Generator().manual_seed(2))
+    said = server.predictor.eval()(features).argmax(1).detach()
+    rows = torch.arange(9)
+    labels = torch.where(rows < teacher, said, (said + 1) % CLASSES)
+    logits = functional.one_hot(torch.where(rows < own, labels, (labels + 1) % CLASSES), CLASSES).float()
+    server._answer(Upload("a", rows, features, logits, labels), cohort)  # type: ignore[arg-type]
+    assert cohort.figures["teacher_accuracy"] == {"a": pytest.approx(teacher / 9)}
+    assert [kind for kind, _, _ in cohort.events] == ["teacher-guard"] * held
+    assert server._knowledge_for("a")["knowledge"].valid is not held
+
+
 def bad_upload(server: FedDKCServer, *, teacher_right: bool) -> Upload:
     """Rows on which the device is right, and the server is right or wrong everywhere."""
     features = torch.randn(10, FEATURES)
