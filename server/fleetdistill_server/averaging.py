@@ -15,6 +15,7 @@ import torch
 
 from fleetdistill.knowledge import Array, ModelParameters
 from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.suspects import MOST_OF_THE_WEIGHT
 
 OFF = "off"
 _MOST_WEIGHT = 3.0  # times the median weight
@@ -203,7 +204,7 @@ def _note_most_weight(weights: Mapping[str, float], notes: Notes) -> None:
         share = weight / sum(weights.values())
         if len(weights) > 1 and share > most:
             text = f"{device} has {100 * share:.0f} % of the weight of the mean of {len(weights)} devices"
-            notes.event("most-of-the-weight", f"{text}; more devices, or more alike, would bound it", device, once=True)
+            notes.event(MOST_OF_THE_WEIGHT, f"{text}; more devices, or more alike, would bound it", device, once=True)
 
 
 class TensorMean:

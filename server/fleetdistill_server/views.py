@@ -23,6 +23,7 @@ from fleetdistill_server.joining import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.pki import Role
 from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.store import Row, Store
+from fleetdistill_server.suspects import suspects_by_round
 
 UNTIL_STOPPED = "until stopped"
 """What people read of a run that wants no number of rounds."""
@@ -80,11 +81,16 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
         raise ConfigurationError(no_such_run(name, list(found)))
     told = _Told.by("round", store, name)
     guards, hopes = guards_by_round(store, name), expected(store, name)
+    suspects = suspects_by_round(store, name)
     traffic = store.traffic_by_kind(name)
     sent = _grouped(traffic, "round")
     lists = {
         "rounds": [
-            {**_round_row(row, guards[row["round"]], told), **_sent_cells(sent.get(row["round"], ()))}
+            {
+                **_round_row(row, guards[row["round"]], told),
+                "suspects": ", ".join(suspects.get(row["round"], ())),
+                **_sent_cells(sent.get(row["round"], ())),
+            }
             for row in store.rounds(name)
         ],
         **_answers(store, name),

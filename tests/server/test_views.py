@@ -180,3 +180,27 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
     explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
     columns = {name.replace("_", " ") for name in views.run(filled(1), "r").lists["rounds"][0]}
     assert columns - {"round"} == explained - {"column"}
+
+
+def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part_in() -> None:
+    """Device a is left out in rounds 1, 2, 4 and 5 and not asked in 3; b in 1, 2 and 4, and counts in 3."""
+    store = Store.in_memory()
+    store.begin_run("r", {"run": {"name": "r", "method": "fedavg", "rounds": 5}})
+    left_out = {"a": {1, 2, 4, 5}, "b": {1, 2, 4}}
+    for device in DEVICES:
+        store.register_device("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
+    for number in range(1, 6):
+        cohort = ["b"] if number == 3 else list(DEVICES)
+        store.start_round("r", cohort)
+        row: dict[str, Any] = {"run": "r", "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+        row |= {"payload": None, "payload_bytes": 0, "deadline_at": 1e12}
+        store.write_asks([{**row, "device": device} for device in cohort])
+        asks = store.asks("r", number, 1)
+        for ask in asks:
+            store.accept_upload(ask["id"], 1, bytes(32), 0, 1)
+            if number in left_out[ask["device"]]:
+                store.add_event("r", "update-left-out", "far off", number=number, device=ask["device"])
+        store.close_round("r", number, b"", [ask["id"] for ask in asks], {})
+    rounds = views.run(store, "r").lists["rounds"]
+    assert [row["suspects"] for row in rounds] == ["", "", "", "a", "a"]
+    store.close()

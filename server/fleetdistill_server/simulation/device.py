@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,7 @@ class DeviceSpec:
         run: Name of the run.
         validation_file: The data that decide whether its model is replaced; empty for none.
         predictor: Name in `fleetdistill.models.space.PREDICTORS`, for methods that train one behind fixed features.
+        attack: What a hostile device does, a name in `hostile.ATTACKS`; empty for an honest one.
     """
 
     name: str
@@ -48,6 +51,7 @@ class DeviceSpec:
     run: str
     validation_file: str = ""
     predictor: str = USUAL_PREDICTOR
+    attack: str = ""
 
     @property
     def scores_file(self) -> Path:
@@ -107,21 +111,32 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
             elif split == "test":
                 append_scores(spec.scores_file_of(answer), event.round, event.values["confusion"])
 
+    computes: dict[str, Any] = {
+        "model": lambda: build_device_model(spec, data[0].shape[1:]),
+        "model_name": spec.model,
+        "data": data,
+        "test_data": test_data,
+        "validation_data": load_arrays(spec.validation_file) if spec.validation_file else None,
+        "predictor": spec.predictor,
+    }
     return Device(
         server=server,
-        model=lambda: build_device_model(spec, data[0].shape[1:]),
-        model_name=spec.model,
-        data=data,
-        test_data=test_data,
-        validation_data=load_arrays(spec.validation_file) if spec.validation_file else None,
+        **(_hostile(spec, computes) if spec.attack else computes),
         state_dir=spec.state_dir,
         run=spec.run,
         device_id=spec.name,
-        predictor=spec.predictor,
         allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
         export_onnx="finish",
         on_event=note,
     )
+
+
+def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:
+    from fleetdistill_server.simulation.hostile import HostileWorker, flipped
+
+    inputs, labels = computes["data"]
+    given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
+    return {"worker": lambda contract: HostileWorker(contract, spec.attack, **given)}
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ from fleetdistill_server.simulation.datasets import Dataset, load_dataset, strat
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.folder import IfThere, open_folder
 from fleetdistill_server.simulation.history import read_history
+from fleetdistill_server.simulation.hostile import ATTACKS
 from fleetdistill_server.simulation.links import Watch, run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.partition import (
     Ints,
@@ -289,6 +290,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 name=name,
                 model=models[number % len(models)],
                 predictor=predictors[number % len(predictors)],
+                attack=wanted.attack if number < wanted.hostile else "",
                 seed=wanted.seed,
                 classes=len(data.classes),
                 data_file=_save_rows(data, own, work / f"{name}.npz"),
@@ -384,6 +386,11 @@ def _check(wanted: Simulation) -> None:
             raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
     if not 0 <= wanted.validation_share < 1:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
+    if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
+        raise ConfigurationError(
+            f"{wanted.hostile} of {wanted.devices} devices are to attack by {wanted.attack!r}; fewer than all can, by "
+            f"one of {', '.join(ATTACKS)}"
+        )
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
     if unknown := set(wanted.predictors) - set(PREDICTORS):

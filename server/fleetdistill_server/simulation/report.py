@@ -41,6 +41,7 @@ from fleetdistill_server.simulation.plots import save_report_figure
 from fleetdistill_server.simulation.scores import Figures, FleetFigures, fleet_figures, in_class_mix, late_figures
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Row, Store
+from fleetdistill_server.suspects import named
 from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class FleetReport:
         traffic: Bytes by round, device, direction and kind of part, as they are and as they travelled (`sent_bytes`);
             the headers' kind is "envelope".
         further: For each further answer of the devices `accuracy` and `own_accuracy`, means over those that have it.
+        hostile, attack: How many devices, the first ones, were hostile, and what they did.
+        named: Devices that the server named, each with the kinds of the events; see `suspects.named`.
         guards_fired: How often a guard of the method acted.
         models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
         further_accuracy_by_round: Answer -> device -> those of a further answer; None in the rounds before it had it.
@@ -173,6 +176,9 @@ class FleetReport:
     used_uploads: int
     reported_uploads: int
     refused_uploads: int
+    hostile: int
+    attack: str
+    named: dict[str, list[str]]
     guards_fired: int
     models_kept: int
     models_replaced: int
@@ -254,6 +260,9 @@ def make_report(done: Outcome) -> FleetReport:
         bytes_by_round=cost.bytes_by_round,
         traffic=[_traffic_row(one) for one in done.store.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
+        hostile=done.wanted.hostile,
+        attack=done.wanted.attack,
+        named=named(done.store, done.run),
         guards_fired=len(guard_events(done.store, done.run)),
         models_kept=app_models.kept,
         models_replaced=app_models.replaced,

@@ -38,6 +38,8 @@ class Simulation:
             on. 0 for none: every round's model is taken.
         predictors: Names in `fleetdistill.models.space.PREDICTORS`, dealt out in turn, for class statistics with
             `predictor = "trained"`; by default all of them.
+        hostile: How many of the devices, the first ones, are hostile.
+        attack: What they do, a name in `hostile.ATTACKS`.
         rounds: Rounds to complete; None for the method's usual number, 30 or, where it has one exchange, 1.
         control_rounds: Rounds that devices train alone, and of FedAvg. None for as many as the method's, but at least
             30 beside a method of one exchange: whoever does not exchange can train for as long as they like.
@@ -67,6 +69,8 @@ class Simulation:
     classes_per_device: int = 2
     proxy_per_class: int | None = None
     validation_share: float = 0.0
+    hostile: int = 0
+    attack: str = ""
     rounds: int | None = None
     control_rounds: int | None = None
     seed: int = 0

@@ -1,0 +1,50 @@
+"""Devices that `robust` has left out three rounds running: shown to the operator, and nothing is revoked by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from fleetdistill_server.fleet_sizes import LARGE_DEVICE
+from fleetdistill_server.store import Store
+
+LEFT_OUT = ("summary-left-out", "update-left-out", "upload-left-out")
+"""Kinds of the events about a device whose answer is far from the others'."""
+MOST_OF_THE_WEIGHT = "most-of-the-weight"
+"""Kind of the event about a device that has more than half of a mean's weight."""
+_ROUNDS = 3
+
+
+def named(store: Store, run: str) -> dict[str, list[str]]:
+    """Devices that the run named as far from the others or as too heavy, each with the kinds of the events."""
+    found = defaultdict[str, list[str]](list)
+    for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
+        for device in sorted({row["device"] for row in store.events(run, kind)}):
+            found[device].append(kind)
+    return dict(found)
+
+
+def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
+    """For each completed round the devices left out of it and of the last two before that they took part in."""
+    left_out = defaultdict[str, set[int]](set)
+    for kind in LEFT_OUT:
+        for row in store.events(run, kind):
+            left_out[row["device"]].add(row["round"])
+    took_part = defaultdict[str, set[int]](set)
+    if left_out:
+        for row in store.uploads(run):
+            if row["status"] == "used":
+                took_part[row["device"]].add(row["round"])
+    found = defaultdict[int, list[str]](list)
+    for device in sorted(left_out):
+        for number in _suspect_in(sorted(took_part[device]), left_out[device]):
+            found[number].append(device)
+    return found
+
+
+def _suspect_in(took_part: Sequence[int], left_out: set[int]) -> Iterator[int]:
+    running = 0
+    for number in took_part:
+        running = running + 1 if number in left_out else 0
+        if running >= _ROUNDS:
+            yield number
