@@ -52,6 +52,7 @@ from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXI
 from fleetdistill_server.registration import register
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.starting_model import begin_with
 from fleetdistill_server.store import Store
 from fleetdistill_server.usable import reason_not_usable
 from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
@@ -179,6 +180,9 @@ class Engine:
     def _prepare(self) -> None:
         """Publishes the contract, or takes up the state of an earlier start."""
         row = self._row()
+        begun = ""
+        if row["checkpoint"] is None and self._config.run.start_from:
+            begun = begin_with(self._store, self._config, self.method)
         if row["contract"] is None:
             contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # who deletes what nothing names yet holds the same lock
@@ -188,6 +192,8 @@ class Engine:
                 self._store.assert_owner(self._name, self._token)
                 failpoints.hit("engine.contract.before-commit")
                 self._store.publish_contract(self._name, contract.SerializeToString())
+                if begun:
+                    self._store.add_event(self._name, "started-from", begun)
             failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
             with self._store.transaction():

@@ -34,7 +34,16 @@ class LogLevel(StrEnum):
 
 FIELDS = ("run", "round", "device", "ask", "event", "code")
 """What a line may be about; `event` and `code` as in `fleetdistill runs show`."""
-_ORDINARY = ("settings-changed", "lease-ended", "declined", "revoked", "forgotten", "restored", "refusals-left-out")
+_ORDINARY = (
+    "settings-changed",
+    "started-from",
+    "lease-ended",
+    "declined",
+    "revoked",
+    "forgotten",
+    "restored",
+    "refusals-left-out",
+)
 """Events that no operator has to look at."""
 _events = logging.getLogger("fleetdistill.server.events")
 _events.addHandler(logging.NullHandler())  # a program that configures no log has none of them on its terminal

@@ -17,6 +17,7 @@ from fleetdistill.state_file import pack_state
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.starting_model import check_in_store
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def build(config: RunConfig) -> Built:
     torch.set_num_threads(config.run.threads)
     try:
         method = build_method(config)
+        check_in_store(config, method)
         contract, initial, _ = make_contract(config, method)
         state = pack_state(method.state_dict())
     except FleetDistillError as error:

@@ -68,6 +68,13 @@ class RunSection(_Section):
     quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
+    start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
+
+    @model_validator(mode="after")
+    def _check_start(self) -> RunSection:
+        if self.start_from == self.name:
+            raise ValueError(f"start_from names run {self.name!r} itself; name another run of the store")
+        return self
 
 
 class ContractSection(_Section):

@@ -82,6 +82,12 @@ class ServerMethod:
     and after the first one a single device is enough for a round: a newcomer that comes alone is served.
     """
 
+    keeps_initial: ClassVar[bool] = False
+    """Whether what devices start from (`initial`) is no part of `networks`, and a run that begins with another one's
+    model needs that one's: `given_initial`."""
+
+    given_initial: ModelParameters | None = None
+
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config = config
         self.setting = setting
@@ -188,6 +194,13 @@ class ServerMethod:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         raise NotImplementedError
+
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        """What the server half trains, by what it is; another run may begin with it. The first one is the model.
+
+        Two methods may begin with each other's networks of one name, so that name stands for one use of a network.
+        """
+        return {}
 
     def global_model(self) -> torch.nn.Module | None:
         """The model that the run is about, inputs to logits, scored after each round; None if there is none."""

@@ -190,6 +190,9 @@ class CDKTServer(ServerMethod):
         """That knowledge was held back from it; what the model has learned from it stays."""
         self._held_back.discard(device)
 
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"model": self.model}
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "held_back": sorted(self._held_back)}
 

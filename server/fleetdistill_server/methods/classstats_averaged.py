@@ -391,6 +391,9 @@ class AveragedServer(ServerMethod):
 
     # --- state
 
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"extractor": self.extractor, "class predictor": self.predictor}
+
     def state_dict(self) -> dict[str, Any]:
         agreed = self._agreed
         return {

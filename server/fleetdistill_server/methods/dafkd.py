@@ -259,6 +259,9 @@ class DaFKDServer(ServerMethod):
 
     # --- state
 
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"model": self.model, "generator": self.generator}
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "generator": self.generator.state_dict()}
 

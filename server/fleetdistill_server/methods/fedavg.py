@@ -56,6 +56,9 @@ class FedAvgServer(ServerMethod):
     async def finish(self, cohort: Cohort) -> None:
         await cohort.tell({"parameters": model_parameters(self.model)})
 
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"model": self.model}
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict()}
 

@@ -94,9 +94,13 @@ class FedD2SServer(ServerMethod):
         """The first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
         return {name: self._shapes[name] for name in (self.names[0], *self.names[self.l_min - 1 :])}
 
+    keeps_initial = True
+
     def initial(self) -> ModelParameters | None:
         """One model for all devices, the one whose layers 2 to L the global network starts as."""
-        return model_parameters(self.setting.device_model()) if self.config.shared_initial else None
+        if not self.config.shared_initial:
+            return None
+        return self.given_initial or model_parameters(self.setting.device_model())
 
     async def round(self, cohort: Cohort) -> None:
         layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}
@@ -264,6 +268,9 @@ class FedD2SServer(ServerMethod):
     def forget(self, device: str, notes: Notes) -> None:
         """How often it took part; what the global network has learned from it stays."""
         self.participations.pop(device, None)
+
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"network": self.network}
 
     def state_dict(self) -> dict[str, Any]:
         return {"network": self.network.state_dict(), "participations": dict(self.participations)}

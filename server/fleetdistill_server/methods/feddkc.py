@@ -90,9 +90,13 @@ class FedDKCServer(ServerMethod):
     def features(self) -> dict[str, tuple[int, ...]]:
         return {CUT: self._feature_shape}
 
+    keeps_initial = True
+
     def initial(self) -> ModelParameters | None:
         """The shared extractor: with extractors of their own the server learns next to nothing."""
-        return model_parameters(self.setting.extractor(), scope="extractor") if self.config.shared_initial else None
+        if not self.config.shared_initial:
+            return None
+        return self.given_initial or model_parameters(self.setting.extractor(), scope="extractor")
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
@@ -239,6 +243,9 @@ class FedDKCServer(ServerMethod):
     def forget(self, device: str, notes: Notes) -> None:
         """Its next logits; what the predictor has learned from it stays."""
         self._knowledge.pop(device, None)
+
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"predictor": self.predictor}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -188,6 +188,9 @@ class FedDKDServer(ServerMethod):
     async def finish(self, cohort: Cohort) -> None:
         await cohort.tell({"parameters": self._shared()})
 
+    def networks(self) -> Mapping[str, torch.nn.Module]:
+        return {"model": self.model}
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict()}
 
