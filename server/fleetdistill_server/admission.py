@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.payload import DTYPES
+from fleetdistill.wire.payload import DTYPES, MAX_AXES, MAX_NAME
 from fleetdistill.wire.v1 import contract_pb2
 
 MAX_PROFILE_BYTES = 64 << 10
 """What a device says of itself is kept for as long as its run."""
 MAX_VERSION_BYTES = 32
 """A name of a device's data is a digest."""
+MAX_COLUMNS = 100
+_USUAL_CHARACTERS = 64
+_MOST_CHARACTERS = {"model_name": 128, "features": MAX_NAME}
 
 
 def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
@@ -27,6 +30,7 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
             f"the profile's data_version has {len(profile.data_version)} bytes, at most {MAX_VERSION_BYTES} are taken"
         )
         raise RefusedError(Code.BAD_MESSAGE, f"{text}; name the data with a digest")
+    _check_words(profile)
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
@@ -42,6 +46,29 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
         advice = "update the device's SDK, which fetches the run's proxy set by itself"
         _mismatch("proxy set", found, wanted, contract, advice)
     _check_columns(contract, profile)
+
+
+def _check_words(profile: contract_pb2.DeviceProfile) -> None:
+    """What stands in lists, and is quoted where a device does not fit, is short."""
+    words = {
+        "model_name": [profile.model_name],
+        "sdk_version": [profile.sdk_version],
+        "model_fingerprint": [profile.model_fingerprint],
+        "extractor_fingerprint": [profile.extractor_fingerprint],
+        "allowed_columns": profile.allowed_columns,
+        "features": [column.name for column in profile.features],
+    }
+    for field, texts in words.items():
+        most = _MOST_CHARACTERS.get(field, _USUAL_CHARACTERS)
+        longest = max(map(len, texts), default=0)
+        if longest > most or len(texts) > MAX_COLUMNS:
+            text = f"the profile's {field} has {len(texts)} entries of up to {longest} characters"
+            raise RefusedError(Code.TOO_LARGE, f"{text}, at most {MAX_COLUMNS} of {most} are taken")
+    axes = max(len(profile.input_shape), *(len(one.shape) for one in profile.features), 0)
+    types = max(len(profile.knowledge_types), len(profile.compressions))
+    if axes > MAX_AXES or types > MAX_COLUMNS:
+        text = f"a shape in the profile has {axes} axes, at most {MAX_AXES} are taken; of types at most {MAX_COLUMNS}"
+        raise RefusedError(Code.TOO_LARGE, text)
 
 
 def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
@@ -20,11 +22,15 @@ from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.store import Row, Store
-from fleetdistill_server.tokens import create_tokens
+from fleetdistill_server.tokens import create_tokens, token_bytes
 from fleetdistill_server.wakeups import POLL_SECONDS
 from fleetdistill_server.watch import changes, is_over
 
+T = TypeVar("T", bound=Message)
 MOST_ROWS = 1000
+PAGE_BYTES = 1 << 20
+"""Of one list in an answer: callers take 4 MiB."""
+_FRAME_BYTES = 6  # around a message in a list
 _LONGEST_REASON = 512
 _CHANGES: dict[str, type[Any]] = {
     "run": operations_pb2.RunProgress,
@@ -45,7 +51,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._enrol_port = enrol_port
 
     async def ListRuns(self, request: operations_pb2.ListRunsRequest, context: Any) -> operations_pb2.ListRunsResponse:
-        return await in_pool(self._pool, context, self._list)
+        return await in_pool(self._pool, context, partial(self._list, request.skip))
 
     async def ShowRun(self, request: operations_pb2.ShowRunRequest, context: Any) -> operations_pb2.ShowRunResponse:
         return await in_pool(self._pool, context, partial(self._show, request.run))
@@ -56,8 +62,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         seen: dict[str, Row] = {}
         while True:
             new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
-            for first in range(0, len(new), MOST_ROWS):
-                told = [_change(row) for row in new[first : first + MOST_ROWS]]
+            for told in pages(map(_change, new), PAGE_BYTES, MOST_ROWS):
                 yield operations_pb2.WatchRunResponse(changes=told)
             if is_over(new):
                 return
@@ -73,9 +78,10 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.CreateTokensResponse:
         return await in_pool(self._pool, context, partial(self._create, request))
 
-    def _list(self) -> operations_pb2.ListRunsResponse:
-        rows = views.runs(self._store, served(self._directory)).lists["runs"]
-        return operations_pb2.ListRunsResponse(runs=[_filled(operations_pb2.RunSummary, row) for row in rows])
+    def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
+        rows = views.runs(self._store, served(self._directory)).lists["runs"][skip:]
+        page = next(pages((_filled(operations_pb2.RunSummary, row) for row in rows), PAGE_BYTES), [])
+        return operations_pb2.ListRunsResponse(runs=page, more=len(page) < len(rows))
 
     def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
         with _unknown_run():
@@ -86,8 +92,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             view = views.run(self._store, run, served(self._directory))
         return operations_pb2.ShowRunResponse(
             run=_filled(operations_pb2.RunSummary, view.facts),
-            rounds=[_filled(operations_pb2.RoundSummary, row) for row in view.lists["rounds"][-MOST_ROWS:]],
-            events=[_filled(operations_pb2.RunEvent, row) for row in view.lists["events"][-MOST_ROWS:]],
+            rounds=_newest(operations_pb2.RoundSummary, view.lists["rounds"]),
+            events=_newest(operations_pb2.RunEvent, view.lists["events"]),
         )
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
@@ -95,11 +101,35 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
+        fit = PAGE_BYTES * 3 // token_bytes(authority)
+        if request.count > fit:
+            text = f"{request.count} tokens do not fit into one answer, at most {fit} do; ask for them in turn"
+            raise RefusedError(Code.BAD_MESSAGE, text)
         given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run)
         try:
             return operations_pb2.CreateTokensResponse(tokens=self._commit(lambda store: create_tokens(store, *given)))
         except ConfigurationError as error:
             raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iterator[list[T]]:
+    """The messages in lists of at most so many, and of so many bytes; a message that is larger has its own."""
+    page: list[T] = []
+    size = 0
+    for one in messages:
+        more = one.ByteSize() + _FRAME_BYTES
+        if page and (size + more > most_bytes or len(page) == most):
+            yield page
+            page, size = [], 0
+        page.append(one)
+        size += more
+    if page:
+        yield page
+
+
+def _newest(kind: type[Any], rows: list[Row]) -> list[Any]:
+    """The newest rows that fit, as messages, oldest first."""
+    return next(pages((_filled(kind, row) for row in reversed(rows)), PAGE_BYTES), [])[::-1]
 
 
 def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:

@@ -14,9 +14,11 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.store import Row
+from fleetdistill_server.tokens import MOST_TOKENS
 from fleetdistill_server.views import View
 
 # Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.
+_TOKENS_AT_ONCE = 1000
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
 
 
@@ -29,8 +31,13 @@ class RemoteServer:
 
     def runs(self) -> View:
         """All runs."""
-        answer = self._call("ListRuns", operations_pb2.ListRunsRequest())
-        return View({"runs": [_row(one) for one in answer.runs]})
+        rows: list[Row] = []
+        more = True
+        while more:
+            answer = self._call("ListRuns", operations_pb2.ListRunsRequest(skip=len(rows)))
+            rows += [_row(one) for one in answer.runs]
+            more = answer.more and bool(answer.runs)
+        return View({"runs": rows})
 
     def run(self, name: str) -> View:
         """One run: its rounds and events."""
@@ -52,9 +59,13 @@ class RemoteServer:
         return bool(self._call("RevokeDevice", request).changed)
 
     def tokens(self, count: int, seconds: float, run: str) -> list[str]:
-        """Makes enrolment tokens."""
-        request = operations_pb2.CreateTokensRequest(count=count, expires_seconds=seconds, run=run)
-        return list(self._call("CreateTokens", request).tokens)
+        """Makes enrolment tokens, as many at a time as fit into an answer."""
+        made: list[str] = []
+        while not made or len(made) < count:
+            wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # which is refused
+            request = operations_pb2.CreateTokensRequest(count=wanted, expires_seconds=seconds, run=run)
+            made += self._call("CreateTokens", request).tokens
+        return made
 
     def _call(self, method: str, request: Any) -> Any:
         with errors_of(self._server):

@@ -270,3 +270,17 @@ def m011_late_devices(db: Database) -> None:
     # In how many of its last rounds in a row a device missed a deadline; and the last round that it is left out of.
     db.execute("ALTER TABLE devices ADD COLUMN late_rounds INTEGER NOT NULL DEFAULT 0")
     db.execute("ALTER TABLE devices ADD COLUMN left_out_until INTEGER NOT NULL DEFAULT 0")
+
+
+@migrations()
+def m012_short_texts(db: Database) -> None:
+    # Texts had no bound, and devices wrote megabytes into them; a thousand characters say what is wrong.
+    for table, column in (
+        ("events", "text"),
+        ("runs", "reason"),
+        ("rounds", "reason"),
+        ("asks", "reason"),
+        ("uploads", "reason"),
+        ("revocations", "reason"),
+    ):
+        db.execute(f"UPDATE {table} SET {column} = substr({column}, 1, 1000) WHERE length({column}) > 1000")

@@ -37,6 +37,7 @@ from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROG
 from fleetdistill_server.run_changes import changes_between, refusal
 from fleetdistill_server.schema import migrations
 from fleetdistill_server.store_checks import check_database, check_whole, in_our_words
+from fleetdistill_server.texts import shortened
 
 Row = dict[str, Any]
 _BUSY_SECONDS = 30
@@ -297,7 +298,7 @@ class Store:
 
     def end_run(self, name: str, status: str, reason: str) -> None:
         """Marks the run `finished` or `stopped`; `running` opens it again. `cancel_run` is another end."""
-        self._write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, reason, name)
+        self._write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
 
     def cancel_run(self, name: str, reason: str) -> bool:
         """Ends a run for good: no engine owns it any more, and an open round is short. False if it was over before."""
@@ -497,7 +498,8 @@ class Store:
     def close_short_round(self, run: str, number: int, reason: str) -> None:
         """Closes a round that fell short; its uploads are reported, the budget is not charged."""
         with self.transaction():
-            self._end_round(run, number, "short", reason, f"round short: {reason}", {})
+            why = shortened(reason)
+            self._end_round(run, number, "short", why, shortened(f"round short: {why}"), {})
 
     def _end_round(
         self, run: str, number: int, status: str, reason: str | None, unused: str, figures: Mapping[str, Any]
@@ -722,7 +724,8 @@ class Store:
 
     def close_ask(self, ask: int, reason: str) -> None:
         """Puts the device of an open ask out for the round."""
-        self._write("UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'", reason, ask)
+        sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
+        self._write(sql, shortened(reason), ask)
 
     def upload_of(self, ask: int) -> Row | None:
         """The accepted answer to an ask; not one whose payload is lost."""
@@ -753,7 +756,7 @@ class Store:
             again = row["round_status"] == "open" and not late and row["present"]
             self._write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
-                *(f"its payload was lost on the server: {why}", time.time(), row["receipt"]),
+                *(shortened(f"its payload was lost on the server: {why}"), time.time(), row["receipt"]),
             )
             self._write(
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
@@ -842,7 +845,7 @@ class Store:
 
     def revoke(self, subject: str, reason: str) -> bool:
         """Shuts out a device, a person or a certificate, for good; False if it was so already."""
-        row = {"subject": subject, "reason": reason, "at": time.time()}
+        row = {"subject": subject, "reason": shortened(reason), "at": time.time()}
         with self.transaction():
             known = self.revocation(subject, "") is not None
             self._insert("revocations", row, "ON CONFLICT (subject) DO NOTHING")
@@ -865,8 +868,8 @@ class Store:
     # --- what happened
 
     def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> None:
-        """Notes something that a person may want to know later."""
-        row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": text}
+        """Notes something that a person may want to know later; of a long text its beginning."""
+        row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
         with self.transaction():
             self._insert("events", {**row, "at": time.time()})
             self._to_log.append(row)
@@ -884,6 +887,14 @@ class Store:
     def events(self, run: str, kind: str | None = None) -> list[Row]:
         """Events of a run, oldest first."""
         return self._rows("SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id", run, kind, kind)
+
+    def newest_events(self, run: str, most: int) -> list[Row]:
+        """The newest events of a run, oldest first."""
+        return self._rows("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]
+
+    def count_events(self, run: str) -> int:
+        """How many events a run has."""
+        return int(self._value("SELECT count(*) FROM events WHERE run = ?", run))
 
     def last_event(self, run: str) -> Row | None:
         """The newest event of a run."""

@@ -49,6 +49,11 @@ def create_tokens(store: Store, authority: Authority, port: int, count: int, sec
     return [write_token(enrolment_pb2.EnrolmentToken(secret=secret, ca=ca, port=port)) for secret in made]
 
 
+def token_bytes(authority: Authority) -> int:
+    """Bytes of one token's text, and of what is around it in an answer."""
+    return len(write_token(enrolment_pb2.EnrolmentToken(secret=b"x" * _SECRET_BYTES, ca=authority.der, port=1))) + 8
+
+
 def state_of(token: Row, now: float) -> str:
     """used, revoked, expired or open."""
     if token["device"] is not None:

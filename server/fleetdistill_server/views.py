@@ -29,6 +29,8 @@ UNTIL_STOPPED = "until stopped"
 """What people read of a run that wants no number of rounds."""
 _FURTHER = "/accuracy"
 """How the name of a further answer's accuracy ends; before it is the answer's."""
+MOST_EVENTS = 1000
+"""The newest, which are shown of a run."""
 _MOST_ANSWERS = 4
 """Further answers that are shown: a device may call its figures what it likes."""
 
@@ -98,9 +100,14 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
         "bytes": _bytes_by_device(traffic),
         "bytes_by_kind": _bytes_by_kind(traffic),
         "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
-        "events": [_event_row(row) for row in store.events(name)],
+        "events": [_event_row(row) for row in store.newest_events(name, MOST_EVENTS)],
     }
-    facts = {"guards_fired": guards.total(), **told.totals(), **_expected_of_the_fleet(hopes)}
+    facts = {
+        "events_in_all": store.count_events(name),
+        "guards_fired": guards.total(),
+        **told.totals(),
+        **_expected_of_the_fleet(hopes),
+    }
     return View(lists, {**_run_row(found[name], served), **facts})
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%fleetdistill/wire/v1/operations.proto\x12\x14\x66leetdistill.wire.v1\"\xb3\x01\n\nRunSummary\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10\x63ompleted_rounds\x18\x05 \x01(\r\x12\x1a\n\rwanted_rounds\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x65vices\x18\x07 \x01(\r\x12\x0f\n\x07started\x18\x08 \x01(\tB\x10\n\x0e_wanted_rounds\"\xc9\x02\n\x0cRoundSummary\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06\x63ohort\x18\x03 \x01(\r\x12\x0c\n\x04used\x18\x04 \x01(\r\x12\x10\n\x08reported\x18\x05 \x01(\r\x12\x0e\n\x06guards\x18\x06 \x01(\r\x12\x14\n\x07seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ntrain_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtest_accuracy\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x1c\n\x0fserver_accuracy\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1c\n\x0fglobal_accuracy\x18\x0b \x01(\x01H\x04\x88\x01\x01\x42\n\n\x08_secondsB\r\n\x0b_train_lossB\x10\n\x0e_test_accuracyB\x12\n\x10_server_accuracyB\x12\n\x10_global_accuracy\"_\n\x08RunEvent\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\n\n\x02\x61t\x18\x06 \x01(\t\"\x11\n\x0fListRunsRequest\"B\n\x10ListRunsResponse\x12.\n\x04runs\x18\x01 \x03(\x0b\x32 .fleetdistill.wire.v1.RunSummary\"\x1d\n\x0eShowRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa4\x01\n\x0fShowRunResponse\x12-\n\x03run\x18\x01 \x01(\x0b\x32 .fleetdistill.wire.v1.RunSummary\x12\x32\n\x06rounds\x18\x02 \x03(\x0b\x32\".fleetdistill.wire.v1.RoundSummary\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.fleetdistill.wire.v1.RunEvent\"\x1e\n\x0fWatchRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa3\x01\n\x0bRunProgress\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x18\n\x10\x63ompleted_rounds\x18\x04 \x01(\r\x12\x0f\n\x07present\x18\x05 \x01(\r\x12\x0e\n\x06method\x18\x06 \x01(\t\x12\x1a\n\rwanted_rounds\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_wanted_rounds\"\x96\x02\n\rRoundProgress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x13\n\x06reason\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\r\x12\x0f\n\x07\x61nswers\x18\x05 \x01(\r\x12\x0c\n\x04used\x18\x06 \x01(\r\x12\x10\n\x08reported\x18\x07 \x01(\r\x12\x1a\n\rtest_accuracy\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06guards\x18\t \x01(\r\x12\x10\n\x08\x62ytes_up\x18\n \x01(\x04\x12\x12\n\nbytes_down\x18\x0b \x01(\x04\x12\x14\n\x07seconds\x18\x0c \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_reasonB\x10\n\x0e_test_accuracyB\n\n\x08_seconds\"n\n\x0cStepProgress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\r\x12\x10\n\x08\x61nswered\x18\x05 \x01(\r\x12\x0b\n\x03out\x18\x06 \x01(\r\"r\n\rEventProgress\x12\r\n\x05\x65vent\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04\x63ode\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\n\n\x02\x61t\x18\x07 \x01(\x01\"\xe7\x01\n\tRunChange\x12\x30\n\x03run\x18\x01 \x01(\x0b\x32!.fleetdistill.wire.v1.RunProgressH\x00\x12\x34\n\x05round\x18\x02 \x01(\x0b\x32#.fleetdistill.wire.v1.RoundProgressH\x00\x12\x32\n\x04step\x18\x03 \x01(\x0b\x32\".fleetdistill.wire.v1.StepProgressH\x00\x12\x34\n\x05\x65vent\x18\x04 \x01(\x0b\x32#.fleetdistill.wire.v1.EventProgressH\x00\x42\x08\n\x06\x63hange\"\xd7\x01\n\x10WatchRunResponse\x12-\n\x03run\x18\x01 \x01(\x0b\x32 .fleetdistill.wire.v1.RunSummary\x12\x32\n\x06rounds\x18\x02 \x03(\x0b\x32\".fleetdistill.wire.v1.RoundSummary\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.fleetdistill.wire.v1.RunEvent\x12\x30\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x1f.fleetdistill.wire.v1.RunChange\"5\n\x13RevokeDeviceRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\'\n\x14RevokeDeviceResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"J\n\x13\x43reateTokensRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x17\n\x0f\x65xpires_seconds\x18\x02 \x01(\x01\x12\x0b\n\x03run\x18\x03 \x01(\t\"&\n\x14\x43reateTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\t2\xf1\x03\n\x11OperationsService\x12Y\n\x08ListRuns\x12%.fleetdistill.wire.v1.ListRunsRequest\x1a&.fleetdistill.wire.v1.ListRunsResponse\x12V\n\x07ShowRun\x12$.fleetdistill.wire.v1.ShowRunRequest\x1a%.fleetdistill.wire.v1.ShowRunResponse\x12[\n\x08WatchRun\x12%.fleetdistill.wire.v1.WatchRunRequest\x1a&.fleetdistill.wire.v1.WatchRunResponse0\x01\x12\x65\n\x0cRevokeDevice\x12).fleetdistill.wire.v1.RevokeDeviceRequest\x1a*.fleetdistill.wire.v1.RevokeDeviceResponse\x12\x65\n\x0c\x43reateTokens\x12).fleetdistill.wire.v1.CreateTokensRequest\x1a*.fleetdistill.wire.v1.CreateTokensResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%fleetdistill/wire/v1/operations.proto\x12\x14\x66leetdistill.wire.v1\"\xb3\x01\n\nRunSummary\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x18\n\x10\x63ompleted_rounds\x18\x05 \x01(\r\x12\x1a\n\rwanted_rounds\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x65vices\x18\x07 \x01(\r\x12\x0f\n\x07started\x18\x08 \x01(\tB\x10\n\x0e_wanted_rounds\"\xc9\x02\n\x0cRoundSummary\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06\x63ohort\x18\x03 \x01(\r\x12\x0c\n\x04used\x18\x04 \x01(\r\x12\x10\n\x08reported\x18\x05 \x01(\r\x12\x0e\n\x06guards\x18\x06 \x01(\r\x12\x14\n\x07seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ntrain_loss\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rtest_accuracy\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x1c\n\x0fserver_accuracy\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1c\n\x0fglobal_accuracy\x18\x0b \x01(\x01H\x04\x88\x01\x01\x42\n\n\x08_secondsB\r\n\x0b_train_lossB\x10\n\x0e_test_accuracyB\x12\n\x10_server_accuracyB\x12\n\x10_global_accuracy\"_\n\x08RunEvent\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\n\n\x02\x61t\x18\x06 \x01(\t\"\x1f\n\x0fListRunsRequest\x12\x0c\n\x04skip\x18\x01 \x01(\r\"P\n\x10ListRunsResponse\x12.\n\x04runs\x18\x01 \x03(\x0b\x32 .fleetdistill.wire.v1.RunSummary\x12\x0c\n\x04more\x18\x02 \x01(\x08\"\x1d\n\x0eShowRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa4\x01\n\x0fShowRunResponse\x12-\n\x03run\x18\x01 \x01(\x0b\x32 .fleetdistill.wire.v1.RunSummary\x12\x32\n\x06rounds\x18\x02 \x03(\x0b\x32\".fleetdistill.wire.v1.RoundSummary\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.fleetdistill.wire.v1.RunEvent\"\x1e\n\x0fWatchRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\xa3\x01\n\x0bRunProgress\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x18\n\x10\x63ompleted_rounds\x18\x04 \x01(\r\x12\x0f\n\x07present\x18\x05 \x01(\r\x12\x0e\n\x06method\x18\x06 \x01(\t\x12\x1a\n\rwanted_rounds\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_wanted_rounds\"\x96\x02\n\rRoundProgress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x13\n\x06reason\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\r\x12\x0f\n\x07\x61nswers\x18\x05 \x01(\r\x12\x0c\n\x04used\x18\x06 \x01(\r\x12\x10\n\x08reported\x18\x07 \x01(\r\x12\x1a\n\rtest_accuracy\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06guards\x18\t \x01(\r\x12\x10\n\x08\x62ytes_up\x18\n \x01(\x04\x12\x12\n\nbytes_down\x18\x0b \x01(\x04\x12\x14\n\x07seconds\x18\x0c \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_reasonB\x10\n\x0e_test_accuracyB\n\n\x08_seconds\"n\n\x0cStepProgress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bstep_number\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\r\x12\x10\n\x08\x61nswered\x18\x05 \x01(\r\x12\x0b\n\x03out\x18\x06 \x01(\r\"r\n\rEventProgress\x12\r\n\x05\x65vent\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04\x63ode\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\n\n\x02\x61t\x18\x07 \x01(\x01\"\xe7\x01\n\tRunChange\x12\x30\n\x03run\x18\x01 \x01(\x0b\x32!.fleetdistill.wire.v1.RunProgressH\x00\x12\x34\n\x05round\x18\x02 \x01(\x0b\x32#.fleetdistill.wire.v1.RoundProgressH\x00\x12\x32\n\x04step\x18\x03 \x01(\x0b\x32\".fleetdistill.wire.v1.StepProgressH\x00\x12\x34\n\x05\x65vent\x18\x04 \x01(\x0b\x32#.fleetdistill.wire.v1.EventProgressH\x00\x42\x08\n\x06\x63hange\"\xd7\x01\n\x10WatchRunResponse\x12-\n\x03run\x18\x01 \x01(\x0b\x32 .fleetdistill.wire.v1.RunSummary\x12\x32\n\x06rounds\x18\x02 \x03(\x0b\x32\".fleetdistill.wire.v1.RoundSummary\x12.\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1e.fleetdistill.wire.v1.RunEvent\x12\x30\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x1f.fleetdistill.wire.v1.RunChange\"5\n\x13RevokeDeviceRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\'\n\x14RevokeDeviceResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\"J\n\x13\x43reateTokensRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x17\n\x0f\x65xpires_seconds\x18\x02 \x01(\x01\x12\x0b\n\x03run\x18\x03 \x01(\t\"&\n\x14\x43reateTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\t2\xf1\x03\n\x11OperationsService\x12Y\n\x08ListRuns\x12%.fleetdistill.wire.v1.ListRunsRequest\x1a&.fleetdistill.wire.v1.ListRunsResponse\x12V\n\x07ShowRun\x12$.fleetdistill.wire.v1.ShowRunRequest\x1a%.fleetdistill.wire.v1.ShowRunResponse\x12[\n\x08WatchRun\x12%.fleetdistill.wire.v1.WatchRunRequest\x1a&.fleetdistill.wire.v1.WatchRunResponse0\x01\x12\x65\n\x0cRevokeDevice\x12).fleetdistill.wire.v1.RevokeDeviceRequest\x1a*.fleetdistill.wire.v1.RevokeDeviceResponse\x12\x65\n\x0c\x43reateTokens\x12).fleetdistill.wire.v1.CreateTokensRequest\x1a*.fleetdistill.wire.v1.CreateTokensResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,35 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNEVENT']._serialized_start=577
   _globals['_RUNEVENT']._serialized_end=672
   _globals['_LISTRUNSREQUEST']._serialized_start=674
-  _globals['_LISTRUNSREQUEST']._serialized_end=691
-  _globals['_LISTRUNSRESPONSE']._serialized_start=693
-  _globals['_LISTRUNSRESPONSE']._serialized_end=759
-  _globals['_SHOWRUNREQUEST']._serialized_start=761
-  _globals['_SHOWRUNREQUEST']._serialized_end=790
-  _globals['_SHOWRUNRESPONSE']._serialized_start=793
-  _globals['_SHOWRUNRESPONSE']._serialized_end=957
-  _globals['_WATCHRUNREQUEST']._serialized_start=959
-  _globals['_WATCHRUNREQUEST']._serialized_end=989
-  _globals['_RUNPROGRESS']._serialized_start=992
-  _globals['_RUNPROGRESS']._serialized_end=1155
-  _globals['_ROUNDPROGRESS']._serialized_start=1158
-  _globals['_ROUNDPROGRESS']._serialized_end=1436
-  _globals['_STEPPROGRESS']._serialized_start=1438
-  _globals['_STEPPROGRESS']._serialized_end=1548
-  _globals['_EVENTPROGRESS']._serialized_start=1550
-  _globals['_EVENTPROGRESS']._serialized_end=1664
-  _globals['_RUNCHANGE']._serialized_start=1667
-  _globals['_RUNCHANGE']._serialized_end=1898
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1901
-  _globals['_WATCHRUNRESPONSE']._serialized_end=2116
-  _globals['_REVOKEDEVICEREQUEST']._serialized_start=2118
-  _globals['_REVOKEDEVICEREQUEST']._serialized_end=2171
-  _globals['_REVOKEDEVICERESPONSE']._serialized_start=2173
-  _globals['_REVOKEDEVICERESPONSE']._serialized_end=2212
-  _globals['_CREATETOKENSREQUEST']._serialized_start=2214
-  _globals['_CREATETOKENSREQUEST']._serialized_end=2288
-  _globals['_CREATETOKENSRESPONSE']._serialized_start=2290
-  _globals['_CREATETOKENSRESPONSE']._serialized_end=2328
-  _globals['_OPERATIONSSERVICE']._serialized_start=2331
-  _globals['_OPERATIONSSERVICE']._serialized_end=2828
+  _globals['_LISTRUNSREQUEST']._serialized_end=705
+  _globals['_LISTRUNSRESPONSE']._serialized_start=707
+  _globals['_LISTRUNSRESPONSE']._serialized_end=787
+  _globals['_SHOWRUNREQUEST']._serialized_start=789
+  _globals['_SHOWRUNREQUEST']._serialized_end=818
+  _globals['_SHOWRUNRESPONSE']._serialized_start=821
+  _globals['_SHOWRUNRESPONSE']._serialized_end=985
+  _globals['_WATCHRUNREQUEST']._serialized_start=987
+  _globals['_WATCHRUNREQUEST']._serialized_end=1017
+  _globals['_RUNPROGRESS']._serialized_start=1020
+  _globals['_RUNPROGRESS']._serialized_end=1183
+  _globals['_ROUNDPROGRESS']._serialized_start=1186
+  _globals['_ROUNDPROGRESS']._serialized_end=1464
+  _globals['_STEPPROGRESS']._serialized_start=1466
+  _globals['_STEPPROGRESS']._serialized_end=1576
+  _globals['_EVENTPROGRESS']._serialized_start=1578
+  _globals['_EVENTPROGRESS']._serialized_end=1692
+  _globals['_RUNCHANGE']._serialized_start=1695
+  _globals['_RUNCHANGE']._serialized_end=1926
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1929
+  _globals['_WATCHRUNRESPONSE']._serialized_end=2144
+  _globals['_REVOKEDEVICEREQUEST']._serialized_start=2146
+  _globals['_REVOKEDEVICEREQUEST']._serialized_end=2199
+  _globals['_REVOKEDEVICERESPONSE']._serialized_start=2201
+  _globals['_REVOKEDEVICERESPONSE']._serialized_end=2240
+  _globals['_CREATETOKENSREQUEST']._serialized_start=2242
+  _globals['_CREATETOKENSREQUEST']._serialized_end=2316
+  _globals['_CREATETOKENSRESPONSE']._serialized_start=2318
+  _globals['_CREATETOKENSRESPONSE']._serialized_end=2356
+  _globals['_OPERATIONSSERVICE']._serialized_start=2359
+  _globals['_OPERATIONSSERVICE']._serialized_end=2856
 # @@protoc_insertion_point(module_scope)

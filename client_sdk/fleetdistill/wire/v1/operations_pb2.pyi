@@ -199,12 +199,17 @@ class ListRunsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SKIP_FIELD_NUMBER: _builtins.int
+    skip: _builtins.int
+    """How many runs to leave out, the oldest first: those that earlier answers had."""
     def __init__(
         self,
+        *,
+        skip: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,11 +217,14 @@ Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
 
 @_typing.final
 class ListRunsResponse(_message.Message):
-    """All runs of the store."""
+    """The runs of the store, as many as fit into a message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    more: _builtins.bool
+    """Whether there are further ones."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunSummary]:
         """Oldest first."""
@@ -225,10 +233,11 @@ class ListRunsResponse(_message.Message):
         self,
         *,
         runs: _abc.Iterable[Global___RunSummary] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["more", b"more", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,7 +604,7 @@ class WatchRunResponse(_message.Message):
 
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunChange]:
-        """At least one, at most 1,000, in the order to tell them in."""
+        """At least one, at most 1,000 and 1 MiB, in the order to tell them in."""
 
     def __init__(
         self,
@@ -671,7 +680,7 @@ class CreateTokensRequest(_message.Message):
     EXPIRES_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """How many, 1 to 10,000."""
+    """How many, 1 to 10,000, and no more than fit into an answer of 4 MiB."""
     expires_seconds: _builtins.float
     """Seconds until they expire, above 0, at most a year."""
     run: _builtins.str
