@@ -88,6 +88,10 @@ def simulate(
     model: Annotated[
         list[str] | None, typer.Option(help="A device model, dealt out in turn; may be given several times.")
     ] = None,
+    predictor: Annotated[
+        list[str] | None,
+        typer.Option(help="A device's own predictor, for classstats with predictor=trained; dealt out, repeatable."),
+    ] = None,
     partition: Annotated[str, typer.Option(help="How data are split over devices.")] = "dirichlet_by_class",
     alpha: Annotated[float, typer.Option(help="Concentration of the Dirichlet partitions.")] = 0.5,
     classes_per_device: Annotated[int, typer.Option(help="Classes of a device, for classes_* and class_shards.")] = 2,
@@ -138,6 +142,7 @@ def simulate(
         data_dir=data_dir,
         devices=devices,
         models=tuple(model or ()),
+        predictors=tuple(predictor or ()),
         partition=partition,
         alpha=alpha,
         classes_per_device=classes_per_device,

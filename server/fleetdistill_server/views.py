@@ -319,12 +319,21 @@ def _for_people(row: Row) -> Row:
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
 
+_HEADINGS = {"cohort": "devices asked", "used": "answers used", "reported": "answers not used"}
+"""Of columns whose name, which scripts read, says too little to people."""
+
+
+def heading(name: str) -> str:
+    """What people read above a column of that name."""
+    return _HEADINGS.get(name, name.replace("_", " "))
+
+
 def _table(title: str, rows: Sequence[Row]) -> Table:
     """A table of rows with the same names; columns that are empty in all of them are left out."""
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     table = Table(title=Text(f"{title} ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:
-        table.add_column(Text(printable(name.replace("_", " "))), overflow="fold")
+        table.add_column(Text(printable(heading(name))), overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
     return table

@@ -20,6 +20,7 @@ from fleetdistill_server.cli import app
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
@@ -286,7 +287,14 @@ def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--method", "fedx"), ("--link", "pigeon"), ("--dataset", "cats"), ("--partition", "odd"), ("--model", "huge")],
+    [
+        ("--predictor", "space_mpl_64"),
+        ("--method", "fedx"),
+        ("--link", "pigeon"),
+        ("--dataset", "cats"),
+        ("--partition", "odd"),
+        ("--model", "huge"),
+    ],
 )
 def test_an_unknown_name_is_a_sentence_with_the_known_ones(option: str, value: str, tmp_path: Path) -> None:
     said = sentence("simulate", *SMALL, option, value, "--out", tmp_path)
@@ -299,3 +307,12 @@ def test_simulate_leaves_a_folder_alone_that_is_not_its_own(tmp_path: Path) -> N
     (tmp_path / "work" / "thesis.txt").write_text("mine")
     assert "not made by a simulation" in sentence("simulate", *SMALL, "--out", tmp_path)
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
+
+
+def test_predictors_are_dealt_out_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Simulation] = []
+    monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
+    given = ["--predictor", "space_linear", "--predictor", "space_mlp_64"]
+    done = CliRunner().invoke(app, ["simulate", "--method", "classstats", *given])
+    assert done.exit_code == 0, done.output
+    assert [one.predictors for one in wanted] == [("space_linear", "space_mlp_64")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
     page = (Path(__file__).parents[2] / "server/README.md").read_text(encoding="utf-8")
     table = page.split("`runs show` tells for every round:")[1].split("\n\n")[1]
     explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
-    columns = {name.replace("_", " ") for name in views.run(filled(1), "r").lists["rounds"][0]}
+    columns = {views.heading(name) for name in views.run(filled(1), "r").lists["rounds"][0]}
     assert columns - {"round"} == explained - {"column"}
 
 
@@ -203,4 +204,18 @@ def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part
         store.close_round("r", number, b"", [ask["id"] for ask in asks], {})
     rounds = views.run(store, "r").lists["rounds"]
     assert [row["suspects"] for row in rounds] == ["", "", "", "a", "a"]
+    store.close()
+
+
+def test_columns_of_rounds_are_headed_for_people_and_named_for_scripts() -> None:
+    store = Store.in_memory()
+    store.begin_run("r", {})
+    store.start_round("r", ["a", "b"])
+    view = views.run(store, "r")
+    console = Console(width=200, record=True)
+    console.print(*view.tables())
+    printed = console.export_text()
+    assert "devices asked" in printed
+    assert "answers not used" in printed
+    assert json.loads(view.json())["rounds"][0]["cohort"] == 2
     store.close()

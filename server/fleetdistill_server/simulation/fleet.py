@@ -23,6 +23,7 @@ from fleetdistill.knowledge import ModelParameters
 from fleetdistill.model import parameter_count
 from fleetdistill.models import build_model
 from fleetdistill.models.space import PREDICTORS
+from fleetdistill.names import unknown_name
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
@@ -393,8 +394,9 @@ def _check(wanted: Simulation) -> None:
         )
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
-    if unknown := set(wanted.predictors) - set(PREDICTORS):
-        raise ConfigurationError(f"unknown predictors {sorted(unknown)}, expected some of {', '.join(PREDICTORS)}")
+    for name in wanted.predictors:
+        if name not in PREDICTORS:
+            raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
 
 
 def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
