@@ -102,10 +102,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
         fit = PAGE_BYTES * 3 // token_bytes(authority)
-        if request.count > fit:
-            text = f"{request.count} tokens do not fit into one answer, at most {fit} do; ask for them in turn"
+        wanted = max(request.count, len(request.devices))
+        if wanted > fit:
+            text = f"{wanted} tokens do not fit into one answer, at most {fit} do; ask for them in turn"
             raise RefusedError(Code.BAD_MESSAGE, text)
-        given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run)
+        given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run, request.devices)
         try:
             return operations_pb2.CreateTokensResponse(tokens=self._commit(lambda store: create_tokens(store, *given)))
         except ConfigurationError as error:

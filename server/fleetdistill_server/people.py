@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,14 @@ class RemoteServer:
         request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
         return bool(self._call("RevokeDevice", request).changed)
 
-    def tokens(self, count: int, seconds: float, run: str) -> list[str]:
+    def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Makes enrolment tokens, as many at a time as fit into an answer."""
+        if devices:
+            groups = [devices[at : at + _TOKENS_AT_ONCE] for at in range(0, len(devices), _TOKENS_AT_ONCE)]
+            requests = [
+                operations_pb2.CreateTokensRequest(devices=group, expires_seconds=seconds, run=run) for group in groups
+            ]
+            return [token for one in requests for token in self._call("CreateTokens", one).tokens]
         made: list[str] = []
         while not made or len(made) < count:
             wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # which is refused

@@ -284,3 +284,9 @@ def m012_short_texts(db: Database) -> None:
         ("revocations", "reason"),
     ):
         db.execute(f"UPDATE {table} SET {column} = substr({column}, 1, 1000) WHERE length({column}) > 1000")
+
+
+@migrations()
+def m013_tokens_of_devices(db: Database) -> None:
+    # The id that a token is good for; empty for any.
+    db.execute("ALTER TABLE tokens ADD COLUMN for_device TEXT NOT NULL DEFAULT ''")

@@ -151,7 +151,11 @@ def pki_revoke(
 def enrol(
     count: Annotated[int, typer.Option(help="How many tokens, one for each device; at most 10,000.")] = 1,
     expires: Annotated[str, typer.Option(help="How long they are good for, such as 24h, 30m or 7d.")] = "24h",
-    run: Annotated[str, typer.Option(help="Confine their devices to this run.")] = "",
+    run: Annotated[str, typer.Option(help="Confine their devices to this run, which the store must have.")] = "",
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Make a token that only the device of this id can use, instead of --count; repeatable."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write them to, a line each, readable by you only; else printed.")
     ] = None,
@@ -179,13 +183,16 @@ def enrol(
         _look_after_tokens(open_store(store), revoke or [], as_json)
         return
     _check_free(out)
+    if device and count != 1:
+        raise ConfigurationError("--device makes one token for each device; leave --count out")
     seconds = seconds_of("--expires", expires)
     if server is not None:
         with connect(server, identity) as remote:
-            made = remote.tokens(count, seconds, run)
+            made = remote.tokens(count, seconds, run, device or ())
     else:
         # Tokens may be made before the first start of a server.
-        made = create_tokens(Store.open(store), Authority(pki), _port(enrol_port, store), count, seconds, run)
+        given = (_port(enrol_port, store), count, seconds, run, device or ())
+        made = create_tokens(Store.open(store), Authority(pki), *given)
     _hand_out(made, out)
 
 
@@ -234,6 +241,7 @@ def _token_row(row: Row, now: float) -> Row:
         "token": row["hash"].hex()[:16],
         "state": state_of(row, now),
         "run": row["run"],
+        "for_device": row["for_device"],
         "device": row["device"] or "",
         "created": when(row["created_at"]),
         "expires": when(row["expires_at"]),

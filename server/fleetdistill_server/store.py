@@ -793,12 +793,12 @@ class Store:
 
     # --- tokens, certificates, revocations
 
-    def add_tokens(self, hashes: Sequence[bytes], run: str, expires_at: float) -> None:
-        """Keeps the SHA-256 of new enrolment tokens."""
+    def add_tokens(self, hashes: Mapping[bytes, str], run: str, expires_at: float) -> None:
+        """Keeps the SHA-256 of new enrolment tokens, each with the device that it is for; empty for any."""
         row = {"run": run, "created_at": time.time(), "expires_at": expires_at, "revoked": 0}
         with self.transaction():
-            for one in hashes:
-                self._insert("tokens", {"hash": one, **row})
+            for one, device in hashes.items():
+                self._insert("tokens", {"hash": one, "for_device": device, **row})
 
     def token(self, token_hash: bytes) -> Row | None:
         """An enrolment token by the SHA-256 of its secret."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fleetdistill.enrolment import write_token
 from fleetdistill.errors import ConfigurationError, RefusedError
-from fleetdistill.names import is_name
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, read_request
@@ -23,7 +24,9 @@ MOST_SECONDS = 366 * 86_400.0
 _SECRET_BYTES = 32
 
 
-def create_tokens(store: Store, authority: Authority, port: int, count: int, seconds: float, run: str) -> list[str]:
+def create_tokens(
+    store: Store, authority: Authority, port: int, count: int, seconds: float, run: str, devices: Sequence[str] = ()
+) -> list[str]:
     """Makes tokens and keeps the SHA-256 of their secrets.
 
     Args:
@@ -33,18 +36,27 @@ def create_tokens(store: Store, authority: Authority, port: int, count: int, sec
         count: How many, 1 to 10,000.
         seconds: Until they expire, above 0, at most a year.
         run: The run that their devices are confined to; empty for all.
+        devices: Ids that one token each is bound to, in place of `count` tokens for any id.
 
     Raises:
         ConfigurationError: A value is out of range, or there is no such run.
     """
+    count = len(devices) or count
     if not 1 <= count <= MOST_TOKENS:
         raise ConfigurationError(f"count is {count}, must be 1 to {MOST_TOKENS}")
+    for device in devices:
+        if not is_name(device):
+            raise ConfigurationError(f"device {device[:70]!r} must be {NAME_RULE}")
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigurationError(f"tokens would expire after {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):
         raise ConfigurationError(f"run {run[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+    if run and store.run(run) is None:
+        text = f"there is no run {run!r}; the store has {', '.join(store.run_names()[:10]) or 'none'}"
+        raise ConfigurationError(f"{text}; serve the run once before tokens are made for it")
     made = [secrets.token_bytes(_SECRET_BYTES) for _ in range(count)]
-    store.add_tokens([sha256(secret).digest() for secret in made], run, time.time() + seconds)
+    hashes = [sha256(secret).digest() for secret in made]
+    store.add_tokens(dict(zip(hashes, devices or [""] * count, strict=True)), run, time.time() + seconds)
     ca = authority.der
     return [write_token(enrolment_pb2.EnrolmentToken(secret=secret, ca=ca, port=port)) for secret in made]
 
@@ -92,6 +104,9 @@ class EnrolmentDesk:
         token = _live(store.token(token_hash))
         if token["device"] is not None:
             return _same_again(store, token, device, key)
+        if token["for_device"] not in ("", device):
+            text = f"the enrolment token is not for device id {device[:64]!r}; use the id that it was made for"
+            raise RefusedError(Code.BAD_TOKEN, text)
         _check_id(store, device, key)
         issued = Authority(self.directory).sign_device(key, device, token["run"], self.days)
         store.use_token(token_hash, _record(issued, device, token["run"]))

@@ -24,6 +24,7 @@ from support.secured import (
     server_key,
 )
 from support.small_device import Events, SmallWorker
+from typer.testing import CliRunner
 from wire_samples import make_contract
 
 from fleetdistill import COLUMNS, Device, Step
@@ -32,9 +33,11 @@ from fleetdistill.credentials import Credentials, load_credentials
 from fleetdistill.enrolment import Enrolment, read_token, write_token
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
-from fleetdistill_server.pki import Authority, holder_of
+from fleetdistill_server.cli import app
+from fleetdistill_server.pki import Authority, Role, holder_of
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.store import Store
+from fleetdistill_server.tokens import create_tokens
 
 
 @dataclass
@@ -126,6 +129,35 @@ def test_a_device_that_has_a_key_never_speaks_plain_text(service: Service, tmp_p
         device.step(0)
     with pytest.raises(ConfigurationError, match=r"'half' has no valid certificate.*`fleetdistill enrol`"):
         make_device(service, tmp_path)
+
+
+def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tmp_path: Path) -> None:
+    made = create_tokens(service.store, service.authority, service.front.enrol_port, 1, 600, "", ["camera-7"])
+    secret, key = read_token(made[0]).secret, device_x509.new_key()
+    refusal = service.refusal(secret, "thief", device_x509.new_key())
+    assert (refusal.reason, "not for device id 'thief'" in refusal.text) == ("bad-token", True)
+    assert service.front.enrol(secret, "camera-7", key).certificate
+    assert not service.store.knows_device("thief")
+
+
+def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service: Service, tmp_path: Path) -> None:
+    service.authority.issue_person(Role.OPERATOR, "binder", 1.0, tmp_path / "binder")
+    store = ["--store", str(service.front.store_dir), "--pki", str(service.front.pki)]
+    server = ["--server", service.address, "--identity", str(tmp_path / "binder")]
+    for where in (store, server):
+        words = ["enrol", "--device", f"a-{len(where)}", "--device", f"b-{where[0]}", *where]
+        tokens = CliRunner().invoke(app, words).stdout.split()
+        assert [bound(service, one) for one in tokens] == [f"a-{len(where)}", f"b-{where[0]}"]
+        done = CliRunner().invoke(app, ["enrol", "--run", "nowhere", *where])
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "there is no run 'nowhere'; the store has " in done.stderr
+        assert CliRunner().invoke(app, ["enrol", "--device", "a b", *where]).exit_code == 1
+
+
+def bound(service: Service, token: str) -> str:
+    row = service.store.token(sha256(read_token(token).secret).digest())
+    assert row is not None
+    return str(row["for_device"])
 
 
 def test_a_token_for_one_run_confines_its_device_to_it(service: Service, tmp_path: Path) -> None:

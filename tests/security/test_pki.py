@@ -190,6 +190,7 @@ def test_a_key_of_another_ca_is_noticed(tmp_path: Path) -> None:
 def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     make_pki(tmp_path / "pki")
     where = ["--store", tmp_path / "store", "--pki", tmp_path / "pki"]
+    prepare_store(tmp_path / "store").close()  # the run that the tokens are for is there
     out = tmp_path / "tokens"
     done("enrol", *where, "--count", "100", "--expires", "2h", "--run", RUN, "--enrol-port", "6000", "--out", out)
     tokens = [read_token(line) for line in out.read_text().splitlines()]

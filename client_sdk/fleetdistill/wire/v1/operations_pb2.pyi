@@ -679,22 +679,28 @@ class CreateTokensRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     EXPIRES_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     """How many, 1 to 10,000, and no more than fit into an answer of 4 MiB."""
     expires_seconds: _builtins.float
     """Seconds until they expire, above 0, at most a year."""
     run: _builtins.str
-    """Run that their devices are confined to; empty for every run of the server."""
+    """Run that their devices are confined to, which the server has; empty for every run of the server."""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids that one token each is bound to; then `count` is 0, which a server that does not know this field refuses."""
+
     def __init__(
         self,
         *,
         count: _builtins.int = ...,
         expires_seconds: _builtins.float = ...,
         run: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "expires_seconds", b"expires_seconds", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "devices", b"devices", "expires_seconds", b"expires_seconds", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
