@@ -32,7 +32,7 @@ from fleetdistill.methods.classstats import ClassStatsConfig
 from fleetdistill.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.methods.classstats_merge import Rules, merged, merged_moments
-from fleetdistill_server.methods.classstats_robust import TRUSTED_ROWS
+from fleetdistill_server.run_config import EvaluationSection
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16
@@ -243,7 +243,7 @@ def _held_apart(fleet: Fleet) -> Case:
     """The first rows of each class of the test part are the operator's, and no test."""
     test, trusted, taken = fleet.test, {}, list[int]()
     for label in range(fleet.classes):
-        at = np.flatnonzero(test.labels == label)[:TRUSTED_ROWS]
+        at = np.flatnonzero(test.labels == label)[: EvaluationSection().trusted_rows]
         trusted[label] = test.features[at].mean(axis=0)
         taken += at.tolist()
     left = np.setdiff1d(np.arange(len(test.labels)), taken)

@@ -124,9 +124,14 @@ class ProxySection(_Section):
 
 
 class EvaluationSection(_Section):
-    """[evaluation]: data for scoring the run's global model after each round."""
+    """[evaluation]: the operator's labelled data, for scoring the run's global model after each round.
+
+    Attributes:
+        trusted_rows: So many rows of each class may also help to judge what devices send; 0 keeps them apart.
+    """
 
     data: str = ""
+    trusted_rows: Annotated[int, Field(ge=0, lt=2**32)] = 5
 
 
 class ServerSection(_Section):

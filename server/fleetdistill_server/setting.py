@@ -12,7 +12,7 @@ from torch import nn
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
-from fleetdistill_server.evaluation import load_evaluation
+from fleetdistill_server.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 from fleetdistill_server.proxy import register_proxy
 from fleetdistill_server.run_config import ModelSection, RunConfig
@@ -38,6 +38,7 @@ class Setting:
         proxy: The labelled proxy set, where the run has one.
         proxy_payload: The same as devices fetch it.
         evaluation_file: The operator's labelled data, [evaluation] data; empty for none.
+        trusted_rows: Rows of each of its classes that may help to judge what devices send.
     """
 
     classes: int
@@ -49,6 +50,7 @@ class Setting:
     proxy: TensorData | None = None
     proxy_payload: Payload | None = None
     evaluation_file: str = ""
+    trusted_rows: int = 5
 
     @classmethod
     def of(cls, config: RunConfig) -> Setting:
@@ -64,11 +66,14 @@ class Setting:
             proxy=proxy,
             proxy_payload=proxy_payload,
             evaluation_file=config.evaluation.data,
+            trusted_rows=config.evaluation.trusted_rows,
         )
 
-    def evaluation(self) -> TensorData | None:
-        """The operator's labelled data; None for none. Raises ConfigurationError if the file cannot be read."""
-        return load_evaluation(self.evaluation_file, self.classes) if self.evaluation_file else None
+    def trusted_data(self) -> TensorData | None:
+        """The first trusted rows of each class; None for none. Raises ConfigurationError if the file is unreadable."""
+        if not self.evaluation_file or not self.trusted_rows:
+            return None
+        return first_of_each_class(load_evaluation(self.evaluation_file, self.classes), self.trusted_rows)
 
     @property
     def proxy_digest(self) -> bytes:

@@ -228,17 +228,19 @@ KNOW_MORE = {"x": [6, 6, 6, 6], "y": [7, 6, 6, 7], "z": [6, 7, 7, 6]}
 
 
 def evaluation_file(folder: Path) -> str:
-    rows = images_of([5] * CLASSES, 55)
+    """Five rows of each class as they should be, and after them as many of each as the liars have them."""
+    rows, wrong = images_of([5] * CLASSES, 55), images_of([5] * CLASSES, 56)
+    rows = TensorData(torch.cat([rows.inputs, wrong.inputs]), torch.cat([rows.labels, (wrong.labels + 1) % CLASSES]))
     np.savez(folder / "evaluation.npz", inputs=rows.inputs.numpy(), labels=rows.labels.numpy())
     return str(folder / "evaluation.npz")
 
 
-def outvoted(averaged: bool, evaluation: str = "") -> Rounds:
+def outvoted(averaged: bool, evaluation: str = "", trusted_rows: int = 5) -> Rounds:
     """Three liars claim all classes of a fleet in which each has two honest holders."""
     halves = {name: device(counts, seed, averaged) for seed, (name, counts) in enumerate(SKEWED.items())}
     halves |= {name: Lying(device(counts, 100, averaged), claims_all) for name, counts in KNOW_MORE.items()}
     half = server(averaged)
-    half.setting = replace(half.setting, evaluation_file=evaluation)
+    half.setting = replace(half.setting, evaluation_file=evaluation, trusted_rows=trusted_rows)
     return Rounds(half, dict(sorted(halves.items()))).play(2 if averaged else 1)
 
 
@@ -253,6 +255,13 @@ def test_three_liars_outvote_two_honest_holders_and_the_operators_rows_outvote_t
     for liar in KNOW_MORE:
         cured.server.forget(liar, cured)
     assert merge_name(cured) == whole
+
+
+@forms
+def test_no_row_of_the_operators_is_trusted_where_he_wants_none(averaged: bool, tmp_path: Path) -> None:
+    """As in a simulation, whose evaluation data are the test set."""
+    apart = outvoted(averaged, evaluation_file(tmp_path), trusted_rows=0)
+    assert left_out(apart) == left_out(outvoted(averaged))
 
 
 @forms

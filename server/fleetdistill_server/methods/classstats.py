@@ -270,7 +270,7 @@ class ClassStatsServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
-        self._trusted = trusted_centres(self.setting.evaluation(), self.fixed.of) or self._trusted
+        self._trusted = trusted_centres(self.setting.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
         moments, self._counted, self._left_out = merged_moments(parts, rules, notes)

@@ -295,7 +295,7 @@ class AveragedServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
-        self._trusted = trusted_centres(self.setting.evaluation(), self._features_of) or self._trusted
+        self._trusted = trusted_centres(self.setting.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
         whole, self._left_out = merged(self._parts, self.config.rank, rules, notes)
         classes = self._worth_learning(whole, notes)

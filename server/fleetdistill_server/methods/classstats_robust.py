@@ -29,8 +29,6 @@ LEAST_NEAR = {"gross": 0.25, "strict": 0.5}
 """Share of a device's class means that must be nearest to the centre of their own class."""
 COMMON_SHIFT = 0.75
 """Share of the squared distances of a device's means from their centres that makes a common shift one of its images."""
-TRUSTED_ROWS = 5
-"""Rows of each class that a trusted centre is the mean of."""
 _MOST_DISTANCE, _LEAST_DISTANCE, _DEVICES_DIFFER = 3.0, 3.0, 0.05
 _FEWEST_SHIFTED = 4
 """Means; of two that are flipped to a pair of similar classes most of the distance is common too."""
@@ -123,10 +121,10 @@ def judge(fleet: Mapping[str, Sent], robust: str, trusted: Mapping[int, Array] |
 
 
 def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]) -> dict[int, Array]:
-    """The mean features of the first rows of each class that the operator has data of.
+    """The mean features of each class that the operator vouches for.
 
     Args:
-        rows: The operator's labelled data; None for none.
+        rows: Labelled data that is trusted; None for none.
         features: Inputs to features `[n, F]`.
     """
     if rows is None:
@@ -134,8 +132,8 @@ def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]
     labels = rows.labels.numpy()
     found = {}
     for label in np.unique(labels).tolist():
-        at = np.flatnonzero(labels == label)[:TRUSTED_ROWS]
-        found[label] = features(rows.inputs[torch.from_numpy(at)]).astype(np.float64).mean(axis=0)
+        of_label = rows.inputs[torch.from_numpy(labels == label)]
+        found[label] = features(of_label).astype(np.float64).mean(axis=0)
     return found
 
 

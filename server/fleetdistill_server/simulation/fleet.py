@@ -264,7 +264,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "model": {"extractor": extractor, "server": server, "device": _common_model(wanted, data)},
             "method": dict(wanted.settings),
             "proxy": _proxy_section(wanted, data, work),
-            "evaluation": {"data": str(work / "test.npz")},
+            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # test rows judge nobody
             "server": {
                 "listen": "127.0.0.1:0",
                 "store": str(store or work / "store"),
