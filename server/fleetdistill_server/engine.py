@@ -46,6 +46,7 @@ from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
 from fleetdistill_server.heartbeat import begin_beats
+from fleetdistill_server.limits import allow_open_files
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
@@ -473,6 +474,7 @@ def main() -> int:
     given = parser.parse_args()
     configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
+    allow_open_files()  # the answers that a mean is made of are all mapped at the same time
     begin_beats(given.store)
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))

@@ -6,7 +6,17 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from support.fleets import RUNS, Prepared, assert_no_upload_lost, every_run, prepare, record, run_in_memory
+from support.fleets import (
+    HOSTILE,
+    RUN,
+    RUNS,
+    Prepared,
+    assert_no_upload_lost,
+    every_run,
+    prepare,
+    record,
+    run_in_memory,
+)
 
 from fleetdistill import Device, Step
 from fleetdistill_server.desk import Desk
@@ -58,3 +68,10 @@ def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(name: 
     assert engines > fleet.rounds * fleet.devices
     assert record(disturbed) == record(undisturbed)
     assert_no_upload_lost(disturbed)
+
+
+def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
+    undisturbed = run_in_memory(prepare(HOSTILE, tmp_path / "undisturbed"))
+    disturbed, _ = run_with_a_new_engine_after_every_wait(prepare(HOSTILE, tmp_path / "disturbed"))
+    assert [row["device"] for row in disturbed.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds
+    assert record(disturbed) == record(undisturbed)

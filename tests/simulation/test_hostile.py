@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import AVERAGED, RUN, SMALL, outcome, prepare, run_in_memory
+from support.fleets import AVERAGED, RUN, outcome, prepare, run_in_memory
+from support.fleets import HOSTILE as HOSTILE_FLEET
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server import views
@@ -20,7 +21,7 @@ from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 from fleetdistill_server.suspects import LEFT_OUT
 
-FLEET = replace(SMALL, devices=5, rounds=2, train_limit=150, hostile=1, alpha=100.0)
+FLEET = replace(HOSTILE_FLEET, attack="")
 HOSTILE = "device-0"
 AVERAGING: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.fleets import (
+    HOSTILE,
     RUNS,
     Prepared,
     assert_no_upload_lost,
@@ -54,6 +55,14 @@ def run_in_processes(prepared: Prepared) -> Store:
             for process in processes:
                 process.kill()
     return store
+
+
+def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
+    memory = run_in_memory(prepare(HOSTILE, tmp_path / "memory"))
+    grpc = run_in_processes(prepare(HOSTILE, tmp_path / "grpc"))
+    assert [row["device"] for row in grpc.events(RUN, "update-left-out")] == ["device-0"] * 2
+    assert outcome(grpc) == outcome(memory)
+    grpc.close()
 
 
 @pytest.mark.slow

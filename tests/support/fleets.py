@@ -88,6 +88,8 @@ RUNS = {
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
 }
 """A short run of every method in the table with its defaults, and of every variant."""
+HOSTILE = replace(SMALL, method="fedavg", devices=5, train_limit=150, alpha=100.0, hostile=1, attack="scaled")
+"""A fleet of which one device is left out of every mean."""
 every_run = pytest.mark.parametrize("name", RUNS)
 
 
