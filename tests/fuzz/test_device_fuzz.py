@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fuzz.device_side import device_target
-from fuzz.liar import FIELDS
+from fuzz.liar import FIELDS, Liar
 from fuzz.played import LIGHT, Played, play_all
 from fuzz.run import MOST_GROWTH, fuzz_in_process
+from fuzz.spoilt_enrolment import enrol_with_lies
 from support.processes import own_peak_memory
 
+from fleetdistill.errors import StateError
 from fleetdistill.wire.v1 import service_pb2
 
 MUST_OCCUR = {
@@ -25,20 +26,29 @@ MUST_OCCUR = {
     "enrolled",
 }
 
+_MOST_SESSIONS = 1_000
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Played]:
-    """A method that trains, and class statistics with PyTorch and without."""
-    return play_all(["feddkc", LIGHT], tmp_path_factory.mktemp("played"))
+def training(tmp_path_factory: pytest.TempPathFactory) -> list[Played]:
+    """A method that trains."""
+    return play_all(["feddkc"], tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture(scope="module")
+def runs(training: list[Played], tmp_path_factory: pytest.TempPathFactory) -> list[Played]:
+    """The same, and class statistics with PyTorch and without."""
+    return [*training, *play_all([LIGHT], tmp_path_factory.mktemp("played"))]
 
 
 def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(runs: list[Played]) -> None:
     assert [one.name for one in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
     with device_target(runs) as target:
         before = own_peak_memory()
-        sent, broken = fuzz_in_process(target, 1_500, seed=1)
-        assert broken == []
-        assert sent >= 1_500
+        for seed in range(1, _MOST_SESSIONS):
+            assert fuzz_in_process(target, 1, seed)[1] == []
+            if not target.liar.untouched():
+                break
         assert not target.liar.untouched()
         assert target.outcomes.keys() >= MUST_OCCUR
         assert own_peak_memory() - before < MOST_GROWTH
@@ -53,46 +63,26 @@ def test_all_that_a_server_says_to_a_device_is_among_the_messages() -> None:
 
 
 @pytest.mark.slow
-def test_devices_over_grpc(runs: list[Played]) -> None:
-    with device_target(runs, remote=True) as target:
-        _, broken = fuzz_in_process(target, 400, seed=1)
+def test_devices_over_grpc(training: list[Played]) -> None:
+    with device_target(training, remote=True) as target:
+        _, broken = fuzz_in_process(target, 200, seed=1)
         assert broken == []
-        assert target.outcomes.keys() >= {"answered", "LinkError", "RefusedError"}
+        assert target.outcomes.keys() >= {"answered", "WireError"}
 
 
-# --- would it notice? Each of these is a fault that devices had.
+# --- would it notice? Each of these is a fault that devices had; threads without bound would hurt the machine instead.
 
 
-def _terms_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fleetdistill.device.check_terms", lambda *given: None)
+def test_a_pause_that_overflows_is_found(training: list[Played]) -> None:
+    with pytest.MonkeyPatch.context() as patch, device_target(training) as target:
+        patch.setattr("fleetdistill.device.pause_of", lambda pause, remote: int(pause.after_seconds))
+        assert any(fuzz_in_process(target, 1, seed)[1] for seed in range(1, _MOST_SESSIONS)), "not noticed"
 
 
-def _faults_leave_the_worker(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fleetdistill.work._FAULTS", ())
-    patch.setattr("fleetdistill.methods.feddkc.check_rows", lambda *given: None)
-
-
-def _any_certificate_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fleetdistill.x509.check_fits", lambda *given: None)
-
-
-def _pauses_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fleetdistill.device.pause_of", lambda pause, remote: int(pause.after_seconds))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        _terms_are_taken_as_they_come,
-        _faults_leave_the_worker,
-        _any_certificate_is_kept,
-        _pauses_are_taken_as_they_come,
-    ],
-)
-def test_a_fault_is_found(runs: list[Played], fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, device_target(runs) as target:
-        fault(patch)
-        for seed in range(1, 1_000):
-            if fuzz_in_process(target, 1, seed)[1]:
-                return
-        raise AssertionError("not noticed")
+def test_a_certificate_that_locks_a_device_out_is_found(tmp_path: Path) -> None:
+    liar = Liar()
+    liar.rate = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fleetdistill.x509.check_fits", lambda *given: None)
+        with pytest.raises(StateError, match="its certificate cannot be read"):
+            [enrol_with_lies(liar, tmp_path) for _ in range(_MOST_SESSIONS)]
