@@ -1,14 +1,17 @@
 """One simulated device: the SDK's own `Device` on files, in this process or in one of its own.
 
-python -m fleetdistill_server.simulation.device SPEC.json --server 127.0.0.1:PORT
+python -m fleetdistill_server.simulation.device SPEC.json... --server 127.0.0.1:PORT
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,13 +143,22 @@ def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Entry point of a device's process."""
-    parser = argparse.ArgumentParser(description="One simulated device.")
-    parser.add_argument("spec", type=Path)
+    """Entry point of the devices' process: one device, or a fork for each of several."""
+    parser = argparse.ArgumentParser(description="Simulated devices.")
+    parser.add_argument("specs", type=Path, nargs="+")
     parser.add_argument("--server", required=True)
+    parser.add_argument("--parent", type=int, help="process that they end with; by default the one that started this")
     given = parser.parse_args()
-    end_with_parent()  # SIGTERM ends it at once, without a goodbye, so that the open round waits for its next start
-    device = make_device(DeviceSpec(**json.loads(given.spec.read_text())), given.server)
+    specs = [DeviceSpec(**json.loads(path.read_text())) for path in given.specs]
+    if len(specs) == 1:
+        end_with_parent(given.parent)
+        return _run(specs[0], given.server)
+    return _run_forked(specs, given.server, given.parent)
+
+
+def _run(spec: DeviceSpec, server: str) -> int:
+    """SIGTERM ends it at once, without a goodbye, so that the open round waits for its next start."""
+    device = make_device(spec, server)
     try:
         with device:
             device.run()
@@ -154,6 +166,57 @@ def main() -> int:
         print(f"{device.device_id}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) -> int:
+    """A process for each device, all forked from this one, which has loaded torch once for all of them.
+
+    Ends with the last device, or with the first that fails; then the others are ended.
+    """
+    _load_all()
+    children: set[int] = set()
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+        for spec in specs:
+            children.add(_fork(spec, server))
+        end_with_parent(parent)  # a thread, so after the last fork
+        while children:
+            child, status = os.wait()
+            children.discard(child)
+            if status:
+                return 1
+        return 0
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def _load_all() -> None:
+    """Loads what every device needs. The first export loads 800 modules of torch, so one is made and thrown away."""
+    import onnxruntime  # noqa: F401
+    from torch import nn
+
+    from fleetdistill import models, worker  # noqa: F401
+    from fleetdistill.onnx_export import onnx_bytes
+
+    onnx_bytes(nn.Linear(1, 1), (1,))
+
+
+def _fork(spec: DeviceSpec, server: str) -> int:
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with_parent(parent)
+        status = _run(spec, server)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def save_spec(spec: DeviceSpec) -> Path:

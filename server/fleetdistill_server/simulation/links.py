@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -127,12 +128,16 @@ def _port(supervisor: Supervisor, failure: list[Exception]) -> int:
 
 @contextlib.contextmanager
 def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Starts a process for each device, and ends those that are left at the end."""
-    command = [sys.executable, "-m", "fleetdistill_server.simulation.device"]
-    processes = [
-        subprocess.Popen([*command, str(save_spec(spec)), "--server", f"127.0.0.1:{port}"], start_new_session=True)
-        for spec in specs
-    ]
+    """Starts a process for each device, and ends those that are left at the end.
+
+    On Linux they are forks of one process, which is what is returned: torch is loaded once. Elsewhere forks of a
+    process that has loaded it are not safe, or not possible.
+    """
+    command = [sys.executable, "-m", "fleetdistill_server.simulation.device", "--server", f"127.0.0.1:{port}"]
+    command += ["--parent", str(os.getpid())]
+    files = [str(save_spec(spec)) for spec in specs]
+    groups = [files] if sys.platform == "linux" else [[file] for file in files]
+    processes = [subprocess.Popen([*command, *group], start_new_session=True) for group in groups]
     try:
         yield processes
     finally:
@@ -155,7 +160,7 @@ def _watch_until_over(
         _refuse_stopped(supervisor.store, run)  # before the supervisor says so
         failed = [process for process in processes if process.poll() not in (None, 0)]
         if failed:
-            raise RunError(f"{len(failed)} device processes failed; what they said stands above")
+            raise RunError("a device process failed; what it said stands above")
         watch(supervisor.store)
         time.sleep(_LOOK_SECONDS)
     _refuse_stopped(supervisor.store, run)
