@@ -42,7 +42,7 @@ from fleetdistill_server.forgetting import BetweenRounds
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
-from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.metrics import c_per
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
@@ -808,27 +808,3 @@ def test_the_global_model_is_exported_and_agrees_on_the_proxy_set(tmp_path: Path
     report = export_server_model(store, RUN, tmp_path / "global.onnx")
     assert report.path.exists()
     assert report.max_difference < 1e-4
-
-
-@pytest.mark.slow
-def test_both_links_give_the_same_figures(tmp_path: Path) -> None:
-    memory, grpc = (
-        simulate(
-            Simulation(
-                method="cdkt",
-                settings={"knowledge": "repfull"},
-                models=("cdkt_digits", "cdkt_digits_small"),
-                devices=2,
-                rounds=2,
-                train_limit=300,
-                test_limit=50,
-                link=link,  # type: ignore[arg-type]
-                with_alone=False,
-                with_fedavg=False,
-                out=tmp_path / link,
-            )
-        )
-        for link in ("memory", "grpc")
-    )
-    assert memory.accuracy_by_round == grpc.accuracy_by_round
-    assert [one.bytes_up for one in memory.devices] == [one.bytes_up for one in grpc.devices]

@@ -90,7 +90,8 @@ def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
 @every_method
 def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
-    wanted = Simulation(method=method, rounds=6, control_rounds=6, devices=3, seed=4, out=tmp_path)
+    without = {"with_alone": False, "with_fedavg": False}
+    wanted = Simulation(method=method, rounds=6, devices=3, seed=4, out=tmp_path, **without)
     report = simulate(wanted)
     config = config_class(method)().for_classes(10)
     exchanges = server_class(method).exchanges(config, Sizes())
@@ -114,6 +115,8 @@ def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str
                 method=method,
                 rounds=2,
                 devices=2,
+                train_limit=200,
+                test_limit=100,
                 seed=seed,
                 with_alone=False,
                 with_fedavg=False,

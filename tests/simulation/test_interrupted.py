@@ -39,7 +39,14 @@ def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Mapping[str, bytes]]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    simulate(replace(FLEET, out=out))
+    report = simulate(replace(FLEET, out=out))
+    assert report.acknowledged_uploads == report.used_uploads + report.reported_uploads == 6
+    assert {len(curve) for curve in report.accuracy_by_round.values()} == {3}
+    assert all(one.sent_up < one.bytes_up for one in report.devices), "packed, over both links"
+    up = [row for row in report.traffic if row["direction"] == "up"]
+    assert sum(row["sent_bytes"] for row in up) == sum(one.sent_up for one in report.devices)
+    kinds = {row["kind"] for row in report.traffic if row["tensor_bytes"]}
+    assert kinds == {"model_parameters", "sample_knowledge", "refined_knowledge"}
     return results(out)
 
 

@@ -77,27 +77,6 @@ def test_both_links_agree_to_the_bit(tmp_path: Path, name: str) -> None:
         store.close()
 
 
-@pytest.mark.slow
-def test_the_report_does_not_depend_on_the_link(tmp_path: Path) -> None:
-    reports = [
-        simulate(Simulation(**{**vars(SMALL), "link": link, "out": tmp_path / link})) for link in ("memory", "grpc")
-    ]
-    assert reports[0].accuracy_by_round == reports[1].accuracy_by_round
-    assert [one.bytes_up for one in reports[0].devices] == [one.bytes_up for one in reports[1].devices]
-    assert [one.sent_up for one in reports[0].devices] == [one.sent_up for one in reports[1].devices]  # both are packed
-    for report in reports:
-        assert all(one.sent_up < one.bytes_up for one in report.devices)
-        assert sum(row["sent_bytes"] for row in report.traffic if row["direction"] == "up") == sum(
-            one.sent_up for one in report.devices
-        )
-        kinds = {row["kind"] for row in report.traffic if row["tensor_bytes"]}
-        assert kinds == {"model_parameters", "sample_knowledge", "refined_knowledge"}
-    assert [one.link for one in reports] == ["memory", "grpc"]
-    for report in reports:
-        assert report.acknowledged_uploads == report.used_uploads + report.reported_uploads == 9
-        assert {len(curve) for curve in report.accuracy_by_round.values()} == {3}
-
-
 def test_another_seed_gives_another_result(tmp_path: Path) -> None:
     stores = [
         run_in_memory(prepare(Simulation(**{**vars(SMALL), "rounds": 1, "seed": seed}), tmp_path / str(seed)))

@@ -195,5 +195,5 @@ def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
     ax.tick_params(length=0)
-    figure_legend = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 2.2, "frameon": False}
-    ax.legend(**figure_legend, fontsize=8, ncols=kinds, columnspacing=1.0, handletextpad=0.2)
+    figure_legend = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.2, "frameon": False}
+    ax.legend(**figure_legend, fontsize=8, ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)
