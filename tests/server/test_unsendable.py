@@ -99,7 +99,7 @@ def config_for(**run: Any) -> RunConfig:
             "run": {"name": RUN, "rounds": 3, "min_devices": 3, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float16"},
             "model": {"server": "test_unsendable:steep_predictor"},
-            "method": {"server_epochs": 1, "teacher_guard": False},
+            "method": {"server_epochs": 1, "teacher_guard": False, "robust": "off"},
             "server": {"torch_device": "cpu"},
         }
     )
