@@ -48,6 +48,7 @@ _PAUSE_SECONDS = 5.0
 # Devices of a stopped run ask again after this to twice this.
 _STOPPED_SECONDS = 30.0
 _LONGEST_SENTENCE = 1000
+_CHECKED_BYTES = 16 << 20  # of headers of uploads that wait for their next stream
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 
 
@@ -114,6 +115,7 @@ class Desk:
         self._swept: float | None = None
         self._paused = 0.0
         self._uploads: dict[int, UploadSession] = {}  # by ask
+        self._checked: dict[str, Ingest] = {}  # by key of the staging area, the oldest first
         self._uploads_lock = threading.Lock()
 
     @property
@@ -123,14 +125,17 @@ class Desk:
 
     # --- presence
 
-    def check_in(self, request: service_pb2.CheckInRequest) -> service_pb2.CheckInResponse:
-        """Registers a device that fits the contract; without a profile only tells the contract."""
+    def check_in(self, request: service_pb2.CheckInRequest, address: str = "") -> service_pb2.CheckInResponse:
+        """Registers a device that fits the contract; without a profile only tells the contract.
+
+        `address` is where the call comes from: new ids of one place are bounded.
+        """
         run = self.run_name(request.identity.run)
         contract = self.contract(run)
         answer = service_pb2.CheckInResponse(contract=contract)
         if request.HasField("profile"):
             device = request.identity.device
-            secret = self._admit(run, device, request.identity.secret)
+            secret = self._admit(run, device, request.identity.secret, address)
             self._check_profile(run, device, contract, request.profile)
             answer.secret = b"" if request.identity.secret else secret
             hashed, profile = _hashed(secret), request.profile.SerializeToString()
@@ -275,12 +280,13 @@ class Desk:
             self.wake_engine()
         return row
 
-    def _admit(self, run: str, device: str, secret: bytes) -> bytes:
+    def _admit(self, run: str, device: str, secret: bytes, address: str) -> bytes:
         if not is_name(device):
             raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
         row = self.store.device(run, device)
         if row is None:
             self._check_room(run, device)
+            self.limiter.begin_device(address)
             return secret or secrets.token_bytes(32)
         if not hmac.compare_digest(row["secret_hash"], _hashed(secret)):
             raise _id_taken(device)
@@ -434,6 +440,19 @@ class Desk:
         self._no_space = False
         return reserved.release
 
+    def keep_checked(self, key: str, checked: Ingest) -> None:
+        """Remembers of a stream that has ended what was checked, so that the next one need not read it all again."""
+        with self._uploads_lock:
+            self._checked.pop(key, None)
+            self._checked[key] = checked
+            while sum(one.header.ByteSize() for one in self._checked.values()) > _CHECKED_BYTES:
+                del self._checked[next(iter(self._checked))]
+
+    def take_checked(self, key: str) -> Ingest | None:
+        """What `keep_checked` remembers of an upload, once."""
+        with self._uploads_lock:
+            return self._checked.pop(key, None)
+
     def take_over(self, session: UploadSession) -> UploadSession | None:
         """Makes a session the one that counts for its ask; returns the one that did so far."""
         with self._uploads_lock:
@@ -555,7 +574,7 @@ class UploadSession:
         give_back = self._desk.reserve(self._run, self.ask, self._key, size)
         self.places.callback(lambda: give_back(self._stored))
         self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
-        held = self._ingest.start(self._staging)
+        held = self._ingest.start(self._staging, self._desk.take_checked(self._key))
         # What an earlier stream brought counts as it is, whether it was packed or not.
         self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
@@ -617,6 +636,7 @@ class UploadSession:
         with self._lock:
             if not self._abandoned and self._accepted is None and hasattr(self, "_staging"):
                 self._staging.close()
+                self._desk.keep_checked(self._key, self._ingest)
             self._abandoned = True
         self._end_again()
 
@@ -653,6 +673,8 @@ class UploadSession:
         try:
             if hasattr(self, "_staging"):
                 self._staging.close() if keep else self._staging.discard()
+                if keep:
+                    self._desk.keep_checked(self._key, self._ingest)
         finally:
             self._abandoned = True
             self._desk.forget(self)

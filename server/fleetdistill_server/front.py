@@ -108,7 +108,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         self._waiting: dict[asyncio.Event, Who] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
-        return await self._durable_call(context, lambda: self._desk.check_in(request))
+        address = str(context.peer()).rpartition(":")[0]
+        return await self._durable_call(context, lambda: self._desk.check_in(request, address))
 
     async def Heartbeat(self, request: service_pb2.HeartbeatRequest, context: Any) -> service_pb2.HeartbeatResponse:
         return await self._call(context, lambda: self._desk.heartbeat(request))

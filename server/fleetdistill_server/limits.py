@@ -33,6 +33,7 @@ _SOON_SECONDS = 5.0
 # Files that are not connections: the database, uploads under way, pipes.
 _OTHER_FILES = 1024
 _ENROLMENT_STREAMS = 4
+_MOST_KEYS = 200_000
 _WINDOW_BYTES = 16 << 10
 
 
@@ -59,6 +60,8 @@ class Limits:
     request_bytes: int = 256 << 20
     request_bytes_per_caller: int = 64 << 20
     request_seconds: float = 30.0
+    new_devices_per_minute: int = 600
+    new_devices_per_minute_per_address: int = 300
 
     @classmethod
     def parse(cls, text: str) -> Limits:
@@ -152,11 +155,16 @@ class Allowance:
     def take(self, who: Who) -> float:
         """Takes one and returns 0, or returns the seconds after which there will be one."""
         now = self._clock()
+        if len(self._left) > _MOST_KEYS:  # whoever has all of it again is as good as unknown
+            self._left = {one: (left, at) for one, (left, at) in self._left.items() if not self._is_full(left, at, now)}
         left, since = self._left.get(who, (float(self._most), now))
         left = min(self._most, left + (now - since) * self._most / self._seconds)
         taken = left >= 1
         self._left[who] = (left - taken, now)
         return 0.0 if taken else (1 - left) * self._seconds / self._most
+
+    def _is_full(self, left: float, since: float, now: float) -> bool:
+        return left + (now - since) * self._most / self._seconds >= self._most
 
     def give_back(self, who: Who) -> None:
         """Undoes a `take` of one that was not used."""
@@ -194,6 +202,8 @@ class Limiter:
         self._uploads = Allowance(known.uploads_per_hour_per_device, clock)
         self._all_uploads = Allowance(known.uploads_per_hour, clock)
         self._enrolled = Allowance(known.enrolments_per_minute, clock, _MINUTE)
+        self._new_devices = Allowance(known.new_devices_per_minute, clock, _MINUTE)
+        self._new_of_address = Allowance(known.new_devices_per_minute_per_address, clock, _MINUTE)
 
     def open_call(self, who: Who) -> Place:
         """A place for a call that stays open for a while.
@@ -237,6 +247,25 @@ class Limiter:
             _check(self._enrolments.all + 1, self.limits.enrolments_at_once, _ALL, "enrolments under way")
             _take_one(self._enrolled, _ALL, self.limits.enrolments_per_minute, "enrolments within a minute")
             return self._take(self._enrolments, _ALL, 1)
+
+    def begin_device(self, address: str) -> None:
+        """Counts an id that a run does not know yet, which costs whoever calls nothing in plain text.
+
+        Raises:
+            RefusedError: `too-many`: one address, or all together, have brought as many in this minute as they may.
+        """
+        if self.limits is None:
+            return
+        with self._lock:
+            who = ("", address)
+            most = self.limits.new_devices_per_minute_per_address
+            _take_one(self._new_of_address, who, most, "check-ins of new ids within a minute")
+            try:
+                most = self.limits.new_devices_per_minute
+                _take_one(self._new_devices, _ALL, most, "check-ins of new ids within a minute")
+            except RefusedError:
+                self._new_of_address.give_back(who)
+                raise
 
     def hold_bytes(self, who: Who, size: int) -> Place:
         """A place for an upload of `size` bytes. One of a device, and one of all, may be of any size.

@@ -182,6 +182,8 @@ class LimitsSection(_Section):
     request_bytes: Annotated[int, Field(ge=1)] = Limits.request_bytes
     request_bytes_per_caller: Annotated[int, Field(ge=1)] = Limits.request_bytes_per_caller
     request_seconds: Annotated[float, Field(gt=0)] = Limits.request_seconds
+    new_devices_per_minute: Annotated[int, Field(ge=1)] = Limits.new_devices_per_minute
+    new_devices_per_minute_per_address: Annotated[int, Field(ge=1)] = Limits.new_devices_per_minute_per_address
 
     def limits(self) -> Limits:
         """The same for the front."""

@@ -72,6 +72,26 @@ def declaring(contract: contract_pb2.Contract, header: knowledge_pb2.PayloadHead
     return declared
 
 
+def test_what_an_earlier_stream_has_checked_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload, contract = make_payload(rows=50), make_contract()
+    staging = MemoryBlobs().stage("key", payload.parts)
+    pieces = in_pieces(payload, 7)
+    first, second, other = (Ingest("d1", payload.header(), contract, EXPECTS) for _ in range(3))
+    first.start(staging)
+    for chunk in pieces[:100]:
+        first.feed(chunk)
+    read: list[int] = []
+    real = staging.read
+    monkeypatch.setattr(staging, "read", lambda start, size: read.append(size) or real(start, size))
+    assert second.start(staging, first) == staging.length > 0
+    assert read == []
+    for chunk in pieces[100:]:
+        second.feed(chunk)
+    assert other.start(staging, first) == staging.length, "the first knows less than is staged by now"
+    assert sum(read) >= staging.length
+    second.finish()
+
+
 def test_parameters_must_be_exactly_the_declared_tensors() -> None:
     def sent(**parameters: Any) -> tuple[str, str]:
         payload = encode({"x": k.ModelParameters(parameters=parameters)})

@@ -465,6 +465,41 @@ def test_a_run_takes_so_many_devices_and_no_more() -> None:
     store.close()
 
 
+def test_new_ids_of_a_minute_are_bounded_for_one_address_and_for_all() -> None:
+    clock = Clock()
+    limiter = Limiter(Limits(new_devices_per_minute=3, new_devices_per_minute_per_address=2), clock)
+    limiter.begin_device("a")
+    limiter.begin_device("a")
+    assert after_seconds(too_many(limiter.begin_device, "a").details) == pytest.approx(30)
+    limiter.begin_device("b")
+    assert "the server has begun 3" in str(too_many(limiter.begin_device, "b"))
+    clock.now += 30
+    limiter.begin_device("a")
+
+
+def test_ids_that_cost_nothing_do_not_fill_the_store(tmp_path: Path) -> None:
+    prepare_store(tmp_path / "store").close()
+    limits = Limits(new_devices_per_minute_per_address=10)
+    with live_front(tmp_path / "store", limits=limits) as front, client_of(front) as client:
+        client.check_in()
+        secret = client.secret
+        reasons = []
+        for number in range(100):
+            client.device, client.secret = f"new-{number}", b""
+            try:
+                client.check_in()
+            except grpc.RpcError as error:
+                reasons.append(refusal_of(error).reason)
+        client.device, client.secret = "d1", secret
+        assert client.check_in().run, "a device that is known comes in"
+    assert set(reasons) == {"too-many"}
+    store = Store.open(tmp_path / "store")
+    assert store.count_devices(RUN) == 101 - len(reasons)
+    assert len(reasons) > 50
+    assert not store.events(RUN)
+    store.close()
+
+
 # --- half-open connections
 
 

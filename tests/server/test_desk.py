@@ -262,7 +262,10 @@ def test_a_profile_has_a_bound(fleet: Fleet) -> None:
         fleet.check_in(profile=make_profile(model_name="x" * 70_000))
     assert error.value.code == Code.TOO_LARGE
     assert fleet.store.devices(RUN) == []
-    fleet.check_in(profile=make_profile(model_name="x" * 60_000))
+    with pytest.raises(RefusedError, match="model_name has 1 entries of up to 129 characters, at most 100 of 128"):
+        fleet.check_in(profile=make_profile(model_name="x" * 129))
+    assert fleet.store.devices(RUN) == []
+    fleet.check_in(profile=make_profile(model_name="x" * 128))
 
 
 def test_a_name_of_the_data_has_a_bound(fleet: Fleet) -> None:
