@@ -27,6 +27,14 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill import failpoints
 from fleetdistill.app_models import AppModels
+from fleetdistill.arguments import (
+    DEFAULT_COLUMNS,
+    check_bounds,
+    check_columns,
+    check_computes,
+    check_export,
+    check_way,
+)
 from fleetdistill.credentials import is_enrolled
 from fleetdistill.data_version import data_version, digest_of_given
 from fleetdistill.declines import MAX_REASON, Declines
@@ -45,7 +53,8 @@ from fleetdistill.errors import (
 from fleetdistill.gate import check_may_leave
 from fleetdistill.guard import Guard
 from fleetdistill.link import Link
-from fleetdistill.names import NAME_RULE, USUAL_PREDICTOR, is_name
+from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.notes import in_words
 from fleetdistill.printable import printable
 from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
@@ -68,11 +77,6 @@ if TYPE_CHECKING:
     from fleetdistill.work import DeviceWorker, MakeWorker
 
 logger = logging.getLogger(__name__)
-
-COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
-"""Everything that an app can allow to leave the device."""
-DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "metrics")
-"""Allowed unless the app says otherwise: all but the labels of its samples."""
 
 POLL_SECONDS = 20.0
 MAX_THREADS = 64
@@ -148,14 +152,14 @@ class Device:
         max_spool_bytes: Most bytes in `state_dir` of the answer under way with its states, and of one download. What is
             over it, or over the room on the disk, is declined.
         predictor: Of class statistics with `predictor = "trained"`, the device's own: a name of
-            `fleetdistill.models.space.PREDICTORS`, or a function of (inputs, classes) that makes a module.
+            `fleetdistill.models.PREDICTORS`, or a function of (inputs, classes) that makes a module.
         max_threads: Most threads that the run may have this device compute with, at least 1.
         max_seconds_per_ask: Most seconds of work on one ask, above 0; one that takes longer is declined.
         on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
             about an answer may come a second time, never not at all.
 
     Raises:
-        ConfigurationError: An argument is out of range.
+        ConfigurationError: An argument is out of range or unknown, or would be ignored beside `worker`.
         StateError: `state_dir` is in use, damaged, or of another run or id.
     """
 
@@ -183,9 +187,19 @@ class Device:
         max_threads: int = MAX_THREADS,
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
     ) -> None:
-        _check_columns(allow)
-        _check_computes(model, data, worker)
-        _check_bounds(max_threads, max_seconds_per_ask)
+        check_columns(allow)
+        check_computes(
+            model,
+            data,
+            worker,
+            test_data=test_data,
+            validation_data=validation_data,
+            model_name=model_name,
+            torch_device=torch_device,
+            predictor=predictor,
+        )
+        check_export(export_onnx)
+        check_bounds(max_threads, max_seconds_per_ask)
         self._max_threads, self._max_seconds_per_ask = max_threads, max_seconds_per_ask
         self._model, self._data, self._make = model, data, worker
         self._test_data, self._validation_data = test_data, validation_data
@@ -193,7 +207,7 @@ class Device:
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._guard = Guard(on_event or (lambda event: None))
         if isinstance(server, str):
-            _check_way(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
+            check_way(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         self._downloads = Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes)
         try:
@@ -816,17 +830,6 @@ class Device:
         self._guard.tell(Event(kind, number, text, values or {}))
 
 
-def _check_way(server: str, insecure: bool, tls: bool) -> None:
-    from fleetdistill.grpc_link import is_loopback
-
-    if not (tls or insecure or is_loopback(server)):
-        raise ConfigurationError(
-            f"{server} is not on this machine, and plain text could be read on the way: give the token that the "
-            "operator got from `fleetdistill enrol` as Device(enrolment=...), go through a tunnel to 127.0.0.1, or "
-            "accept plain text with Device(insecure=True)"
-        )
-
-
 class _AskIsOver(Exception):
     """The payload of an ask is gone, so its round is over."""
 
@@ -878,27 +881,9 @@ def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
         return None
 
 
-def _check_computes(model: object, data: object, worker: object) -> None:
-    if (model is None or data is None) if worker is None else (model is not None or data is not None):
-        raise ConfigurationError("a Device needs model= and data=, or worker= alone for an app that computes by itself")
-
-
-def _check_bounds(max_threads: int, max_seconds_per_ask: float) -> None:
-    if max_threads < 1:
-        raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
-    if not max_seconds_per_ask > 0:
-        raise ConfigurationError(f"max_seconds_per_ask is {max_seconds_per_ask}, must be above 0")
-
-
 def _kept_payloads(worker: DeviceWorker, contract: contract_pb2.Contract) -> list[bytes]:
     """What the worker works with for as long as it lives; the initial weights are used once."""
     return [one for one in worker.wanted_payloads() if one != contract.initial_weights]
-
-
-def _check_columns(allow: Sequence[str]) -> None:
-    unknown = sorted(set(allow) - set(COLUMNS))
-    if unknown:
-        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; known are {', '.join(COLUMNS)}")
 
 
 def _check_belongs(directory: Path, saved: dict[str, Any], run: str, device_id: str | None) -> None:

@@ -10,8 +10,6 @@ NAME = r"[A-Za-z0-9._-]{1,64}"
 """As a regular expression."""
 NAME_RULE = "1 to 64 letters, digits, '-', '_' or '.'"
 """As a sentence says it."""
-USUAL_PREDICTOR = "space_mlp_64"
-"""Of a device whose app names none, in `fleetdistill.models.space.PREDICTORS`; here, where no method is loaded."""
 _NAME = re.compile(NAME)
 
 

@@ -22,8 +22,8 @@ from fleetdistill.local_training import TensorData, TrainingReport, as_tensor_da
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import CUT, DELIVER, RECEIVED, RESULT, Ask, DeviceMethod, Local
 from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
+from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.models.space import MakePredictor, SpaceModel
-from fleetdistill.names import USUAL_PREDICTOR
 from fleetdistill.onnx_export import export_onnx
 from fleetdistill.onnx_file import OnnxReport, copy_onnx
 from fleetdistill.proxy import proxy_data, proxy_of

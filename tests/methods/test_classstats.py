@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose
 from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 from torch import nn
 
-from fleetdistill import Device, Event
+from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.class_answers import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
@@ -26,7 +26,7 @@ from fleetdistill.class_answers import (
     class_answers,
 )
 from fleetdistill.class_space import coordinates, logits, make_space, shrinkage_rule
-from fleetdistill.device import COLUMNS, Step
+from fleetdistill.device import Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric, Metrics, SharedStatistics
 from fleetdistill.local_training import TensorData, extract
@@ -35,9 +35,9 @@ from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Answer, Ask, Local
 from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
 from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
 from fleetdistill.model import check_local_model
-from fleetdistill.models import build_model
+from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.models.scattering import Scattering
-from fleetdistill.models.space import PREDICTORS, SpaceModel, make_predictor
+from fleetdistill.models.space import SpaceModel, make_predictor
 from fleetdistill.projection import project
 from fleetdistill.seeds import derive_seed
 from fleetdistill.shared_statistics import from_wire, merge, moments_of, to_wire

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.fleets import RUN, RUNS, prepare, run_in_memory
 
-from fleetdistill.device import COLUMNS
+from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan, device_class
 from fleetdistill.state_file import unpack_state

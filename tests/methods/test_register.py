@@ -85,6 +85,25 @@ def test_a_device_has_a_model_and_data_or_a_worker(given: dict[str, object], tmp
         Device(server="127.0.0.1:1", state_dir=tmp_path / "d", **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"test_data": ((), ())}, "test_data="),
+        ({"validation_data": list, "test_data": list}, "test_data=, validation_data="),
+        ({"model_name": "mine"}, "model_name="),
+        ({"torch_device": "cuda"}, "torch_device="),
+        ({"predictor": "space_linear"}, "predictor="),
+        ({"predictor": lambda inputs, classes: None}, "predictor="),
+    ],
+)
+def test_what_a_worker_of_the_app_s_would_ignore_is_refused(
+    given: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"would ignore {named}: leave that out.*light_worker"):
+        Device(server="127.0.0.1:1", state_dir=tmp_path / "d", worker=counting.CountingWorker, **given)  # type: ignore[arg-type]
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_device_with_a_worker_of_its_own_loads_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -990,7 +990,13 @@ def test_data_and_models_that_do_not_fit_say_what_to_do(
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"allow": ("images",)}, "unknown columns images; known are"), ({"device_id": "a/b"}, "device_id 'a/b' must be")],
+    [
+        ({"allow": ("images",)}, "unknown columns images; known are"),
+        ({"device_id": "a/b"}, "device_id 'a/b' must be"),
+        ({"predictor": "space_mpl_64"}, "unknown predictor 'space_mpl_64'; did you mean 'space_mlp_64'"),
+        ({"predictor": 64}, "unknown predictor 64, expected one of space_linear.*or a function"),
+        ({"export_onnx": "rounds"}, "unknown export_onnx 'rounds'; did you mean 'round'"),
+    ],
 )
 def test_arguments_out_of_range_are_refused(
     fleet: Fleet, tmp_path: Path, changes: dict[str, Any], sentence: str

@@ -16,7 +16,7 @@ from support.fleets import AVERAGED, prepare, run_in_memory
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
 
-from fleetdistill.device import COLUMNS
+from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.cdkt import CDKTConfig

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 
-from fleetdistill.device import DEFAULT_COLUMNS
+from fleetdistill.arguments import DEFAULT_COLUMNS
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.knowledge import Array, SampleKnowledge

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 
-from fleetdistill.device import DEFAULT_COLUMNS
+from fleetdistill.arguments import DEFAULT_COLUMNS
 from fleetdistill.knowledge import Kind, Metric, Metrics, ModelParameters
 from fleetdistill.link import Link
 from fleetdistill.transfer import checked

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hin
 
 from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import Kind, Metric, ModelParameters, Parts, Plan
-from fleetdistill.names import USUAL_PREDICTOR, unknown_name
+from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +110,8 @@ class Local:
         torch_device: Where handlers compute.
         proxy: The run's proxy set, where it has one. It is there when a handler runs, not yet in `__init__`.
         proxy_digest: SHA-256 that names the proxy set.
-        predictor: Of class statistics with `predictor = "trained"`: a name of
-            `fleetdistill.models.space.PREDICTORS`, or a function that makes one.
+        predictor: Of class statistics with `predictor = "trained"`: a name of `fleetdistill.models.PREDICTORS`, or a
+            function that makes one.
     """
 
     model: torch.nn.Module

@@ -1,7 +1,8 @@
 """The zoo of device models: a name or `package.module:factory` becomes a module.
 
 Listing the zoo imports nothing; a model's file, and with it torch, is imported when one of its models is built.
-The server's predictors have a table of their own and share `build`.
+The server's predictors have a table of their own and share `build`. Devices' predictors in the space of class
+statistics are in `PREDICTORS`; `fleetdistill.models.space` builds them.
 """
 
 from __future__ import annotations
@@ -80,6 +81,26 @@ def build_model(name_or_path: str, **options: Any) -> nn.Module:
         ConfigurationError: Unknown name, a path that leads to no factory of modules, or options it does not take.
     """
     return build(MODELS, "device model", name_or_path, options)
+
+
+PREDICTORS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "space_linear": (),
+        "space_mlp_16": (16,),
+        "space_mlp_64": (64,),
+        "space_mlp_128": (128,),
+        "space_mlp_128_64": (128, 64),
+    }
+)
+"""Predictors for class statistics by name, with the widths of their hidden layers."""
+USUAL_PREDICTOR = "space_mlp_64"
+"""Of `PREDICTORS`, that of a device whose app names none."""
+
+
+def check_predictor(wanted: object) -> None:
+    """Raises ConfigurationError unless `wanted` is a name of `PREDICTORS` or a function. Builds nothing."""
+    if not callable(wanted) and wanted not in tuple(PREDICTORS):
+        raise ConfigurationError(f"{unknown_name('predictor', wanted, PREDICTORS)}, or a function of (inputs, classes)")
 
 
 def build_generator(name: str, **options: Any) -> NoiseGenerator:

@@ -6,8 +6,7 @@ As one file of ONNX they lead from an image to its class.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,21 +17,11 @@ from fleetdistill.class_space import BELOW_ALL
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.models import PREDICTORS, check_predictor
 from fleetdistill.models.shapes import checked_classes
-from fleetdistill.names import unknown_name
 
 MakePredictor = Callable[[int, int], nn.Module]
 """(q, C) -> a module from coordinates `[batch, q]` to logits `[batch, C]`."""
-PREDICTORS: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {
-        "space_linear": (),
-        "space_mlp_16": (16,),
-        "space_mlp_64": (64,),
-        "space_mlp_128": (128,),
-        "space_mlp_128_64": (128, 64),
-    }
-)
-"""Predictors that come along, and the widths of their hidden layers."""
 
 
 def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn.Module:
@@ -46,14 +35,13 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
     Raises:
         ConfigurationError: The name is unknown, or the predictor does not give `[batch, C]`.
     """
+    check_predictor(wanted)
     if callable(wanted):
         made = wanted(inputs, checked_classes(classes))
-    elif wanted in PREDICTORS:
+    else:
         widths = (inputs, *PREDICTORS[wanted])
         hidden = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         made = nn.Sequential(*hidden, nn.Linear(widths[-1], checked_classes(classes)))
-    else:
-        raise ConfigurationError(f"{unknown_name('predictor', wanted, PREDICTORS)}, or a function")
     with torch.no_grad():
         shape = tuple(made.eval()(torch.zeros(2, inputs)).shape)
     if shape != (2, classes):

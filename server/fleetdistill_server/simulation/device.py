@@ -21,7 +21,7 @@ import numpy as np
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.link import Link
 from fleetdistill.methods.base import RECEIVED, RESULT
-from fleetdistill.names import USUAL_PREDICTOR
+from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.processes import end_with_parent
 from fleetdistill_server.simulation.scores import append_scores
@@ -40,7 +40,7 @@ class DeviceSpec:
         state_dir: Its state directory, where `exported.json` says how its ONNX model turned out.
         run: Name of the run.
         validation_file: The data that decide whether its model is replaced; empty for none.
-        predictor: Name in `fleetdistill.models.space.PREDICTORS`, for methods that train one behind fixed features.
+        predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train one behind fixed features.
         attack: What a hostile device does, a name in `hostile.ATTACKS`; empty for an honest one.
     """
 

@@ -21,8 +21,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.model import parameter_count
-from fleetdistill.models import build_model
-from fleetdistill.models.space import PREDICTORS
+from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.names import unknown_name
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods import server_class

@@ -36,7 +36,7 @@ class Simulation:
         validation_share: Share of each device's samples, in [0, 1), that is held out as its validation data: its model
             is replaced only where the accuracy on them does not fall. Stratified; every class keeps a sample to train
             on. 0 for none: every round's model is taken.
-        predictors: Names in `fleetdistill.models.space.PREDICTORS`, dealt out in turn, for class statistics with
+        predictors: Names in `fleetdistill.models.PREDICTORS`, dealt out in turn, for class statistics with
             `predictor = "trained"`; by default all of them.
         hostile: How many of the devices, the first ones, are hostile.
         attack: What they do, a name in `hostile.ATTACKS`.
