@@ -49,9 +49,9 @@ def test_both_tables_name_the_same_methods() -> None:
 @pytest.mark.parametrize("table", [config_class, device_class, server_class])
 def test_an_unknown_method_is_refused_and_the_known_ones_are_listed(table: object) -> None:
     with pytest.raises(
-        ConfigurationError, match=f"unknown method 'fedx', expected one of {', '.join(sorted(METHODS))}"
+        ConfigurationError, match=f"unknown method 'gossip', expected one of {', '.join(sorted(METHODS))}"
     ):
-        table("fedx")  # type: ignore[operator]
+        table("gossip")  # type: ignore[operator]
 
 
 @every_method

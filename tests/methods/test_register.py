@@ -73,7 +73,7 @@ def test_a_contract_cannot_name_code_that_the_app_has_not_registered(
 def test_an_unknown_method_is_answered_with_the_registered_ones_too(registered: None) -> None:
     for find in (methods.config_class, server_methods.server_class):
         with pytest.raises(ConfigurationError, match=r"expected one of .*counting.*feddkc"):
-            find("fedx")
+            find("gossip")
 
 
 @pytest.mark.parametrize(
