@@ -210,7 +210,8 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
 def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     """Where devices have several answers, the newest test accuracy of each; the method names the further ones."""
     told = _grouped(store.newest_figures(run, "accuracy", "test"), "name")
-    further = [name for name in told if name not in ("accuracy", GENERAL + _FURTHER)]
+    taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # columns of other things
+    further = [name for name in told if name != "accuracy" and name not in taken]
     if not further:
         return {}
     usual = sorted(further, key=lambda name: -len(told[name]))[:_MOST_ANSWERS]  # those that the most devices have

@@ -99,8 +99,9 @@ def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
     general = Metric(name="general/accuracy", split="test", sum=9, count=10)
     nameless = Metric(name="/accuracy", split="test", sum=9, count=10)
     personal = Metric(name="personal/accuracy", split="test", sum=5, count=10)
-    store.add_figures("r", 1, "a", Metrics(metrics=[*made_up, general, nameless, personal]))
-    store.add_figures("r", 1, "b", Metrics(metrics=[personal]))
+    column = Metric(name="device/accuracy", split="test", sum=9, count=10)
+    store.add_figures("r", 1, "a", Metrics(metrics=[*made_up, general, nameless, column, personal]))
+    store.add_figures("r", 1, "b", Metrics(metrics=[column, personal]))
     first, second = views.run(store, "r").lists["test_accuracy_of_answers"]
     assert first == {"device": "a", "general": 0.1, "a": 0.1, "b": 0.1, "c": 0.1, "personal": 0.5}
     assert (second["general"], second["a"], second["personal"]) == (0.2, None, 0.5)
