@@ -29,7 +29,9 @@ from fleetdistill_server.watch import changes, is_over
 T = TypeVar("T", bound=Message)
 MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
-"""Of one list in an answer: callers take 4 MiB."""
+"""Of one list with texts in an answer: callers take 4 MiB."""
+_SHORT_BYTES = PAGE_BYTES // 8
+"""Of one list of names and numbers."""
 _FRAME_BYTES = 6  # around a message in a list
 _LONGEST_REASON = 512
 _CHANGES: dict[str, type[Any]] = {
@@ -38,6 +40,12 @@ _CHANGES: dict[str, type[Any]] = {
     "step": operations_pb2.StepProgress,
     "event": operations_pb2.EventProgress,
 }
+_SHORT: dict[str, type[Any]] = {
+    "leave_one_out": operations_pb2.LeaveOneOut,
+    "bytes": operations_pb2.BytesOfDevice,
+    "bytes_by_kind": operations_pb2.BytesOfKind,
+}
+"""Lists of a run whose rows are a name and numbers."""
 
 
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
@@ -92,8 +100,12 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             view = views.run(self._store, run, served(self._directory))
         return operations_pb2.ShowRunResponse(
             run=_filled(operations_pb2.RunSummary, view.facts),
+            totals=_filled(operations_pb2.RunTotals, view.facts),
             rounds=_newest(operations_pb2.RoundSummary, view.lists["rounds"]),
             events=_newest(operations_pb2.RunEvent, view.lists["events"]),
+            reported_uploads=_newest(operations_pb2.ReportedUpload, view.lists["reported_uploads"]),
+            test_accuracy_of_answers=_first(map(_answers, view.lists.get("test_accuracy_of_answers", []))),
+            **{name: _first(_filled(kind, row) for row in view.lists.get(name, [])) for name, kind in _SHORT.items()},
         )
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
@@ -133,6 +145,11 @@ def _newest(kind: type[Any], rows: list[Row]) -> list[Any]:
     return next(pages((_filled(kind, row) for row in reversed(rows)), PAGE_BYTES), [])[::-1]
 
 
+def _first(messages: Iterable[T]) -> list[T]:
+    """The first messages that fit, of a list of names and numbers."""
+    return next(pages(messages, _SHORT_BYTES), [])
+
+
 def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:
     try:
         return revoke_device(store, request.device, request.reason)
@@ -144,6 +161,12 @@ def _filled(kind: type[Any], row: Row) -> Any:
     """A message with those values of a row that it has fields for; None leaves a field absent."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
+
+
+def _answers(row: Row) -> operations_pb2.AnswersOfDevice:
+    """A row of accuracies, whose names are those of the devices' answers."""
+    rates = [operations_pb2.AnswerAccuracy(name=name, accuracy=rate) for name, rate in row.items() if name != "device"]
+    return operations_pb2.AnswersOfDevice(device=row["device"], answers=rates)
 
 
 def _change(row: Row) -> operations_pb2.RunChange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from fleetdistill_server.views import View
 
 # Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.
 _TOKENS_AT_ONCE = 1000
+_ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
+"""Lists of a run that are shown empty too."""
+_LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
 
 
@@ -40,10 +43,13 @@ class RemoteServer:
         return View({"runs": rows})
 
     def run(self, name: str) -> View:
-        """One run: its rounds and events."""
+        """One run, as `views.run`; of a server that knows nothing else, its rounds and events."""
         answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
-        lists = {"rounds": [_row(one) for one in answer.rounds], "events": [_row(one) for one in answer.events]}
-        return View(lists, _row(answer.run))
+        lists = {one: [_READ.get(one, _row)(row) for row in getattr(answer, one)] for one in _LISTS}
+        complete = answer.HasField("totals")
+        always = _ALWAYS if complete else ("rounds", "events")
+        totals = {name: value for name, value in _row(answer.totals).items() if value is not None} if complete else {}
+        return View({one: rows for one, rows in lists.items() if rows or one in always}, {**_row(answer.run), **totals})
 
     def follow(self, name: str) -> Iterator[list[Row]]:
         """Yields what is new in a run, as `watch.follow` does, until it is over."""
@@ -100,3 +106,12 @@ def _row(message: Any) -> Row:
         one.name: None if one.has_presence and not message.HasField(one.name) else getattr(message, one.name)
         for one in fields
     }
+
+
+def _answers(message: operations_pb2.AnswersOfDevice) -> Row:
+    """Accuracies of a device as a row; those that it has not told are None."""
+    return {"device": message.device, **{one.name: _row(one)["accuracy"] for one in message.answers}}
+
+
+_READ: dict[str, Callable[[Any], Row]] = {"test_accuracy_of_answers": _answers}
+"""Lists whose rows are not the fields of a message."""

@@ -37,7 +37,7 @@ class RunSummary(_message.Message):
     method: _builtins.str
     """Name of the method."""
     status: _builtins.str
-    """preparing, running, finished or stopped."""
+    """preparing, running, finished, stopped or cancelled."""
     reason: _builtins.str
     """Why it has that status; may be empty."""
     completed_rounds: _builtins.int
@@ -72,7 +72,7 @@ Global___RunSummary: _TypeAlias = RunSummary  # noqa: Y015
 
 @_typing.final
 class RoundSummary(_message.Message):
-    """One round. Absent figures were not measured."""
+    """One round, its fields in the order of `runs show`. Absent figures were not measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -82,15 +82,24 @@ class RoundSummary(_message.Message):
     USED_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
     GUARDS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    REPLACED_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TRAIN_LOSS_FIELD_NUMBER: _builtins.int
     TEST_ACCURACY_FIELD_NUMBER: _builtins.int
     SERVER_ACCURACY_FIELD_NUMBER: _builtins.int
+    CUT_LAYERS_FIELD_NUMBER: _builtins.int
+    DISTILLATION_STEPS_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_DEVICES_FIELD_NUMBER: _builtins.int
     GLOBAL_ACCURACY_FIELD_NUMBER: _builtins.int
+    REFINED_FIELD_NUMBER: _builtins.int
+    SUSPECTS_FIELD_NUMBER: _builtins.int
+    BYTES_UP_FIELD_NUMBER: _builtins.int
+    BYTES_DOWN_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Counted from 1."""
     status: _builtins.str
-    """open, closed, or short with the reason."""
+    """open, closed, or short or undone with the reason."""
     cohort: _builtins.int
     """Devices that were asked."""
     used: _builtins.int
@@ -99,6 +108,10 @@ class RoundSummary(_message.Message):
     """Acknowledged uploads that are not in the result."""
     guards: _builtins.int
     """How often a guard of the method fired."""
+    kept: _builtins.int
+    """Devices whose app kept its model by the accuracy on its validation data; absent where no app gave any."""
+    replaced: _builtins.int
+    """Devices whose app took the round's model; absent as `kept`."""
     seconds: _builtins.float
     """From opening to closing, seconds."""
     train_loss: _builtins.float
@@ -107,8 +120,24 @@ class RoundSummary(_message.Message):
     """Mean over devices, in [0, 1]."""
     server_accuracy: _builtins.float
     """Of the server's predictor, in [0, 1]."""
+    cut_layers: _builtins.str
+    """FedD2S: how many devices distil at which layer, such as `2 x body.3`; may be empty."""
+    distillation_steps: _builtins.int
+    """FedDKD: distillation steps that the round kept."""
+    effective_devices: _builtins.float
+    """DaFKD: over how many devices the weight of a generated sample is spread, at least 1."""
     global_accuracy: _builtins.float
     """Of the run's global model, in [0, 1]."""
+    refined: _builtins.str
+    """Rows by what the refinement did with them, such as `3 kkr`; may be empty."""
+    suspects: _builtins.str
+    """Ids of the devices that were left out of this round and of the two before that they took part in, with `, ` between
+    them; may be empty.
+    """
+    bytes_up: _builtins.int
+    """Bytes from devices as they travelled; absent from servers that do not tell."""
+    bytes_down: _builtins.int
+    """Bytes to devices as they travelled; absent from servers that do not tell."""
     def __init__(
         self,
         *,
@@ -118,18 +147,39 @@ class RoundSummary(_message.Message):
         used: _builtins.int = ...,
         reported: _builtins.int = ...,
         guards: _builtins.int = ...,
+        kept: _builtins.int | None = ...,
+        replaced: _builtins.int | None = ...,
         seconds: _builtins.float | None = ...,
         train_loss: _builtins.float | None = ...,
         test_accuracy: _builtins.float | None = ...,
         server_accuracy: _builtins.float | None = ...,
+        cut_layers: _builtins.str = ...,
+        distillation_steps: _builtins.int | None = ...,
+        effective_devices: _builtins.float | None = ...,
         global_accuracy: _builtins.float | None = ...,
+        refined: _builtins.str = ...,
+        suspects: _builtins.str = ...,
+        bytes_up: _builtins.int | None = ...,
+        bytes_down: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_global_accuracy", b"_global_accuracy", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "global_accuracy", b"global_accuracy", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "kept", b"kept", "replaced", b"replaced", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_global_accuracy", b"_global_accuracy", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "cohort", b"cohort", "global_accuracy", b"global_accuracy", "guards", b"guards", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "status", b"status", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "cohort", b"cohort", "cut_layers", b"cut_layers", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "guards", b"guards", "kept", b"kept", "refined", b"refined", "replaced", b"replaced", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "status", b"status", "suspects", b"suspects", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bytes_down: _TypeAlias = _typing.Literal["bytes_down"]  # noqa: Y015
+    _WhichOneofArgType__bytes_down: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down"]  # noqa: Y015
+    _WhichOneofReturnType__bytes_up: _TypeAlias = _typing.Literal["bytes_up"]  # noqa: Y015
+    _WhichOneofArgType__bytes_up: _TypeAlias = _typing.Literal["_bytes_up", b"_bytes_up"]  # noqa: Y015
+    _WhichOneofReturnType__distillation_steps: _TypeAlias = _typing.Literal["distillation_steps"]  # noqa: Y015
+    _WhichOneofArgType__distillation_steps: _TypeAlias = _typing.Literal["_distillation_steps", b"_distillation_steps"]  # noqa: Y015
+    _WhichOneofReturnType__effective_devices: _TypeAlias = _typing.Literal["effective_devices"]  # noqa: Y015
+    _WhichOneofArgType__effective_devices: _TypeAlias = _typing.Literal["_effective_devices", b"_effective_devices"]  # noqa: Y015
     _WhichOneofReturnType__global_accuracy: _TypeAlias = _typing.Literal["global_accuracy"]  # noqa: Y015
     _WhichOneofArgType__global_accuracy: _TypeAlias = _typing.Literal["_global_accuracy", b"_global_accuracy"]  # noqa: Y015
+    _WhichOneofReturnType__kept: _TypeAlias = _typing.Literal["kept"]  # noqa: Y015
+    _WhichOneofArgType__kept: _TypeAlias = _typing.Literal["_kept", b"_kept"]  # noqa: Y015
+    _WhichOneofReturnType__replaced: _TypeAlias = _typing.Literal["replaced"]  # noqa: Y015
+    _WhichOneofArgType__replaced: _TypeAlias = _typing.Literal["_replaced", b"_replaced"]  # noqa: Y015
     _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
     _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
     _WhichOneofReturnType__server_accuracy: _TypeAlias = _typing.Literal["server_accuracy"]  # noqa: Y015
@@ -139,7 +189,19 @@ class RoundSummary(_message.Message):
     _WhichOneofReturnType__train_loss: _TypeAlias = _typing.Literal["train_loss"]  # noqa: Y015
     _WhichOneofArgType__train_loss: _TypeAlias = _typing.Literal["_train_loss", b"_train_loss"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_down) -> _WhichOneofReturnType__bytes_down | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_up) -> _WhichOneofReturnType__bytes_up | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__distillation_steps) -> _WhichOneofReturnType__distillation_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__effective_devices) -> _WhichOneofReturnType__effective_devices | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__global_accuracy) -> _WhichOneofReturnType__global_accuracy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept) -> _WhichOneofReturnType__kept | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replaced) -> _WhichOneofReturnType__replaced | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
     @_typing.overload
@@ -244,6 +306,265 @@ class ListRunsResponse(_message.Message):
 Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
+class RunTotals(_message.Message):
+    """Figures over all of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_IN_ALL_FIELD_NUMBER: _builtins.int
+    GUARDS_FIRED_FIELD_NUMBER: _builtins.int
+    MODELS_REPLACED_FIELD_NUMBER: _builtins.int
+    MODELS_KEPT_FIELD_NUMBER: _builtins.int
+    LEAVE_ONE_OUT_GENERAL_FIELD_NUMBER: _builtins.int
+    LEAVE_ONE_OUT_PERSONAL_FIELD_NUMBER: _builtins.int
+    events_in_all: _builtins.int
+    """Events, those included that are not shown."""
+    guards_fired: _builtins.int
+    """How often guards of the method fired."""
+    models_replaced: _builtins.int
+    """Verdicts of apps that took a round's model."""
+    models_kept: _builtins.int
+    """Verdicts of apps that kept their model."""
+    leave_one_out_general: _builtins.float
+    """Share of the devices' own rows that the general answer gets right when the row is left out, in [0, 1]; absent where no
+    device told.
+    """
+    leave_one_out_personal: _builtins.float
+    """The same of the personal answers."""
+    def __init__(
+        self,
+        *,
+        events_in_all: _builtins.int = ...,
+        guards_fired: _builtins.int = ...,
+        models_replaced: _builtins.int = ...,
+        models_kept: _builtins.int = ...,
+        leave_one_out_general: _builtins.float | None = ...,
+        leave_one_out_personal: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "events_in_all", b"events_in_all", "guards_fired", b"guards_fired", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal", "models_kept", b"models_kept", "models_replaced", b"models_replaced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__leave_one_out_general: _TypeAlias = _typing.Literal["leave_one_out_general"]  # noqa: Y015
+    _WhichOneofArgType__leave_one_out_general: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general"]  # noqa: Y015
+    _WhichOneofReturnType__leave_one_out_personal: _TypeAlias = _typing.Literal["leave_one_out_personal"]  # noqa: Y015
+    _WhichOneofArgType__leave_one_out_personal: _TypeAlias = _typing.Literal["_leave_one_out_personal", b"_leave_one_out_personal"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leave_one_out_general) -> _WhichOneofReturnType__leave_one_out_general | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leave_one_out_personal) -> _WhichOneofReturnType__leave_one_out_personal | None: ...
+
+Global___RunTotals: _TypeAlias = RunTotals  # noqa: Y015
+
+@_typing.final
+class LeaveOneOut(_message.Message):
+    """What a device expects of its answers on unseen data like its own, told by leave-one-out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    GENERAL_FIELD_NUMBER: _builtins.int
+    PERSONAL_FIELD_NUMBER: _builtins.int
+    OWN_STATISTICS_KEPT_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its id."""
+    general: _builtins.float
+    """Of the general answer, in [0, 1]."""
+    personal: _builtins.float
+    """Of the personal answer that the device uses, in [0, 1]."""
+    own_statistics_kept: _builtins.bool
+    """Whether that one is made of the device's own statistics alone."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        general: _builtins.float = ...,
+        personal: _builtins.float = ...,
+        own_statistics_kept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "general", b"general", "own_statistics_kept", b"own_statistics_kept", "personal", b"personal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveOneOut: _TypeAlias = LeaveOneOut  # noqa: Y015
+
+@_typing.final
+class AnswersOfDevice(_message.Message):
+    """The newest test accuracy of each of a device's answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its id."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerAccuracy]:
+        """In the order of the table's columns, the same for every device."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        answers: _abc.Iterable[Global___AnswerAccuracy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "device", b"device"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswersOfDevice: _TypeAlias = AnswersOfDevice  # noqa: Y015
+
+@_typing.final
+class AnswerAccuracy(_message.Message):
+    """Of one answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ACCURACY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    accuracy: _builtins.float
+    """In [0, 1]; absent where the device has not told."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        accuracy: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy", "accuracy", b"accuracy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy", "accuracy", b"accuracy", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accuracy: _TypeAlias = _typing.Literal["accuracy"]  # noqa: Y015
+    _WhichOneofArgType__accuracy: _TypeAlias = _typing.Literal["_accuracy", b"_accuracy"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accuracy) -> _WhichOneofReturnType__accuracy | None: ...
+
+Global___AnswerAccuracy: _TypeAlias = AnswerAccuracy  # noqa: Y015
+
+@_typing.final
+class BytesOfDevice(_message.Message):
+    """Bytes of a device over all rounds; gRPC's own framing is not counted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    DOWN_FIELD_NUMBER: _builtins.int
+    ENVELOPE_BYTES_FIELD_NUMBER: _builtins.int
+    UP_SENT_FIELD_NUMBER: _builtins.int
+    DOWN_SENT_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its id."""
+    up: _builtins.int
+    """From the device, as they are."""
+    down: _builtins.int
+    """To the device, as they are."""
+    envelope_bytes: _builtins.int
+    """Of both, those of headers."""
+    up_sent: _builtins.int
+    """From the device, as they travelled."""
+    down_sent: _builtins.int
+    """To the device, as they travelled."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        up: _builtins.int = ...,
+        down: _builtins.int = ...,
+        envelope_bytes: _builtins.int = ...,
+        up_sent: _builtins.int = ...,
+        down_sent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "down", b"down", "down_sent", b"down_sent", "envelope_bytes", b"envelope_bytes", "up", b"up", "up_sent", b"up_sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BytesOfDevice: _TypeAlias = BytesOfDevice  # noqa: Y015
+
+@_typing.final
+class BytesOfKind(_message.Message):
+    """Bytes of a kind of part over all devices and rounds; gRPC's own framing is not counted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    DOWN_FIELD_NUMBER: _builtins.int
+    UP_SENT_FIELD_NUMBER: _builtins.int
+    DOWN_SENT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Such as knowledge, weights, envelopes or refused."""
+    up: _builtins.int
+    """From devices, as they are."""
+    down: _builtins.int
+    """To devices, as they are."""
+    up_sent: _builtins.int
+    """From devices, as they travelled."""
+    down_sent: _builtins.int
+    """To devices, as they travelled."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        up: _builtins.int = ...,
+        down: _builtins.int = ...,
+        up_sent: _builtins.int = ...,
+        down_sent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "down_sent", b"down_sent", "kind", b"kind", "up", b"up", "up_sent", b"up_sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BytesOfKind: _TypeAlias = BytesOfKind  # noqa: Y015
+
+@_typing.final
+class ReportedUpload(_message.Message):
+    """An acknowledged upload that is not in its round's result."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Counted from 1."""
+    step: _builtins.str
+    """Name of the step."""
+    device: _builtins.str
+    """Device that sent it."""
+    receipt: _builtins.str
+    """Id of its receipt."""
+    reason: _builtins.str
+    """Why, one sentence."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        step: _builtins.str = ...,
+        device: _builtins.str = ...,
+        receipt: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "reason", b"reason", "receipt", b"receipt", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedUpload: _TypeAlias = ReportedUpload  # noqa: Y015
+
+@_typing.final
 class ShowRunRequest(_message.Message):
     """Asks for one run."""
 
@@ -267,13 +588,19 @@ Global___ShowRunRequest: _TypeAlias = ShowRunRequest  # noqa: Y015
 
 @_typing.final
 class ShowRunResponse(_message.Message):
-    """One run; what does not fit into 4 MiB is left out from the oldest on."""
+    """One run; what does not fit into 4 MiB is left out: of rounds, uploads and events the oldest, of devices the last ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    TEST_ACCURACY_OF_ANSWERS_FIELD_NUMBER: _builtins.int
+    LEAVE_ONE_OUT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_BY_KIND_FIELD_NUMBER: _builtins.int
+    REPORTED_UPLOADS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run(self) -> Global___RunSummary:
         """The run."""
@@ -286,18 +613,50 @@ class ShowRunResponse(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
         """The newest 1,000 events, oldest first."""
 
+    @_builtins.property
+    def totals(self) -> Global___RunTotals:
+        """Absent from servers that know only the fields above."""
+
+    @_builtins.property
+    def test_accuracy_of_answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswersOfDevice]:
+        """Of the first 1,000 devices in id order, where devices have several answers; may be empty."""
+
+    @_builtins.property
+    def leave_one_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaveOneOut]:
+        """Of the first 1,000 devices in id order that told; may be empty."""
+
+    @_builtins.property
+    def bytes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BytesOfDevice]:
+        """Of the first 1,000 devices."""
+
+    @_builtins.property
+    def bytes_by_kind(self) -> _containers.RepeatedCompositeFieldContainer[Global___BytesOfKind]:
+        """In the order of their names."""
+
+    @_builtins.property
+    def reported_uploads(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedUpload]:
+        """The newest 1,000, oldest first."""
+
     def __init__(
         self,
         *,
         run: Global___RunSummary | None = ...,
         rounds: _abc.Iterable[Global___RoundSummary] | None = ...,
         events: _abc.Iterable[Global___RunEvent] | None = ...,
+        totals: Global___RunTotals | None = ...,
+        test_accuracy_of_answers: _abc.Iterable[Global___AnswersOfDevice] | None = ...,
+        leave_one_out: _abc.Iterable[Global___LeaveOneOut] | None = ...,
+        bytes: _abc.Iterable[Global___BytesOfDevice] | None = ...,
+        bytes_by_kind: _abc.Iterable[Global___BytesOfKind] | None = ...,
+        reported_uploads: _abc.Iterable[Global___ReportedUpload] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_totals", b"_totals", "run", b"run", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "rounds", b"rounds", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_totals", b"_totals", "bytes", b"bytes", "bytes_by_kind", b"bytes_by_kind", "events", b"events", "leave_one_out", b"leave_one_out", "reported_uploads", b"reported_uploads", "rounds", b"rounds", "run", b"run", "test_accuracy_of_answers", b"test_accuracy_of_answers", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__totals: _TypeAlias = _typing.Literal["totals"]  # noqa: Y015
+    _WhichOneofArgType__totals: _TypeAlias = _typing.Literal["_totals", b"_totals"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__totals) -> _WhichOneofReturnType__totals | None: ...
 
 Global___ShowRunResponse: _TypeAlias = ShowRunResponse  # noqa: Y015
 
@@ -339,7 +698,7 @@ class RunProgress(_message.Message):
     run: _builtins.str
     """Its name."""
     status: _builtins.str
-    """preparing, running, finished or stopped."""
+    """preparing, running, finished, stopped or cancelled."""
     reason: _builtins.str
     """Why it has that status; may be empty."""
     completed_rounds: _builtins.int
