@@ -72,7 +72,8 @@ class Quota:
     def _end_oldest(self, caller: str) -> None:
         oldest = next(iter(self._places[caller]))
         self.give_back(caller, oldest)
-        oldest.reschedule(asyncio.get_running_loop().time())
+        if not oldest.expired():  # one whose time is over just now is on its way out, and cannot be set again
+            oldest.reschedule(asyncio.get_running_loop().time())
 
 
 class Receiver:

@@ -186,3 +186,21 @@ def test_who_holds_most_loses_its_oldest_place() -> None:
     # The fifth place is c's, and the hog's oldest went for it; then the hog, again as many as all may have, its next.
     assert late == [True, True, True, False, False, False, False]
     assert held == 0
+
+
+def test_a_place_whose_deadline_has_just_passed_can_be_taken() -> None:
+    """Between a deadline and the end of its call others come, in the same turn of the event loop."""
+
+    async def play() -> tuple[list[object], int]:
+        quota, loop, errors = Quota(most=1, most_of_one=1), asyncio.get_running_loop(), list[object]()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1000) as passed, asyncio.timeout(1000) as newer:
+                quota.take("a", passed)
+                passed.reschedule(loop.time())
+                loop.call_soon(quota.take, "b", newer)
+                await asyncio.Event().wait()
+        quota.give_back("a", passed)
+        return errors, quota.held
+
+    assert asyncio.run(play()) == ([], 1)
