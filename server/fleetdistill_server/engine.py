@@ -50,7 +50,7 @@ from fleetdistill_server.limits import allow_open_files
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
-from fleetdistill_server.registration import register
+from fleetdistill_server.registration import check_not_edited, register
 from fleetdistill_server.retention import free_after_round, sweep
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.starting_model import begin_with
@@ -444,6 +444,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
     try:
+        check_not_edited(store, config)
         await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
     except NoSpaceError:
         raise

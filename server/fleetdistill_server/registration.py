@@ -2,7 +2,8 @@
 
 Settings of [run] that say how long and with how many devices the run goes belong to whoever operates it; they may
 change at each start. All else is the run's identity: another value is another run, and is refused once a round of this
-one is completed. Before that the run is replaced, so that no mistake in run.toml uses up a name.
+one is completed, even if it was undone since. Before that the run is replaced, so that no mistake in run.toml uses up
+a name; but only when a server starts, not beneath a front whose devices hold the run's contract.
 """
 
 from __future__ import annotations
@@ -52,6 +53,24 @@ def register(store: Store, config: RunConfig) -> None:
             store.end_run(name, "running", f"goes on after {row['completed_rounds']} rounds")
 
 
+def check_not_edited(store: Store, config: RunConfig) -> None:
+    """For an engine that a server starts again: the run is served as it was when the server read its run.toml.
+
+    Raises:
+        RunError: The file describes another run of the same name by now.
+    """
+    row = store.run(config.run.name)
+    if row is None:
+        return
+    changes = changes_between(completed_part(json.loads(row["config"])), json.loads(json.dumps(config.fixed_part())))
+    edited = {key: both for key, both in changes.items() if key not in _MINE}
+    if edited:
+        raise RunError(
+            f"run.toml was changed while run {config.run.name!r} is served: {told(edited)}; "
+            "put the old values back, or stop the server and start it again"
+        )
+
+
 def is_prepared(store: Store, config: RunConfig) -> bool:
     """Whether a run was begun with this identity and has its contract, so that its models are known to work."""
     row = store.run(config.run.name)
@@ -63,7 +82,7 @@ def is_prepared(store: Store, config: RunConfig) -> bool:
 
 def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Changes) -> None:
     name = row["name"]
-    if row["completed_rounds"]:
+    if row["completed_rounds"] or any(one["status"] == "undone" for one in store.rounds(name)):
         raise RunError(refusal(name, {key: both for key, both in changes.items() if key not in _MINE}))
     answers = len(store.uploads(name))
     store.delete_run(name)

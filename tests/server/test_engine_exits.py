@@ -14,6 +14,7 @@ import pytest
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server import engine, supervisor
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.store import Store
 from fleetdistill_server.supervisor import MAX_RESTARTS, Supervisor
@@ -70,6 +71,22 @@ def test_a_disk_that_is_full_before_the_engine_begins_is_told_so_too(
 
     monkeypatch.setattr(Store, "open", full)
     assert engine_main(config, monkeypatch) == EXIT_NO_SPACE
+
+
+def test_a_run_is_not_replaced_by_an_engine_that_is_started_again(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `serve` itself replaces a run, before it has devices: here run.toml is edited while it is served."""
+    store = Store.open(config.parent / "store")
+    register(store, load_run_config(config))
+    config.write_text(config.read_text().replace("[run]", "[run]\nseed = 7"))
+    assert end_of(config, monkeypatch, AssertionError("the engine ran")) == EXIT_CONFIGURATION
+    assert failures(config) == [
+        f"run.toml was changed while run {RUN!r} is served: run.seed was 0, is 7; put the old values back, or stop the "
+        "server and start it again"
+    ]
+    assert json.loads((store.run(RUN) or {})["config"])["run"]["seed"] == 0
+    store.close()
 
 
 @pytest.mark.parametrize("error", [RunError("taken over"), ConfigurationError("[method] x: unknown")])

@@ -156,6 +156,18 @@ def test_before_a_round_is_completed_a_run_is_replaced(store: Store, name: str) 
     assert "state_dir" not in event["text"]
 
 
+def test_a_run_whose_rounds_were_undone_is_not_replaced(store: Store) -> None:
+    begin(store)
+    store.set_checkpoint("digits", b"first")
+    store.set_keep_checkpoints("digits", 3)
+    store.close_round("digits", store.start_round("digits", ["a"]), b"checkpoint", [], {})
+    store.roll_back("digits", 0)
+    before = state(store)
+    with pytest.raises(RunError, match="exists with another configuration"):
+        register(store, CHANGED["seed"])
+    assert state(store) == before
+
+
 def test_a_replacement_says_that_devices_had_answered(store: Store) -> None:
     begin(store)
     number = store.start_round("digits", ["a"])
