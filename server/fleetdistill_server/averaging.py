@@ -199,9 +199,9 @@ def _middle(arrays: Sequence[Array]) -> Array:
 
 def _note_most_weight(weights: Mapping[str, float], notes: Notes) -> None:
     """One event a run about a device that has most of the weight; of two devices one nearly always has more."""
-    most = 0.75 if len(weights) == 2 else 0.5
+    most, total = 0.75 if len(weights) == 2 else 0.5, sum(weights.values())
     for device, weight in weights.items():
-        share = weight / sum(weights.values())
+        share = weight / total
         if len(weights) > 1 and share > most:
             text = f"{device} has {100 * share:.0f} % of the weight of the mean of {len(weights)} devices"
             notes.event(MOST_OF_THE_WEIGHT, f"{text}; more devices, or more alike, would bound it", device, once=True)
