@@ -45,7 +45,7 @@ _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
 # A sweep comes every second; this process stood still, or the disk did, where none came for so long.
 _PAUSE_SECONDS = 5.0
-# Devices of a stopped run ask again after this to twice this.
+# Devices of a stopped run ask again after this to twice this; sooner where a lease would end before.
 _STOPPED_SECONDS = 30.0
 _LONGEST_SENTENCE = 1000
 _CHECKED_BYTES = 16 << 20  # of headers of uploads that wait for their next stream
@@ -194,7 +194,9 @@ class Desk:
         if caller["forget_asked_at"] is not None:
             text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
             return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
-        return _come_back_later(status["reason"]) if status is not None and status["status"] == "stopped" else None
+        if status is not None and status["status"] == "stopped":
+            return _come_back_later(status["reason"], min(_STOPPED_SECONDS, self.lease_seconds / 4))
+        return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
         """Renews the lease."""
@@ -680,9 +682,9 @@ class UploadSession:
             self._desk.forget(self)
 
 
-def _come_back_later(reason: str) -> service_pb2.NextAskResponse:
+def _come_back_later(reason: str, seconds: float) -> service_pb2.NextAskResponse:
     """A stopped run goes on when the operator starts it again, so nobody is sent home."""
-    come_back = service_pb2.ComeBack(after_seconds=_STOPPED_SECONDS, before_seconds=2 * _STOPPED_SECONDS)
+    come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
     come_back.reason = f"the run is stopped until its operator starts it again: {reason}"[:_LONGEST_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
 

@@ -511,6 +511,17 @@ def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fle
     assert fleet.desk.next_ask(identity) is None
 
 
+@pytest.mark.parametrize("lease", [4.0, 60.0])
+def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet, lease: float) -> None:
+    """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
+    identity = fleet.join()
+    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
+    fleet.desk.lease_seconds = lease
+    response = fleet.desk.next_ask(identity)
+    assert response is not None
+    assert response.come_back.before_seconds <= lease / 2
+
+
 def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
