@@ -23,12 +23,14 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.contract import build_method
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store import Store
+from fleetdistill_server.usable import reason_not_usable
 
 TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}
 
@@ -148,6 +150,9 @@ def test_a_run_that_an_earlier_version_stopped_over_it_goes_on(value: float) -> 
     state = state_of(store)
     ids, logits, _ = state["knowledge"]["d2"]
     state["knowledge"]["d2"] = [ids, torch.full_like(logits, value), True]
+    method = build_method(config_for())
+    method.load_state_dict(state)
+    assert reason_not_usable(method.state_dict()) is None, "rounds without this device would be undone for ever"
     # As that version left it: kept as valid, the next round open, the run stopped after the last of its failures.
     store.set_checkpoint(RUN, store.blobs.put_state(pack_state(state)))
     with store.transaction():

@@ -257,11 +257,11 @@ class FedDKCServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.predictor.load_state_dict(state["predictor"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._knowledge = {
+        self._knowledge = {}
+        for device, (ids, logits, valid) in state["knowledge"].items():
             # An earlier version kept what cannot be sent as valid, and its run stopped at the next ask.
-            device: (ids, logits, valid and reason_not_sent(logits, self.setting.knowledge_type) is None)
-            for device, (ids, logits, valid) in state["knowledge"].items()
-        }
+            fits = reason_not_sent(logits, self.setting.knowledge_type) is None
+            self._knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
         return self.predictor, self._feature_shape
