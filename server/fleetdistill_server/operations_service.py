@@ -21,6 +21,7 @@ from fleetdistill_server.heartbeat import served
 from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
 from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.run_endings import cancel
 from fleetdistill_server.store import Row, Store
 from fleetdistill_server.tokens import create_tokens, token_bytes
 from fleetdistill_server.wakeups import POLL_SECONDS
@@ -81,6 +82,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.RevokeDeviceResponse:
         return await in_pool(self._pool, context, partial(self._revoke, request))
 
+    async def CancelRun(
+        self, request: operations_pb2.CancelRunRequest, context: Any
+    ) -> operations_pb2.CancelRunResponse:
+        return await in_pool(self._pool, context, partial(self._cancel, request.run))
+
     async def CreateTokens(
         self, request: operations_pb2.CreateTokensRequest, context: Any
     ) -> operations_pb2.CreateTokensResponse:
@@ -110,6 +116,10 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
         return operations_pb2.RevokeDeviceResponse(changed=self._commit(partial(_revoke_device, request)))
+
+    def _cancel(self, run: str) -> operations_pb2.CancelRunResponse:
+        with _unknown_run():
+            return operations_pb2.CancelRunResponse(changed=self._commit(partial(cancel, run=run)))
 
     def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from fleetdistill.credentials import load_credentials
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.store import Row
@@ -64,6 +64,10 @@ class RemoteServer:
         request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
         return bool(self._call("RevokeDevice", request).changed)
 
+    def cancel(self, run: str) -> bool:
+        """Ends a run for good; False if it was over before."""
+        return bool(self._call("CancelRun", operations_pb2.CancelRunRequest(run=run)).changed)
+
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Makes enrolment tokens, as many at a time as fit into an answer."""
         if devices:
@@ -81,7 +85,13 @@ class RemoteServer:
 
     def _call(self, method: str, request: Any) -> Any:
         with errors_of(self._server):
-            return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
+            try:
+                return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                text = f"the server {self._server} is of an earlier release without {method}"
+                raise LinkError(f"{text}; update it, or give the command on its machine with --store") from error
 
 
 @contextlib.contextmanager

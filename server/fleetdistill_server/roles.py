@@ -61,6 +61,7 @@ WHO_MAY: dict[str, frozenset[Caller]] = {
     f"{_OPERATIONS}ShowRun": _PEOPLE,
     f"{_OPERATIONS}WatchRun": _PEOPLE,
     f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}CancelRun": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}CreateTokens": frozenset({Caller.OPERATOR}),
     "/grpc.health.v1.Health/Check": _INSIDE,
     "/grpc.health.v1.Health/Watch": _INSIDE,

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from fleetdistill_server.command_line import DEFAULT_STORE, StoreOption, counted, one_sentence, open_store
+from fleetdistill_server.command_line import (
+    DEFAULT_STORE,
+    IdentityOption,
+    ServerOption,
+    StoreOption,
+    counted,
+    one_sentence,
+    open_store,
+)
+from fleetdistill_server.people import connect
 from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.traffic import readable_bytes
 
@@ -14,14 +23,20 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 @one_sentence
-def runs_cancel(run: str, store: StoreOption = DEFAULT_STORE) -> None:
+def runs_cancel(
+    run: str, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+) -> None:
     """Ends a run for good, also while it is served. Example: fleetdistill runs cancel digits
 
     Devices keep their models and are told that the run is over. `[run] start_from` begins another run with its model.
     """
     from fleetdistill_server.run_endings import cancel
 
-    done = cancel(open_store(store), run)
+    if server is not None:
+        with connect(server, identity) as remote:
+            done = remote.cancel(run)
+    else:
+        done = cancel(open_store(store), run)
     typer.echo(f"run {run!r} is cancelled" if done else f"run {run!r} was over already")
 
 

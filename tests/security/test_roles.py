@@ -53,6 +53,7 @@ from fleetdistill_server.store import Store
 from fleetdistill_server.traffic import Sizes
 
 OTHER_RUN = "other"
+TO_CANCEL = "unwanted"
 DEVICE = "rightful"
 SECRET = b"s" * 32
 NEIGHBOUR = "neighbour"
@@ -91,6 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store = prepare_store(folder / "store")
     store.begin_run(OTHER_RUN, {"made": "by hand"})
     store.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
+    store.begin_run(TO_CANCEL, {"made": "by hand"})
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
         for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):
@@ -193,6 +195,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/ShowRun": lambda world, one: operations_pb2.ShowRunRequest(run=RUN),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
+    f"{_operations}/CancelRun": lambda world, one: operations_pb2.CancelRunRequest(run=TO_CANCEL),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
     "/grpc.health.v1.Health/Check": lambda world, one: health_pb2.HealthCheckRequest(),
     "/grpc.health.v1.Health/Watch": lambda world, one: health_pb2.HealthCheckRequest(),

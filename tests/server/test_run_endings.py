@@ -10,22 +10,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from support.answering import AnsweringFleet
 from support.processes import children, is_alive, wait_until
+from support.secured import device_credentials, make_pki, secured_front
 from typer.testing import CliRunner
 from wire_samples import make_payload
 
-from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.errors import ConfigurationError, LinkError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
-from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
 from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
 from fleetdistill_server.desk import Desk
+from fleetdistill_server.people import RemoteServer
+from fleetdistill_server.pki import Role
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.run_endings import cancel, delete
@@ -141,6 +146,49 @@ def test_the_command_cancels(directory: Path) -> None:
     assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
     code, said = call(directory, "cancel", "digist")
     assert (code, said) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits, other\n")
+
+
+def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path: Path, store: Store) -> None:
+    authority = make_pki(tmp_path / "pki")
+    for role in (Role.OPERATOR, Role.VIEWER):
+        authority.issue_person(role, "olga", 1.0, tmp_path / role)
+    identity = service_pb2.Identity(run=RUN, device="d2")
+    profile = contract_pb2.DeviceProfile(knowledge_types=[FLOAT16], samples=1)
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        there = ["--server", f"127.0.0.1:{front.port}", "--identity"]
+
+        def cancels(role: Role, run: str) -> tuple[int, str]:
+            result = CliRunner().invoke(app, ["runs", "cancel", run, *there, str(tmp_path / role)])
+            return result.exit_code, result.output
+
+        with front.channel(device_credentials(authority, "d2")) as channel:
+            device = service_pb2_grpc.DeviceServiceStub(channel)
+            checked_in = device.CheckIn(service_pb2.CheckInRequest(identity=identity, profile=profile))
+            identity.secret = checked_in.secret
+            code, said = cancels(Role.VIEWER, RUN)
+            assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
+            assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
+            told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
+            assert told.finished == "cancelled: by the operator, after 1 rounds"
+        before = row_of(store), store.rounds(RUN)
+        assert before[0]["status"] == "cancelled"
+        assert [row["status"] for row in before[1]] == ["closed", "short"]
+        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' was over already\n")
+        assert (row_of(store), store.rounds(RUN)) == before
+        code, said = cancels(Role.OPERATOR, "digist")
+        assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
+        assert row_of(store, "other")["status"] == "running"
+
+
+def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -> None:
+    older = grpc.server(ThreadPoolExecutor(1))
+    port = older.add_insecure_port("127.0.0.1:0")
+    older.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        remote = RemoteServer("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
+        with pytest.raises(LinkError, match="is of an earlier release without CancelRun; update it, or give the com"):
+            remote.cancel(RUN)
+    older.stop(None).wait()
 
 
 # --- deleting

@@ -55,6 +55,11 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.FromString,
                 _registered_method=True)
+        self.CancelRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/CancelRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
+                _registered_method=True)
         self.CreateTokens = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/CreateTokens',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.SerializeToString,
@@ -94,6 +99,13 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelRun(self, request, context):
+        """Ends a run for good.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateTokens(self, request, context):
         """Makes one-time enrolment tokens.
         """
@@ -123,6 +135,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.RevokeDevice,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.SerializeToString,
+            ),
+            'CancelRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.SerializeToString,
             ),
             'CreateTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTokens,
@@ -239,6 +256,33 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/RevokeDevice',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/CancelRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

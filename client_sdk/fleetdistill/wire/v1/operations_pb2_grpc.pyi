@@ -41,6 +41,8 @@ class OperationsServiceStub:
     """Tells how a run goes on, until it is over or the caller hangs up."""
     RevokeDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]
     """Revokes a device."""
+    CancelRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]
+    """Ends a run for good."""
     CreateTokens: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]
     """Makes one-time enrolment tokens."""
 
@@ -57,6 +59,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Tells how a run goes on, until it is over or the caller hangs up."""
     RevokeDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]  # type: ignore[assignment]
     """Revokes a device."""
+    CancelRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]  # type: ignore[assignment]
+    """Ends a run for good."""
     CreateTokens: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]  # type: ignore[assignment]
     """Makes one-time enrolment tokens."""
 
@@ -94,6 +98,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.RevokeDeviceResponse, _abc.Awaitable[_operations_pb2.RevokeDeviceResponse]]:
         """Revokes a device."""
+
+    @_abc_1.abstractmethod
+    def CancelRun(
+        self,
+        request: _operations_pb2.CancelRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.CancelRunResponse, _abc.Awaitable[_operations_pb2.CancelRunResponse]]:
+        """Ends a run for good."""
 
     @_abc_1.abstractmethod
     def CreateTokens(
