@@ -14,7 +14,8 @@ from fleetdistill_server.store import Store
 def cancel(store: Store, run: str) -> bool:
     """Ends a run now, whoever serves it: the open round is taken back, devices are sent home at their next call.
 
-    One transaction; the engine that works on the run fails at its next commit, and its supervisor ends it.
+    One transaction; the engine that works on the run fails at its next commit, and its supervisor ends it. Devices that
+    it was to forget before its next round are forgotten here.
 
     Args:
         store: Of the run.
@@ -30,7 +31,13 @@ def cancel(store: Store, run: str) -> bool:
         row = store.run(run)
         if row is None:
             raise ConfigurationError(no_such_run(run, store.run_names()))
-        return store.cancel_run(run, f"by the operator, after {row['completed_rounds']} rounds")
+        cancelled = store.cancel_run(run, f"by the operator, after {row['completed_rounds']} rounds")
+    waiting = store.to_forget(run)
+    if waiting:
+        from fleetdistill_server.forgetting import ask_to_forget  # loads torch, which cancelling needs not
+
+        ask_to_forget(store, run, waiting[0], served=None)
+    return cancelled
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned:

@@ -42,6 +42,7 @@ from fleetdistill_server.front import open_desk
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.retention import sweep_all
+from fleetdistill_server.run_endings import cancel
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
@@ -360,6 +361,12 @@ def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served
 
 
 # --- who else works on the run
+
+
+def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancelled(run: Halted, store: Store) -> None:
+    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert cancel(store, RUN)
+    assert_forgotten(run, store)
 
 
 def all_present(store: Store) -> None:
