@@ -242,10 +242,14 @@ class TensorMean:
         return total / sum(weights)
 
     def _trimmed(self, weights: Sequence[float], trimmed: int) -> torch.Tensor:
-        sorted_k, order_k = torch.stack([values.double() for values in self._values]).sort(dim=0)
-        kept = slice(trimmed, len(weights) - trimmed)
-        weight_k = torch.tensor(weights, dtype=torch.float64)[order_k[kept]]
-        mean = (sorted_k[kept] * weight_k).sum(dim=0) / weight_k.sum(dim=0)
+        kept, weight_of = slice(trimmed, len(weights) - trimmed), torch.tensor(weights, dtype=torch.float64)
+        means = []
+        size = max(_BLOCK_NUMBERS // len(weights), 1)
+        for blocks in zip(*(values.reshape(-1).split(size) for values in self._values), strict=True):
+            sorted_k, order_k = torch.stack([block.double() for block in blocks]).sort(dim=0, stable=True)
+            weight_k = weight_of[order_k[kept]]
+            means.append((sorted_k[kept] * weight_k).sum(dim=0) / weight_k.sum(dim=0))
+        mean = torch.cat(means).reshape(self._values[0].shape)
         if not self._probabilities:
             return mean
         sums = mean.sum(dim=-1, keepdim=True)  # 0 where no two devices agree on anything

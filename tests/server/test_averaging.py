@@ -243,3 +243,21 @@ def test_up_to_four_devices_are_not_trimmed_and_their_weights_count() -> None:
     found = mean.result()
     assert found is not None
     assert found.item() == pytest.approx((1 + 4 + 3 + 100 * 4.5) / 8.5)  # three times the median of 1.5
+
+
+def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fleetdistill_server.averaging as averaging
+
+    def mean() -> torch.Tensor:
+        made, random = TensorMean("gross", probabilities=True), torch.Generator().manual_seed(0)
+        for weight in range(1, 8):
+            made.add(torch.rand(11, 3, generator=random).softmax(1), weight)
+        found = made.result()
+        assert found is not None
+        return found
+
+    whole, stack, sizes = mean(), torch.stack, list[int]()
+    monkeypatch.setattr(averaging, "_BLOCK_NUMBERS", 40)
+    monkeypatch.setattr(torch, "stack", lambda rows: (made := stack(rows), sizes.append(made.numel()))[0])
+    torch.testing.assert_close(mean(), whole)
+    assert max(sizes) <= 40
