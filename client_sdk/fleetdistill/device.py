@@ -253,7 +253,10 @@ class Device:
     def models(self) -> Mapping[str, Any]:
         """All that the last delivered round gave: `general`, and what the method has beside it. As `model`'s.
 
-        With classstats also `personal`, for the device's own mix of classes, and `own`, the network that the app gave.
+        With classstats also `personal`, for the device's own mix of classes, and `own`, the network that the app gave
+        (not with `features = "averaged"`). The fleet trains `own` only where the run has `own_network = "taught"`.
+        Without validation data it has the run's extractor where there is one (`features = "model"`), on which the
+        layers behind it were never trained: then it is no model to use.
         Before the first delivery there is only the app's own, as in `model`: asking for another answer raises
         ModelError, `in` and `get` tell without.
         """

@@ -21,7 +21,7 @@ from fleetdistill.data_version import digest_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
-from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers
+from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
 from fleetdistill.methods.classstats import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
@@ -369,7 +369,7 @@ def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> La
     if not np.issubdtype(inputs.dtype, np.floating):
         raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
     if inputs.ndim == 0 or inputs.shape[1:] != input_shape:
-        raise DataError(f"the inputs have shape {list(inputs.shape)}, the run wants {['n', *input_shape]}")
+        raise DataError(f"{wrong_shape(inputs.shape, input_shape)} as the run has it; reshape the inputs")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
         raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers of [samples]")
     if len(inputs) != len(labels):

@@ -34,6 +34,12 @@ class SpaceAnswer:
         return found if self.prior is None else found + np.log(self.prior)
 
 
+def wrong_shape(found: Sequence[int], input_shape: Sequence[int]) -> str:
+    """The sentence about inputs of another shape than `[samples, *input_shape]`."""
+    expected = ", ".join(["samples", *map(str, input_shape)])
+    return f"the inputs have shape {list(found)}, expected [{expected}]"
+
+
 class LightModel:
     """One answer of a device without PyTorch: images to logits. It is changed in place by the next delivery."""
 
@@ -61,8 +67,7 @@ class LightModel:
         """
         inputs = np.asarray(inputs, np.float32)
         if inputs.shape[1:] != self._input_shape or not inputs.ndim:
-            text = f"the inputs have shape {list(inputs.shape)}, expected {['n', *self._input_shape]}"
-            raise DataError(f"{text}; one image is a batch of 1")
+            raise DataError(f"{wrong_shape(inputs.shape, self._input_shape)}; one image is a batch of 1")
         answer, matrix = self._now
         if matrix is None:
             matrix = self.matrix()

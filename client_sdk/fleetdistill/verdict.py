@@ -38,11 +38,13 @@ class Verdict:
     @property
     def text(self) -> str:
         """One sentence for a person."""
+        # Where there are several answers, the app's model may stay as it is beside the new ones.
+        new = f"the answer in use is {self.answer!r}" if self.answer else "the app's model is replaced"
         if self.accuracy is None:
-            return "the app's model is replaced"
+            return new
         in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"
         before = f"{self.accuracy:.3f} on validation data, {in_use} before"
-        return f"the app's model is replaced: {before}" if self.replaced else f"the app keeps its model: {before}"
+        return f"{new if self.replaced else 'the app keeps its model'}: {before}"
 
     @property
     def values(self) -> dict[str, float | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -755,6 +756,43 @@ def test_an_app_has_its_own_network_and_both_answers_as_files_from_image_to_clas
         assert whole == (tmp_path / device.device_id / "general.onnx").read_bytes()
         device.close()
     store.close()
+
+
+@pytest.mark.parametrize("judged", [False, True], ids=["no validation data", "validation data"])
+def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bool) -> None:
+    """Its extractor becomes the run's where no data decide, as the SDK's page says; nothing else of it changes."""
+    store, events = Store.in_memory(), list[Event]()
+    rows = images_of([6, 6, 6, 6], 5)
+    config = run_config(
+        {
+            "run": {"name": "one", "method": "classstats", "rounds": 1, "min_devices": 2},
+            "contract": {"classes": CLASSES, "input_shape": list(SHAPE)},
+            "model": {"extractor": "digits_extractor"},
+            "method": {"features": "model"},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+    changes = {"validation_data": (rows.inputs, rows.labels)} if judged else {}
+    found = apps(Desk(store), tmp_path, events, export_onnx="never", **changes)
+    given = [build_model("digits_linear", classes=CLASSES) for _ in found]
+    for device, model in zip(found, given, strict=True):
+        device._model = copy.deepcopy(model)
+    asyncio.run(Engine(store, config, DriveDevices(found, lambda: None)).run())
+    for device, model in zip(found, given, strict=True):
+        own, before = device.models[OWN].state_dict(), model.state_dict()
+        changed = {name for name, tensor in own.items() if not torch.equal(tensor, before[name])}
+        assert changed == (set() if judged else {"stages.stem.0.weight"}), "batch-norm starts alike everywhere"
+        device.close()
+    store.close()
+
+
+def test_what_is_delivered_beside_the_apps_network_is_not_called_its_replacement(tmp_path: Path) -> None:
+    store, events = Store.in_memory(), list[Event]()
+    for device in play(store, tmp_path, events, {}, export_onnx="never"):
+        device.close()
+    store.close()
+    texts = {event.text for event in events if event.kind == "delivered"}
+    assert texts == {"round 1: the answer in use is 'general'"}
 
 
 def test_both_answers_are_there_after_a_restart(tmp_path: Path) -> None:

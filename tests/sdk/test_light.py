@@ -396,6 +396,7 @@ def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> 
     first = learned(worker, space)
     assert first.verdict.replaced
     assert first.verdict.accuracy_in_use is None
+    assert first.verdict.text.startswith(f"the answer in use is {first.verdict.answer!r}: ")
     assert first.verdict.text.endswith("on validation data, none before")
     before = worker.delivered_model()(digits(2)[0])
     poor = replace(space, centres=np.roll(space.centres, 1, axis=0))
@@ -506,7 +507,7 @@ def changed(at: tuple[int, ...], value: float) -> np.ndarray:
     ("data", "says"),
     [
         ([1, 2], "data: the data are a list; give a tuple"),
-        ((digits(0)[0][:, 0], digits(0)[1]), r"the inputs have shape \[599, 8, 8\], the run wants \['n', 1, 8, 8\]"),
+        ((digits(0)[0][:, 0], digits(0)[1]), r"the inputs have shape \[599, 8, 8\], expected \[samples, 1, 8, 8\]"),
         ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected float32; scale images"),
         ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),
         ((digits(0)[0], digits(0)[1] * 1.0), "the labels are float64"),
@@ -706,7 +707,7 @@ def test_a_step_that_it_does_not_know_is_declined(offered: Offered, step: str) -
 def test_inputs_of_another_shape_are_refused(offered: Offered, space: ClassSpace, inputs: Any) -> None:
     worker = offered.worker()
     learned(worker, space)
-    with pytest.raises(DataError, match="one image is a batch of 1"):
+    with pytest.raises(DataError, match=r"expected \[samples, 1, 8, 8\]; one image is a batch of 1"):
         worker.delivered_model()(inputs)
 
 
