@@ -21,8 +21,8 @@ from fleetdistill_server.heartbeat import served
 from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
 from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.run_endings import cancel
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.run_endings import mark_cancelled
+from fleetdistill_server.store import OVER, Row, Store
 from fleetdistill_server.tokens import create_tokens, token_bytes
 from fleetdistill_server.wakeups import POLL_SECONDS
 from fleetdistill_server.watch import changes, is_over
@@ -119,7 +119,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _cancel(self, run: str) -> operations_pb2.CancelRunResponse:
         with _unknown_run():
-            return operations_pb2.CancelRunResponse(changed=self._commit(partial(cancel, run=run)))
+            return operations_pb2.CancelRunResponse(changed=self._commit(partial(_cancel_run, run)))
 
     def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
@@ -165,6 +165,15 @@ def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) ->
         return revoke_device(store, request.device, request.reason)
     except ConfigurationError as error:
         raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def _cancel_run(run: str, store: Store) -> bool:
+    """Only the engine, or a command on this machine, can forget devices: an engine would no longer come to it."""
+    row = store.run(run)
+    if row is not None and row["status"] not in OVER and store.to_forget(run):
+        text = f"run {run!r} has devices to forget first; try again after its next round"
+        raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
+    return mark_cancelled(store, run)
 
 
 def _filled(kind: type[Any], row: Row) -> Any:

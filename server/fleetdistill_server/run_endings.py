@@ -27,17 +27,22 @@ def cancel(store: Store, run: str) -> bool:
     Raises:
         ConfigurationError: There is no such run.
     """
-    with store.transaction():
-        row = store.run(run)
-        if row is None:
-            raise ConfigurationError(no_such_run(run, store.run_names()))
-        cancelled = store.cancel_run(run, f"by the operator, after {row['completed_rounds']} rounds")
+    cancelled = mark_cancelled(store, run)
     waiting = store.to_forget(run)
     if waiting:
         from fleetdistill_server.forgetting import ask_to_forget  # loads torch, which cancelling needs not
 
         ask_to_forget(store, run, waiting[0], served=None)
     return cancelled
+
+
+def mark_cancelled(store: Store, run: str) -> bool:
+    """As `cancel`, but for devices that are to be forgotten: it needs no torch, and deletes no files."""
+    with store.transaction():
+        row = store.run(run)
+        if row is None:
+            raise ConfigurationError(no_such_run(run, store.run_names()))
+        return store.cancel_run(run, f"by the operator, after {row['completed_rounds']} rounds")
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned:

@@ -165,6 +165,11 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             device = service_pb2_grpc.DeviceServiceStub(channel)
             checked_in = device.CheckIn(service_pb2.CheckInRequest(identity=identity, profile=profile))
             identity.secret = checked_in.secret
+            store.ask_to_forget(RUN, "d1")
+            code, said = cancels(Role.OPERATOR, RUN)
+            assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
+            assert "has devices to forget first; try again after its next round, or cancel it on the" in said
+            store.note_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
             assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")

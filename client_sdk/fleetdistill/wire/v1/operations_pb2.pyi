@@ -1031,7 +1031,9 @@ Global___RevokeDeviceResponse: _TypeAlias = RevokeDeviceResponse  # noqa: Y015
 
 @_typing.final
 class CancelRunRequest(_message.Message):
-    """Ends a run for good, also while it is served. The open round is taken back; devices are told at their next call."""
+    """Ends a run for good, also while it is served. The open round is taken back; devices are told at their next call.
+    Refused as not-ready while devices of the run are still to be forgotten.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
