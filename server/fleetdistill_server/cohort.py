@@ -218,9 +218,10 @@ class Cohort:
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         """Notes something out of the ordinary for `fleetdistill runs show`; see `Notes.event`."""
-        known = [row for row in self._store.events(self._terms.run, kind) if row["device"] == device]
-        if not any(once or (row["round"] == self.round and row["text"] == text) for row in known):
-            self._store.add_event(self._terms.run, kind, text, number=self.round, device=device)
+        run, number = self._terms.run, self.round
+        known = (run, kind, device) if once else (run, kind, device, number, text)
+        if not self._store.has_event(*known):
+            self._store.add_event(run, kind, text, number=number, device=device)
 
     def guard(self, name: str, text: str, device: str = "") -> None:
         """Notes that a guard of the method fired: the event `<name>-guard`, which is counted as one."""

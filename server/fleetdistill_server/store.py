@@ -888,6 +888,15 @@ class Store:
         """Events of a run, oldest first."""
         return self._rows("SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id", run, kind, kind)
 
+    def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
+        """Whether there is such an event of a device; in any round and with any text unless they are given."""
+        found = self._value(
+            "SELECT 1 FROM events WHERE run = ?1 AND kind = ?2 AND device = ?3 "
+            "AND (?4 IS NULL OR round = ?4) AND (?5 IS NULL OR text = ?5) LIMIT 1",
+            *(run, kind, device, number, None if text is None else shortened(text)),
+        )
+        return found is not None
+
     def newest_events(self, run: str, most: int) -> list[Row]:
         """The newest events of a run, oldest first."""
         return self._rows("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]

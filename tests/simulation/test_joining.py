@@ -126,6 +126,18 @@ def cohort_of(store: Store, number: int) -> Cohort:
     return Cohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
 
 
+def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -> None:
+    """The store keeps a bounded part of a text, which is what a replay is held against."""
+    store = Store.in_memory()
+    for number in (1, 1, 2):
+        for text, device in (("x" * 5000, "a"), ("short", "a"), ("short", "b")):
+            cohort_of(store, number).event("left", text, device)
+    cohort_of(store, 2).event("left", "another", "b", once=True)
+    told = [(row["round"], row["device"], len(row["text"])) for row in store.events("r", "left")]
+    assert told == [(number, *one) for number in (1, 2) for one in (("a", 1000), ("a", 5), ("b", 5))]
+    store.close()
+
+
 class Never:
     """A waker of tests in which nothing is waited for."""
 
