@@ -236,8 +236,8 @@ def test_serve_refuses_a_file_that_is_missing_or_wrong(tmp_path: Path) -> None:
 
 def test_serve_refuses_a_run_that_changed(work: Path, tmp_path: Path) -> None:
     changed = tmp_path / "run.toml"
-    changed.write_text((work / "run.toml").read_text().replace("rounds = 2", "rounds = 3"))
-    assert "run.rounds was 2, is 3" in sentence("serve", changed)
+    changed.write_text((work / "run.toml").read_text().replace("seed = 0", "seed = 3"))
+    assert "run.seed was 0, is 3" in sentence("serve", changed)
 
 
 # --- simulate
