@@ -183,7 +183,7 @@ def test_a_run_goes_on_after_ctrl_c_in_every_terminal(hands: Hands) -> None:
     config = example_run(hands.folder, rounds=5)
     server, address = hands.serve(config)
     devices = [hands.device(number, address) for number in range(3)]
-    server.wait_for("round 2 closed")
+    server.wait_for("round closed, 2 of 5 completed")
     for device in devices:
         device.process.send_signal(signal.SIGINT)
     assert [device.ended() for device in devices] == [0, 0, 0], [device.said for device in devices]
