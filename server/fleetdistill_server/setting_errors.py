@@ -90,13 +90,14 @@ def _choices(one: ErrorDetails) -> list[str]:
 
 
 def _path(one: ErrorDetails, section: str) -> list[str]:
-    path = [str(part) for part in (section, *one["loc"]) if part != ""]
+    path = [*([section] if section else []), *(str(part) for part in one["loc"])]
     return path[:-1] if len(path) > 2 and path[-1] in _BRANCHES else path
 
 
 def _where(one: ErrorDetails, section: str) -> str:
     path = _path(one, section)
-    return f"[{path[0]}] {'.'.join(path[1:])}".strip()
+    key = ".".join(part or '""' for part in path[1:])
+    return f"[{path[0]}] {key}".strip()
 
 
 def _shown(value: object) -> str:

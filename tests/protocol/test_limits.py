@@ -277,6 +277,8 @@ TIGHT = Limits(
     stall_seconds=2.0,  # an honest sender on a busy machine is never so slow
     handshake_seconds=2.0,
     idle_seconds=4.0,
+    request_bytes=1 << 30,  # the quota of slow requests has tests of its own
+    request_bytes_per_caller=1 << 30,
 )
 
 

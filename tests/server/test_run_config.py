@@ -222,6 +222,11 @@ def test_a_method_that_is_mistyped_is_guessed() -> None:
     assert sentence.startswith("[run] method: unknown method 'fedkc'; did you mean 'feddkc'? Expected one of cdkt, ")
 
 
+@pytest.mark.parametrize("section", ["run", "method"])
+def test_a_key_without_a_name_is_an_unknown_setting(section: str) -> None:
+    assert refusal(with_setting(section, "", 1)).startswith(f'[{section}] "": unknown setting; known are ')
+
+
 SECTIONS = [name for name in RunConfig.model_fields if name != "method"]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

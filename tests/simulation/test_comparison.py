@@ -164,7 +164,7 @@ def test_a_method_without_such_figures_expects_nothing(tmp_path: Path) -> None:
 def test_an_unknown_predictor_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     wanted = Simulation(method="classstats", devices=2, out=tmp_path)
     changes = {"settings": settings} if "predictor" in settings else settings
-    with pytest.raises(ConfigurationError, match=r"predictor.*expected"):
+    with pytest.raises(ConfigurationError, match=r"(?i)predictor.*expected"):
         simulate(Simulation(**{**vars(wanted), **changes}))
 
 
