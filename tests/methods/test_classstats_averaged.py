@@ -961,7 +961,7 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
     said: list[str] = []
     with ExitStack() as stack:
         device = devices_of(run.prepared, stack, Desk(run.store))[0]
-        device._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
+        device._guard._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
         assert run.store.asks(RUN, 4, 1)
         assert run.store.next_ask(RUN, run.device) is None
         run.store.end_run(RUN, "running", "")  # as if the others were still at it
@@ -1090,7 +1090,7 @@ def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_
             if event.kind == "delivered":
                 delivered.append((event.values, devices[0].model))
 
-        devices[0]._on_event = note
+        devices[0]._guard._on_event = note
         asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
         assert delivered[0][0] == {}
         assert delivered[-1][0] == {"answer": "general"}

@@ -121,8 +121,8 @@ def test_what_a_run_leaves_is_taken_by_the_next_one(
     monkeypatch.setitem(compare.COMPARISONS, COMPARISON, tiny)
     reports: list[Any] = []
 
-    def watched(wanted: Simulation) -> Any:
-        reports.append(simulate(wanted))
+    def watched(wanted: Simulation, **how: Any) -> Any:
+        reports.append(simulate(wanted, **how))
         return reports[-1]
 
     monkeypatch.setattr(compare, "simulate", watched)
