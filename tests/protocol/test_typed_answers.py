@@ -135,14 +135,14 @@ def test_an_answer_beside_an_accepted_one_is_superseded(case: Case, moment: str,
     """Under another attempt's number, and under its own: the receipt must be for its own bytes."""
 
     def overtake() -> None:
-        case.rival().upload(upload_name(case.round, attempt=attempt), make_payload(rows=9))
+        case.rival().upload(upload_name(case.round, attempt=attempt), make_payload(rows=3))
 
     case.turn(moment, overtake)
     (row,) = case.uploads
     dropped = case.events.of("dropped")
     assert (dropped.values["code"], dropped.values["receipt"]) == ("superseded", row["receipt"])
     assert f"has the answer of attempt {attempt}, receipt {row['receipt']}" in dropped.text
-    assert row["sha256"] == make_payload(rows=9).sha256
+    assert row["sha256"] == make_payload(rows=3).sha256
     assert case.went_back
 
 
