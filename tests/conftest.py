@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Nothing in the suite may depend on how busy the machine is: an example that takes long is no failure.
@@ -15,3 +18,16 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what the tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A command run within a test sets up the log of the process, on a stream that is closed after the test."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - set(handlers):
+        if type(handler) is logging.StreamHandler:  # not pytest's own
+            root.removeHandler(handler)
+    logging.captureWarnings(False)

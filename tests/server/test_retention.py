@@ -21,13 +21,9 @@ from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store import Store
 
 
-def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores: list[Store] = []
-    made = Store.in_memory()
-    monkeypatch.setattr(Store, "in_memory", classmethod(lambda cls: stores.append(made) or made))
-    monkeypatch.setattr(Store, "close", lambda self: None)
+def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:
     simulate(Simulation(rounds=4, devices=2, seed=1, with_alone=False, with_fedavg=False, out=tmp_path))
-    (store,) = stores
+    store = Store.open(tmp_path / "work" / "store")
     uploads = store.uploads(RUN)
     assert len(uploads) == 8, "the receipts of every round stay"
     for upload in uploads:
@@ -41,7 +37,12 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path, monke
     contract = contract_pb2.Contract.FromString(row["contract"])
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
     assert [one["round"] for one in store.checkpoints(RUN)] == [2, 3, 4]
-    assert len(store.blobs._states) == 3  # type: ignore[attr-defined]
+    states = {one["sha256"] for one in store.checkpoints(RUN)}
+    asked = {one["payload"] for one in store.asks(RUN, 4, 1)}
+    newest = {one["sha256"] for one in uploads if one["round"] == 4}
+    assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
+    assert len(states) == 3
+    store.close()
 
 
 # --- which rounds are kept
