@@ -480,13 +480,13 @@ def main() -> int:
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:
-        logger.error("the engine stops: %s", error)
+        logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))
         return EXIT_CONFIGURATION
     except NoSpaceError as error:
         logger.warning("%s", error)
         return EXIT_NO_SPACE
     except Exception:  # whatever it is: it belongs into the log, and the supervisor starts the engine again
-        logger.exception("the engine failed")
+        logger.exception("the engine failed", extra=about(event=ENGINE_FAILED))
         return 1
     return 0
 

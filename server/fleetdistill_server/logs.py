@@ -45,6 +45,8 @@ _ORDINARY = (
     "refusals-left-out",
 )
 """Events that no operator has to look at."""
+_LOGGED_WHERE_THEY_HAPPEN = ("engine-failed",)
+"""Events whose line has the traceback, or has to be there when the store cannot be written."""
 _events = logging.getLogger("fleetdistill.server.events")
 _events.addHandler(logging.NullHandler())  # a program that configures no log has none of them on its terminal
 
@@ -71,6 +73,8 @@ def about(**fields: Any) -> dict[str, Any]:
 
 def log_event(row: Mapping[str, Any]) -> None:
     """Logs an event of the store, once it is committed there."""
+    if row["kind"] in _LOGGED_WHERE_THEY_HAPPEN:
+        return
     level = logging.INFO if row["kind"] in _ORDINARY else logging.WARNING
     what = {name: row[name] for name in ("run", "round", "device", "code")}
     _events.log(level, "%s", row["text"], extra=about(event=row["kind"], **what))

@@ -20,6 +20,7 @@ from pathlib import Path
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server import serve_lock
 from fleetdistill_server.heartbeat import Beats, forget_beats
+from fleetdistill_server.logs import about
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig
@@ -282,7 +283,7 @@ class Supervisor:
         if silent < (limit if self._beats.seen else max(limit, _START_SECONDS)):
             return
         text = f"the engine hangs: it gave no sign of life for {silent:.0f} s, and was killed"
-        logger.warning("%s", text)
+        logger.warning("%s", text, extra=about(run=self._config.run.name, event=ENGINE_FAILED))
         engine.process.kill()
         engine.process.wait()
         with contextlib.suppress(StoreError):

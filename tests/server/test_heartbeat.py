@@ -140,7 +140,9 @@ def look(serving: Supervisor, seconds: Seconds, times: int) -> None:
         serving._look_after_engine()
 
 
-def test_a_hung_engine_is_killed_and_started_again(serving: Supervisor, seconds: Seconds, tmp_path: Path) -> None:
+def test_a_hung_engine_is_killed_and_started_again(
+    serving: Supervisor, seconds: Seconds, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Hung()
     serving._engine = engine  # type: ignore[assignment]
     serving._expect_beats()
@@ -151,6 +153,7 @@ def test_a_hung_engine_is_killed_and_started_again(serving: Supervisor, seconds:
     assert (engine.code, engine.starts) == (None, 1)
     (event,) = serving.store.events(RUN, ENGINE_FAILED)
     assert event["text"] == "the engine hangs: it gave no sign of life for 60 s, and was killed"
+    assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
     look(serving, seconds, 599)
     assert engine.starts == 1, "the new one is given the time that its start takes"
     look(serving, seconds, 2)
