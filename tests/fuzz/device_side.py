@@ -43,7 +43,6 @@ class DeviceTarget:
         self._runs, self._folder = runs, folder
         self.outcomes: Counter[str] = Counter()
         self.slowest = 0.0
-        logging.getLogger("fleetdistill").setLevel(logging.CRITICAL)
 
     def turn(self, random: Random) -> int:
         """One session; returns how many lies were told in it."""
@@ -100,9 +99,22 @@ def _check_is_a_sentence(error: FleetDistillError) -> None:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of every refusal; the level is that of the whole process, so it is put back."""
+    logger = logging.getLogger("fleetdistill")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def device_target(runs: list[Played], *, remote: bool = False) -> Iterator[DeviceTarget]:
     """Devices in a folder of their own, in memory or over gRPC on the loopback."""
     liar = Liar()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
         server = stack.enter_context(lying_server(liar)).address if remote else LyingLink(liar)
         yield DeviceTarget(runs, Path(folder), liar, server)

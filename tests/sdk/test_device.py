@@ -1268,8 +1268,8 @@ def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, t
 def test_replacing_nothing_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device, pytest.raises(ConfigurationError, match="takes the new data"):
         device.replace_data()
-    given = {"model": None, "data": None, "worker": lambda contract: None}
-    with make_device(fleet, tmp_path / "own", **given) as device:
+    given = {"model": None, "data": None, "test_data": None}
+    with make_device(fleet, tmp_path / "own", worker=lambda contract: None, **given) as device:
         with pytest.raises(ConfigurationError, match="none in an app that gave worker="):
             device.replace_data(tiny_data())
         device.replace_data()
