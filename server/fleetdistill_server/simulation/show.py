@@ -13,7 +13,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -142,20 +141,19 @@ def _percent(rate: float | None) -> str:
 
 
 class _Bars:
-    """A bar for the fleet, then one for each control, each with the time that it has taken and that is left."""
+    """A bar for the fleet, then one for each control, each with the time that is left, or that it took."""
 
     def __init__(self, wanted: Simulation, console: Console) -> None:
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[accuracy]}"),
         )
         self._names = {
             "fleet": f"{wanted.method} over {wanted.link}",
-            "alone": "control: every device alone",
+            "alone": "control: alone",
             "fedavg": "control: FedAvg",
         }
         self._progress = Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS)
