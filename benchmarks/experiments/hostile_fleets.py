@@ -3,7 +3,7 @@
     python benchmarks/experiments/hostile_fleets.py fedavg feddkc --robust off gross
     python benchmarks/experiments/hostile_fleets.py --table
 
-Digits, 10 devices, alpha 0.5. Printed are the mean accuracy of the honest devices on all classes, and that of the
+Digits, 10 devices. Printed are the mean accuracy of the honest devices on all classes, and that of the
 global or operator's model where the method has one, in %; and the devices that were named. "run ends": no round of the
 last ones had a result. Results are appended to a file as they come; one that is there is not repeated.
 """
@@ -45,11 +45,12 @@ ATTACKS: dict[str, tuple[int, str]] = {
     "2 send all x 1,000": (2, "scaled"),
     "1 declares most samples and flips": (1, "declares"),
 }
+_KEY = ("name", "attack", "robust", "seed", "alpha")
 ENDED = "run ends"
 SHORT_ROUNDS = 5  # in a row are the end; a simulation by itself would try 100
 
 
-def run(name: str, attack: str, robust: str, seed: int) -> dict[str, Any]:
+def run(name: str, attack: str, robust: str, seed: int, alpha: float) -> dict[str, Any]:
     """One fleet; what is printed of it."""
     method = dict(METHODS[name])
     hostile, what = ATTACKS[attack]
@@ -59,7 +60,7 @@ def run(name: str, attack: str, robust: str, seed: int) -> dict[str, Any]:
         settings={**method.get("settings", {}), "robust": robust},
         rounds=method["rounds"],
         devices=DEVICES,
-        alpha=0.5,
+        alpha=alpha,
         seed=seed,
         hostile=hostile,
         attack=what,
@@ -68,7 +69,14 @@ def run(name: str, attack: str, robust: str, seed: int) -> dict[str, Any]:
         torch_device="cpu",
         out=out,
     )
-    row = {"name": name, "attack": attack, "robust": robust, "seed": seed, "settings": asdict(wanted)["settings"]}
+    row = {
+        "name": name,
+        "attack": attack,
+        "robust": robust,
+        "seed": seed,
+        "alpha": alpha,
+        "settings": asdict(wanted)["settings"],
+    }
     try:
         return {**row, **figures(wanted, hostile)}
     except RunError as error:
@@ -125,6 +133,7 @@ def main() -> None:
     parser.add_argument("--robust", nargs="+", default=["off", "gross"])
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alpha", type=float, default=0.5, help="of the Dirichlet partition")
     parser.add_argument("--results", type=Path, default=Path("out/experiments/hostile_fleets.jsonl"))
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
@@ -134,14 +143,14 @@ def main() -> None:
     for name in () if given.table else given.names or METHODS:
         for attack in given.attacks:
             for robust in given.robust:
-                key = (name, attack, robust, given.seed)
-                if any(tuple(row[one] for one in ("name", "attack", "robust", "seed")) == key for row in known):
+                key = (name, attack, robust, given.seed, given.alpha)
+                if any(tuple(row[one] for one in _KEY) == key for row in known):
                     continue
                 known.append(run(*key))
                 with given.results.open("a") as file:
                     file.write(json.dumps(known[-1]) + "\n")
                 print({**known[-1], "settings": ""}, flush=True)
-    print_table([row for row in known if row["seed"] == given.seed])
+    print_table([row for row in known if (row["seed"], row["alpha"]) == (given.seed, given.alpha)])
 
 
 if __name__ == "__main__":
