@@ -29,7 +29,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
 from fleetdistill_server.pki import SERVER
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 MB = 10**6
 SHAPE = (16, 16, 16)

@@ -21,9 +21,9 @@ from fleetdistill.model import check_local_model, fingerprint
 from fleetdistill.models import build_model
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_server.cli import app
-from fleetdistill_server.joining import GUARD
 from fleetdistill_server.run_config import RunConfig, load_run_config
-from fleetdistill_server.schema import migrations
+from fleetdistill_server.store.guards import GUARD
+from fleetdistill_server.store.schema import migrations
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -197,7 +197,7 @@ def test_architecture_names_files_and_tables_that_exist() -> None:
     for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/architecture.md", "The main path")):
         sources = [text.read_text() for root in _IMPORT_PACKAGES for text in (ROOT / root).rglob("*.py")]
         assert any(f"def {name}(" in text or f"class {name}" in text for text in sources), name
-    made = re.findall(r'db\.table\("(\w+)"\)', _text("server/fleetdistill_server/schema.py"))
+    made = re.findall(r'db\.table\("(\w+)"\)', _text("server/fleetdistill_server/store/schema.py"))
     assert [row[0].strip("`") for row in _rows(_section("docs/architecture.md", "Tables of the store"))] == made
     assert migrations
 

@@ -24,7 +24,7 @@ from fleetdistill.errors import RunError
 from fleetdistill_server.simulation import links
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.suspects import LEFT_OUT
+from fleetdistill_server.store.suspects import LEFT_OUT
 
 DEVICES = 10
 METHODS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import torch
 
 from fleetdistill.knowledge import Array, ModelParameters
 from fleetdistill_server.methods.base import Notes
-from fleetdistill_server.suspects import MOST_OF_THE_WEIGHT
+from fleetdistill_server.store.suspects import MOST_OF_THE_WEIGHT
 
 OFF = "off"
 _MOST_WEIGHT = 3.0  # times the median weight

@@ -37,8 +37,8 @@ from fleetdistill_server.serve_lock import served_run
 from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 
 if TYPE_CHECKING:
-    from fleetdistill_server.retention import Freed
     from fleetdistill_server.simulation.settings import Simulation
+    from fleetdistill_server.store.retention import Freed
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -280,7 +280,7 @@ def runs_prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
-    from fleetdistill_server.retention import prune
+    from fleetdistill_server.store.retention import prune
 
     pruned = prune(
         open_store(store),
@@ -306,7 +306,7 @@ def runs_rollback(
 ) -> None:
     """Sets a run back to an earlier round's state. Example: fleetdistill runs rollback digits --to 12"""
     from fleetdistill_server import serve_lock
-    from fleetdistill_server.rollback import roll_back
+    from fleetdistill_server.store.rollback import roll_back
 
     opened = open_store(store)
     with serve_lock.take(store, run):  # no server may work on it meanwhile
@@ -322,7 +322,7 @@ def backup(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Copies a store, also while it is served. Example: fleetdistill backup /backups/today"""
-    from fleetdistill_server.backup import backup as make_backup
+    from fleetdistill_server.store.backup import backup as make_backup
 
     made = make_backup(store, out)
     for one in made.lost:
@@ -337,7 +337,7 @@ def restore(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Makes a store of a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
-    from fleetdistill_server.backup import restore as make_store
+    from fleetdistill_server.store.backup import restore as make_store
 
     payloads = make_store(backup, store)
     typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")

@@ -24,9 +24,9 @@ from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.joining import GUARD
 from fleetdistill_server.logs import about
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.guards import GUARD
+from fleetdistill_server.store.store import Row, Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
 PayloadFor = Parts | Callable[[str], Parts] | None

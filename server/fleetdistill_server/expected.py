@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, SPLIT
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 
 @dataclass(frozen=True)

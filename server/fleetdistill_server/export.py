@@ -12,8 +12,8 @@ from fleetdistill.onnx_file import OnnxReport
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import Store
 
 _PARITY_SAMPLES = 64
 

@@ -21,10 +21,10 @@ from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill_server.joining import GUARD
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.retention import WAIT_SECONDS, drop_unneeded, sweep_all
-from fleetdistill_server.store import AT_REST, Row, Store
+from fleetdistill_server.store.guards import GUARD
+from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
+from fleetdistill_server.store.store import AT_REST, Row, Store
 
 
 class BetweenRounds:

@@ -27,8 +27,8 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.payload import DTYPES, Slot
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
-from fleetdistill_server.blobs import Staging
 from fleetdistill_server.repeats import first_repeat
+from fleetdistill_server.store.blobs import Staging
 
 ROWS = -1
 """Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""

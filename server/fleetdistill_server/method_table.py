@@ -13,7 +13,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.store import Row
+from fleetdistill_server.store.store import Row
 from fleetdistill_server.traffic import (
     DOWN,
     KNOWLEDGE_TYPES,

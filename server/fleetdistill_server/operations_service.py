@@ -22,7 +22,7 @@ from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.run_endings import mark_cancelled
-from fleetdistill_server.store import OVER, Row, Store
+from fleetdistill_server.store.store import OVER, Row, Store
 from fleetdistill_server.tokens import create_tokens, token_bytes
 from fleetdistill_server.wakeups import POLL_SECONDS
 from fleetdistill_server.watch import changes, is_over

@@ -13,7 +13,7 @@ from fleetdistill.credentials import load_credentials
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.store import Row
+from fleetdistill_server.store.store import Row
 from fleetdistill_server.tokens import MOST_TOKENS
 from fleetdistill_server.views import View
 

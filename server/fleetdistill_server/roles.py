@@ -24,7 +24,7 @@ from fleetdistill_server.limits import Limiter, Limits
 from fleetdistill_server.pki import Holder, Role, holder_of
 from fleetdistill_server.receiving import Receiver
 from fleetdistill_server.refusals import abort
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from fleetdistill_server.command_line import (
     open_store,
 )
 from fleetdistill_server.people import connect
-from fleetdistill_server.run_names import no_such_run
+from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.traffic import readable_bytes
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]

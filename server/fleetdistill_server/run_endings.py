@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, RunError
-from fleetdistill_server.retention import Pruned, prune, sweep_all
-from fleetdistill_server.run_names import no_such_run
 from fleetdistill_server.serve_lock import kept_from_serving
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.retention import Pruned, prune, sweep_all
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import Store
 
 
 def cancel(store: Store, run: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill_server.blobs import disk_errors
+from fleetdistill_server.store.blobs import disk_errors
 
 ENROL_PORT = 50052
 """Where devices enrol unless the operator says otherwise."""

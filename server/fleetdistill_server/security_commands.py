@@ -39,7 +39,7 @@ from fleetdistill_server.pki import (
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.security import ENROL_PORT, known_enrol_port
 from fleetdistill_server.serve_lock import served_run
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.tokens import create_tokens, state_of
 from fleetdistill_server.views import View, when
 

@@ -15,7 +15,7 @@ from fleetdistill.grpc_link import is_loopback
 from fleetdistill_server.registration import is_prepared, register
 from fleetdistill_server.run_config import RunConfig, ServerSection
 from fleetdistill_server.serve_lock import served_run
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.tls import check_files
 from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views import UNTIL_STOPPED

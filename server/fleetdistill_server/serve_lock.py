@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from fleetdistill.errors import RunError
 from fleetdistill.file_lock import lock_file
-from fleetdistill_server.blobs import disk_errors
+from fleetdistill_server.store.blobs import disk_errors
 
 _FILE = "serve.lock"
 _WAIT_SECONDS = 1.0

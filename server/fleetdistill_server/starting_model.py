@@ -14,8 +14,8 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import Row, Store
 
 
 def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:

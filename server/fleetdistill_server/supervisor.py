@@ -24,7 +24,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig
-from fleetdistill_server.store import OVER, Store
+from fleetdistill_server.store.store import OVER, Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
 logger = logging.getLogger("fleetdistill.server.supervisor")

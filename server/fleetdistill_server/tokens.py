@@ -17,7 +17,7 @@ from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, read_request
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 MOST_TOKENS = 10_000
 MOST_SECONDS = 366 * 86_400.0

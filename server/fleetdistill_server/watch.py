@@ -20,8 +20,8 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
-from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import AT_REST, Row, Store
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import AT_REST, Row, Store
 from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views import UNTIL_STOPPED
 

@@ -26,11 +26,11 @@ from support.fault_proxy import FaultProxy, seeded_faults
 from support.forked import Forked
 
 from fleetdistill.wire import payload as wire
-from fleetdistill_server.blobs import FileBlobs
 from fleetdistill_server.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.links import as_toml
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import FileBlobs
+from fleetdistill_server.store.store import Store
 
 RUN = "chaos"
 LONGEST_RUN_SECONDS = 300.0

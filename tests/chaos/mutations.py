@@ -13,7 +13,7 @@ _GAP_SECONDS = 0.1
 
 def _settle_before_commit() -> None:
     """The front answers while the transaction is still open: what a kill then takes back was acknowledged."""
-    from fleetdistill_server.commits import CommitThread
+    from fleetdistill_server.store.group_commit import CommitThread
 
     def run(self: Any, jobs: list[Any]) -> None:
         with self._store.transaction():
@@ -27,7 +27,7 @@ def _settle_before_commit() -> None:
 def _forget_what_was_accepted() -> None:
     """The front takes every upload for the first answer to its ask, and the store keeps them all."""
     from fleetdistill_server.desk import Desk
-    from fleetdistill_server.store import Store
+    from fleetdistill_server.store.store import Store
 
     asked, accept = Desk._asked, Store.accept_upload
 

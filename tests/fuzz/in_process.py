@@ -21,10 +21,10 @@ from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import Slot, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.ingest import Ingest
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.store import Store
 
 RUN = "digits"
 DEVICE = "d1"

@@ -28,7 +28,7 @@ from fleetdistill.wire import v1
 from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.pki import Authority, Role
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 _SECONDS = PATIENCE_SECONDS
 # gRPC's own, before our code is asked: a message over 4 MiB.

@@ -45,7 +45,7 @@ from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.metrics import c_per
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7

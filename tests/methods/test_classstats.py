@@ -56,7 +56,7 @@ from fleetdistill_server.run_config import ModelSection, run_config
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 SMALL: dict[str, Any] = {"rows_per_direction": 2}
 

@@ -20,7 +20,7 @@ from fleetdistill_server.methods import SERVER_METHODS, server_class
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import Sizes, in_round
 
 

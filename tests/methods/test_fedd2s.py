@@ -39,7 +39,6 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.admission import check_profile
 from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.cohort import Cohort, with_columns
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.ingest import Ingest
@@ -49,6 +48,7 @@ from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.store.blobs import MemoryBlobs
 from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS = 3, 6

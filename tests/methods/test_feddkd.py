@@ -61,7 +61,7 @@ from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import Sizes, Weights, round_bytes
 
 CLASSES, INPUTS, HIDDEN = 3, 6, 8

@@ -23,7 +23,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "open"
 _LOOKS = 6

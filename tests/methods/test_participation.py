@@ -12,7 +12,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.base import DELIVER
 from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
 

@@ -31,7 +31,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "given"
 PAGE = (Path(__file__).parents[2] / "docs/methods.md").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 MOST_RESTARTS = 1000
 

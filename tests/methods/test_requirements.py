@@ -27,7 +27,7 @@ from fleetdistill_server.simulation.device import DeviceSpec, build_device_model
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 Profile = contract_pb2.DeviceProfile
 Contract = contract_pb2.Contract

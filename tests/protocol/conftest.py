@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.live_front import Client, LiveFront, client_of, live_front, prepare_store
 
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.wakeups import Ends, make_pair
 
 LIMIT = 8 << 20

@@ -40,8 +40,8 @@ from fleetdistill.wire.payload import (
     slots,
 )
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
-from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.store.blobs import MemoryBlobs
 
 FLOAT16, FLOAT32 = np.float16, np.float32
 MODEL = k.ModelParameters(

@@ -19,7 +19,7 @@ from fleetdistill import Step
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.storage import Storage
 from fleetdistill.transfer import Downloads
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 ROWS = 150_000
 """About 6 MB in 7 chunks."""

@@ -39,7 +39,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.front import DeviceService
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.wakeups import Ends
 
 PIECE = 64

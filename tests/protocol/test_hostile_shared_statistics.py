@@ -31,11 +31,11 @@ from fleetdistill.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import CHUNK_BYTES, chunks
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.blobs import MemoryBlobs
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.store import Store
 
 SIZE, MOST_ROWS, LEAST, SAMPLES, ROWS_PER_DIRECTION = 4, 3, 5, 15, 4
 EXPECTS = {"statistics": "shared_statistics"}

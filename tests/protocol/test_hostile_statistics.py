@@ -28,7 +28,7 @@ from wire_samples import make_profile
 from fleetdistill.knowledge import ClassStatistics, Kind, SoftPredictions
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RANK, SIZE, LEAST, SAMPLES, ROWS_PER_DIRECTION = 3, 4, 5, 15, 3
 TITLE = "Class statistics and soft predictions"

@@ -64,7 +64,7 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.limits import Allowance, Limiter, Limits, Place, in_good_time
 from fleetdistill_server.pki import Role
 from fleetdistill_server.run_config import LimitsSection, run_config
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 ONE, OTHER = ("run", "d1"), ("run", "d2")
 PIECE = 64

@@ -19,7 +19,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.compression import RAW, ZSTD
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 SECRET = b"s" * 32
 IDENTITY = make_identity("d1", SECRET)

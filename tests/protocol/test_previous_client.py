@@ -18,7 +18,7 @@ from wire_samples import data_of, make_contract, make_payload
 
 from fleetdistill import COLUMNS, Device, Step
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 _numbers = itertools.count(1)
 

@@ -18,7 +18,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill.wire.v1.knowledge_pb2 import PayloadHeader, TensorChunk
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 pytestmark = pytest.mark.slow
 

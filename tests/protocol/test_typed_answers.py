@@ -26,7 +26,7 @@ from fleetdistill import Device, Step
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.wire.codec import Payload
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 FOREVER = 1e12  # a clock that is past every deadline
 

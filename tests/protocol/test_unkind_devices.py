@@ -30,7 +30,7 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.wakeups import Ends, Wakeups, make_pair
 
 RUN = "unkind"

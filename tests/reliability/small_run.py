@@ -29,7 +29,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill.work import Work
 from fleetdistill_server.run_config import load_run_config
 from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 DEVICES = ("d0", "d1")
 FRAGILE = DEVICES[0]

@@ -23,7 +23,7 @@ from fleetdistill.storage import Outcome, Pending, Storage
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 Work = Callable[[RecordedDisk], None]
 Check = Callable[[Path, tuple[Any, ...]], None]

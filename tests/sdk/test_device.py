@@ -44,7 +44,7 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "sdk"
 ALLOW = ("features", "logits", "labels", "metrics")

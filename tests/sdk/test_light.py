@@ -49,7 +49,7 @@ from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import as_toml, device_processes
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]

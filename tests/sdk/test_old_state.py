@@ -25,7 +25,7 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
 from fleetdistill_server.run_config import run_config
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = "recorded"

@@ -36,7 +36,7 @@ from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli import app
 from fleetdistill_server.pki import Authority, Role, holder_of
 from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.tokens import create_tokens
 
 

@@ -27,7 +27,7 @@ from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
 from fleetdistill_server.pki import Authority, Role, forget_old_authority, holder_of, make_authority, rotate_authority
 from fleetdistill_server.security import ENROL_PORT
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN_TOML = """
 [run]

@@ -49,7 +49,7 @@ from fleetdistill_server.method_table import methods as methods_view
 from fleetdistill_server.pki import Authority, Role
 from fleetdistill_server.revocation import revoke_device
 from fleetdistill_server.roles import WHO_MAY, Caller, Guard
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import Sizes
 
 OTHER_RUN = "other"

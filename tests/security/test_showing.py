@@ -22,11 +22,11 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli import app
-from fleetdistill_server.counting import Counted
 from fleetdistill_server.operations_service import MOST_ROWS
 from fleetdistill_server.people import RemoteServer
 from fleetdistill_server.pki import Authority, Role
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
 
 DEVICES = ("a", "b")
 FIGURES = {

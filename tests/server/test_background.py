@@ -17,12 +17,12 @@ from wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.commits import CommitThread
-from fleetdistill_server.counting import Counted, Sending
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.front import DeviceService, _guarded
-from fleetdistill_server.retention import sweep
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted, Sending
 
 RUN = "run"
 
@@ -49,7 +49,7 @@ def test_a_commit_that_fails_in_an_unforeseen_way_is_told_to_all_and_the_next_go
             fails.remove(name)
             raise MemoryError
 
-    monkeypatch.setattr("fleetdistill_server.commits.failpoints.hit", hit)
+    monkeypatch.setattr("fleetdistill_server.store.group_commit.failpoints.hit", hit)
     commits = CommitThread(store)
     with pytest.raises(StoreError, match="committing: MemoryError"):
         commits.commit(lambda one: one.add_event(RUN, "kind", "first"))
@@ -72,8 +72,8 @@ def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
 
 DYING = """
 import sys
-from fleetdistill_server.commits import CommitThread
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.store import Store
 
 class Broken(CommitThread):
     def _group(self):

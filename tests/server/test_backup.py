@@ -19,14 +19,14 @@ from wire_samples import data_of, make_payload
 from fleetdistill import Step, failpoints
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
 from fleetdistill.knowledge import NetworkFile
-from fleetdistill_server.backup import backup, restore
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.retention import needed, sweep
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.backup import backup, restore
+from fleetdistill_server.store.retention import needed, sweep
+from fleetdistill_server.store.store import Store
 
 
 class Interrupt(BaseException):

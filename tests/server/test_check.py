@@ -19,7 +19,7 @@ from fleetdistill_server.cli import app
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import load_run_config
 from fleetdistill_server.serve_checks import check_new_run
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "serve"]
 

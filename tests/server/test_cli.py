@@ -28,7 +28,7 @@ from fleetdistill_server.simulation.links import DriveDevices, as_toml
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.partition import partition
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 DEVICES, ROUNDS = 2, 2
 SMALL = ("--devices", "2", "--train-limit", "200", "--test-limit", "100", "--rounds", "1")

@@ -10,8 +10,8 @@ import pytest
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.errors import RefusedError
-from fleetdistill_server.commits import CommitThread
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.store import Store
 
 RUN = "run"
 

@@ -23,11 +23,11 @@ from fleetdistill.errors import NoSpaceError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.desk import Desk, UploadSession
-from fleetdistill_server.disk_space import Bounds, DiskSpace
 from fleetdistill_server.engine import Engine
-from fleetdistill_server.retention import sweep
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.disk_space import Bounds, DiskSpace
+from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.store import Store
 
 PAYLOAD = make_payload(5000)  # 220 kB
 SIZE = PAYLOAD.data_bytes

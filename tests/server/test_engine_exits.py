@@ -16,7 +16,7 @@ from fleetdistill_server import engine, supervisor
 from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig, load_run_config
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.supervisor import MAX_RESTARTS, Supervisor
 
 RUN = "ends"

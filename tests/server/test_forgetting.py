@@ -34,19 +34,20 @@ from fleetdistill.knowledge import ClassStatistics
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server import forgetting, retention
+from fleetdistill_server import forgetting
 from fleetdistill_server.desk import Desk, UploadSession
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.front import open_desk
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.retention import sweep_all
 from fleetdistill_server.run_endings import cancel
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store import retention
+from fleetdistill_server.store.retention import sweep_all
+from fleetdistill_server.store.store import Row, Store
 
 NAMED_LATER = (
     "disk.before-rename",  # what is staged of a state or a payload

@@ -25,7 +25,7 @@ from fleetdistill_server.cli import app
 from fleetdistill_server.heartbeat import FILE, Beats, begin_beats, forget_beats, served
 from fleetdistill_server.processes import ENGINE_FAILED
 from fleetdistill_server.run_config import load_run_config
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
 

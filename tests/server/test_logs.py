@@ -22,7 +22,7 @@ from fleetdistill.errors import RunError
 from fleetdistill.printable import PrintableRecords
 from fleetdistill_server import logs
 from fleetdistill_server.logs import FIELDS, JsonLines, TextLines, about
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (\w+) (.*)")
 
@@ -139,7 +139,7 @@ def test_an_event_that_is_taken_back_is_not_logged(store: Store, caplog: pytest.
 
 def test_a_program_without_a_log_has_no_events_on_its_terminal() -> None:
     code = (
-        "from fleetdistill_server.store import Store\n"
+        "from fleetdistill_server.store.store import Store\n"
         "store = Store.in_memory()\n"
         "store.add_event('digits', 'late', 'a sentence')\n"
     )

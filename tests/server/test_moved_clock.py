@@ -17,7 +17,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 HOUR, DEADLINE = 3600.0, 600.0
 both_ways = pytest.mark.parametrize("by", [-HOUR, HOUR])

@@ -18,7 +18,7 @@ from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server import views
 from fleetdistill_server.cli import app
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 HOSTILE = "[/x] [link=http://evil]here[/link] \x1b]0;owned\x07\u202e\r\nserve: all is well"
 SHOWN = "[/x] [link=http://evil]here[/link] \\x1b]0;owned\\x07\\u202e\\r\\nserve: all is well"

@@ -33,7 +33,7 @@ from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.partition import proxy_rows
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 CLASSES, SHAPE = 3, [2, 2]
 

@@ -28,7 +28,7 @@ from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 
 def flip_a_bit(path: Path) -> None:

@@ -23,7 +23,7 @@ from fleetdistill_server.run_config import RunConfig, completed_part, run_config
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 OPERATED: dict[str, Any] = {
     "rounds": 40,

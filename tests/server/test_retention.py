@@ -13,12 +13,12 @@ from wire_samples import make_contract, make_metrics, make_payload
 
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server import retention
-from fleetdistill_server.blobs import FileBlobs, Held
-from fleetdistill_server.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store import retention
+from fleetdistill_server.store.blobs import FileBlobs, Held
+from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
+from fleetdistill_server.store.store import Store
 
 
 def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.rollback import RolledBack, roll_back
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.rollback import RolledBack, roll_back
+from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.usable import reason_not_usable
 
 

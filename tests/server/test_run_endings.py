@@ -34,7 +34,7 @@ from fleetdistill_server.pki import Role
 from fleetdistill_server.registration import register
 from fleetdistill_server.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.run_endings import cancel, delete
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.supervisor import Supervisor
 
 RUN = "digits"

@@ -36,7 +36,7 @@ from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "open"
 _LOOKS = 5

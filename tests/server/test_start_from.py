@@ -26,7 +26,7 @@ from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.starting_model import begin_with
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 TRAINED = ["cdkt", "classstats averaged", "dafkd", "fedavg", "fedd2s", "feddkc", "feddkd"]
 

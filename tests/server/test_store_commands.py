@@ -13,7 +13,7 @@ from wire_samples import make_payload
 from fleetdistill.errors import RunError
 from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import readable_bytes
 
 RUN = "digits"

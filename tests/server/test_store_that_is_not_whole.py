@@ -13,7 +13,7 @@ from wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill_server.cli import app
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 PAGE = 4096
 RUN_TOML = """

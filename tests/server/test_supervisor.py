@@ -23,7 +23,7 @@ from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunE
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill_server import supervisor as supervisor_module
 from fleetdistill_server.run_config import load_run_config
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow

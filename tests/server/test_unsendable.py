@@ -29,7 +29,7 @@ from fleetdistill_server.engine import Engine
 from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.usable import reason_not_usable
 
 TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}

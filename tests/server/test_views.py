@@ -16,7 +16,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server import views
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 DEVICES = ("a", "b")
 

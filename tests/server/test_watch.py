@@ -23,8 +23,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli import app
-from fleetdistill_server.counting import Counted
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.watch import LiveTable, changes, follow, sentence, watch
 
 RUN = "r"

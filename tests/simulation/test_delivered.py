@@ -17,7 +17,7 @@ from fleetdistill_server.simulation.history import read_history
 from fleetdistill_server.simulation.report import FleetReport
 from fleetdistill_server.simulation.scores import START, append_scores
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 SMALL: dict[str, Any] = {"devices": 2, "train_limit": 120, "alpha": 0.3, "with_alone": False, "with_fedavg": False}
 BN: dict[str, Any] = {"variant": "bn", "local_epochs": 1, "dkd_lr": 0.5, "divergence_guard": False}

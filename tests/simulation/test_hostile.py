@@ -18,8 +18,8 @@ from fleetdistill_server.simulation import links
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.hostile import ATTACKS
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
-from fleetdistill_server.suspects import LEFT_OUT
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.suspects import LEFT_OUT
 
 FLEET = replace(HOSTILE_FLEET, attack="")
 HOSTILE = "device-0"

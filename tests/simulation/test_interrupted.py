@@ -22,7 +22,7 @@ from fleetdistill_server.simulation.fleet import RUN, Interrupted, Progress, sim
 from fleetdistill_server.simulation.folder import open_folder, saved_simulation
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.simulation.show import interrupted_line
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
 OPTIONS = ["--devices", "2", "--rounds", "3", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]

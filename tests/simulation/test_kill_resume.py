@@ -17,7 +17,7 @@ from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import as_toml, device_processes
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow

@@ -34,7 +34,7 @@ from fleetdistill_server.simulation.device import DeviceSpec, make_device
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 ROUNDS = 2
 

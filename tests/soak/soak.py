@@ -33,7 +33,7 @@ from support.forked import Forked
 
 from fleetdistill_server.run_config import run_config
 from fleetdistill_server.simulation.links import as_toml
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "soak"
 MEMORY_BOUND = 6 << 20

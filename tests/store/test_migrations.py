@@ -14,7 +14,7 @@ from support.parroting import ParrotDevice
 
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("schema-*.sql"))
 every_release = pytest.mark.parametrize("recorded", GOLDEN, ids=[path.stem for path in GOLDEN])

@@ -19,9 +19,9 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.retention import free_after_round, needed, prune, sweep
-from fleetdistill_server.rollback import roll_back
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.retention import free_after_round, needed, prune, sweep
+from fleetdistill_server.store.rollback import roll_back
+from fleetdistill_server.store.store import Row, Store
 
 RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
 # Few, so that asks, answers, rounds and runs share payloads.

@@ -34,11 +34,11 @@ from fleetdistill.errors import StoreError
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.blobs import FileBlobs
-from fleetdistill_server.commits import CommitThread
-from fleetdistill_server.counting import Counted
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import FileBlobs
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
 
 RUN = "digits"
 

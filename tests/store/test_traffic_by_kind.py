@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from fleetdistill_server import views
-from fleetdistill_server.counting import Counted
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
 
 RECORDED = Path(__file__).parent / "golden" / "schema-0.1.0.sql"
 

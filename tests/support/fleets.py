@@ -21,7 +21,7 @@ from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_c
 from fleetdistill_server.simulation.links import run_over_memory
 from fleetdistill_server.simulation.partition import partition
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
 

@@ -24,7 +24,7 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.links import as_toml
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 if TYPE_CHECKING:
     from support.fleets import Prepared

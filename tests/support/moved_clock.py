@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetdistill_server.clock import Clock
+from fleetdistill_server.store.clock import Clock
 
 
 class MovedClock:

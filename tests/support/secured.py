@@ -24,7 +24,7 @@ from fleetdistill.credentials import Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.limits import Limits
 from fleetdistill_server.pki import SERVER, Authority, Role, make_authority, read_request
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.tokens import create_tokens
 
 CALL_SECONDS = PATIENCE_SECONDS

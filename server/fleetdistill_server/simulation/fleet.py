@@ -49,7 +49,7 @@ from fleetdistill_server.simulation.report import FleetReport, Outcome, make_rep
 from fleetdistill_server.simulation.run_controls import fedavg_specs, run_fedavg, train_fleet_alone
 from fleetdistill_server.simulation.scores import START, append_scores
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 RUN = "simulation"
 PATIENCE_SECONDS = 1e7

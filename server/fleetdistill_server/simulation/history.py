@@ -15,7 +15,7 @@ from fleetdistill.methods import config_class, device_class
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.metrics import Ints
 from fleetdistill_server.simulation.scores import START, Figures, after_rounds, read_scores, round_figures
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fleetdistill_server.desk import Desk
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.supervisor import Supervisor
 
 Watch = Callable[[Store], None]

@@ -18,7 +18,6 @@ from fleetdistill.methods.base import GENERAL
 from fleetdistill.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.expected import Expected, expected, of_the_fleet
-from fleetdistill_server.joining import guard_events, verdict_rows, verdicts
 from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.simulation.comparison import (
     Candidate,
@@ -40,8 +39,9 @@ from fleetdistill_server.simulation.partition import Partition
 from fleetdistill_server.simulation.plots import save_report_figure
 from fleetdistill_server.simulation.scores import Figures, FleetFigures, fleet_figures, in_class_mix, late_figures
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.store import Row, Store
-from fleetdistill_server.suspects import named
+from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
+from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.suspects import named
 from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetdistill.verdict import SPLIT, VERDICTS
-from fleetdistill_server.store import Row, Store
+from fleetdistill_server.store.store import Row, Store
 
 GUARD = "-guard"
 """How the kind of an event ends that a method's guard wrote; see `Cohort.guard`."""

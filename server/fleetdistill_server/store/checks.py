@@ -8,8 +8,8 @@ from sqlite_utils import Database
 
 from fleetdistill.errors import StoreError
 from fleetdistill.version import VERSION
-from fleetdistill_server.blobs import Blobs
-from fleetdistill_server.schema import migrations
+from fleetdistill_server.store.blobs import Blobs
+from fleetdistill_server.store.schema import migrations
 
 _KNOWN = {one.name for one in migrations.pending(Database(memory=True))}
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

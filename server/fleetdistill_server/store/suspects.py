@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from fleetdistill_server.fleet_sizes import LARGE_DEVICE
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.fleet_sizes import LARGE_DEVICE
+from fleetdistill_server.store.store import Store
 
 LEFT_OUT = ("summary-left-out", "update-left-out", "upload-left-out")
 """Kinds of the events about a device whose answer is far from the others'."""

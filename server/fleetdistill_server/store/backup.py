@@ -26,9 +26,9 @@ from fleetdistill import failpoints
 from fleetdistill.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
 from fleetdistill.version import VERSION
-from fleetdistill_server.blobs import FileBlobs, disk_errors
-from fleetdistill_server.retention import alone, needed
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import FileBlobs, disk_errors
+from fleetdistill_server.store.retention import alone, needed
+from fleetdistill_server.store.store import Store
 
 FORMAT = 1
 _DATABASE, _MANIFEST, _BLOBS = "store.sqlite", "manifest.json", "blobs"

@@ -23,9 +23,9 @@ from pathlib import Path
 from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.blobs import Held
-from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import AT_REST, Row, Store
+from fleetdistill_server.store.blobs import Held
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import AT_REST, Row, Store
 
 GRACE_SECONDS = 3600.0
 """What nothing speaks of is left alone for so long: somebody may be about to."""

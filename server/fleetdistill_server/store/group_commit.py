@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from fleetdistill import failpoints
 from fleetdistill.errors import StoreError
-from fleetdistill_server.blobs import disk_errors
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.commits")

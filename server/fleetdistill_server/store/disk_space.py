@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdistill.errors import NoSpaceError
-from fleetdistill_server.blobs import Blobs, disk_errors
+from fleetdistill_server.store.blobs import Blobs, disk_errors
 
 _LOOK_SECONDS = 5.0
 _MAKE_ROOM_SECONDS = 10.0

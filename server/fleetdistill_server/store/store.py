@@ -28,15 +28,15 @@ import sqlite_utils
 from fleetdistill.durable import make_directory
 from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
-from fleetdistill_server.back_off import rounds_left_out
-from fleetdistill_server.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
-from fleetdistill_server.clock import PROCESS
-from fleetdistill_server.counting import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.logs import log_event
-from fleetdistill_server.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
 from fleetdistill_server.run_changes import changes_between, refusal
-from fleetdistill_server.schema import migrations
-from fleetdistill_server.store_checks import check_database, check_whole, in_our_words
+from fleetdistill_server.store.back_off import rounds_left_out
+from fleetdistill_server.store.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
+from fleetdistill_server.store.checks import check_database, check_whole, in_our_words
+from fleetdistill_server.store.clock import PROCESS
+from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
+from fleetdistill_server.store.schema import migrations
+from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.texts import shortened
 
 Row = dict[str, Any]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.retention import drop_unneeded
-from fleetdistill_server.run_names import no_such_run
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.retention import drop_unneeded
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store import Store
+from fleetdistill_server.store.store import Store
 
 LARGE_DEVICE = "large-device"
 """Kind of the event about such a device; told once of each."""
