@@ -28,7 +28,7 @@ from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
-from fleetdistill_server.pki import SERVER
+from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.store.store import Store
 
 MB = 10**6
@@ -77,7 +77,7 @@ def secured(wanted: bool) -> Iterator[Secured | None]:
         yield None
         return
     from fleetdistill import x509
-    from fleetdistill_server.pki import make_authority, read_request
+    from fleetdistill_server.security.pki import make_authority, read_request
 
     with tempfile.TemporaryDirectory() as name:
         authority = make_authority(Path(name) / "pki")

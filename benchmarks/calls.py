@@ -32,8 +32,8 @@ import grpc
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc, tensor_pb2
 from fleetdistill_server.front import OPTIONS as FRONT_OPTIONS
 from fleetdistill_server.limits import Limits, allow_open_files
+from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.wakeups import Ends, make_pair
 
 RUN = "bench"
 ASKED = "polling"

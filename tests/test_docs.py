@@ -21,7 +21,7 @@ from fleetdistill.model import check_local_model, fingerprint
 from fleetdistill.models import build_model
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_server.cli import app
-from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.store.guards import GUARD
 from fleetdistill_server.store.schema import migrations
 

@@ -31,8 +31,8 @@ from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
 from fleetdistill.methods.classstats import ClassStatsConfig
 from fleetdistill.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.config.run_config import EvaluationSection
 from fleetdistill_server.methods.classstats_merge import Rules, merged, merged_moments
-from fleetdistill_server.run_config import EvaluationSection
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
-from fleetdistill_server import views
 from fleetdistill_server.command_line import (
     DEFAULT_STORE,
     IdentityOption,
@@ -28,13 +27,14 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
-from fleetdistill_server.heartbeat import served
 from fleetdistill_server.people import connect
 from fleetdistill_server.run_commands import runs_cancel, runs_delete
 from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
 from fleetdistill_server.serve_command import serve
-from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
+from fleetdistill_server.views import runs as views
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.settings import Simulation
@@ -305,7 +305,7 @@ def runs_rollback(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Sets a run back to an earlier round's state. Example: fleetdistill runs rollback digits --to 12"""
-    from fleetdistill_server import serve_lock
+    from fleetdistill_server.service import serve_lock
     from fleetdistill_server.store.rollback import roll_back
 
     opened = open_store(store)
@@ -357,7 +357,7 @@ def runs_watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
-    from fleetdistill_server.watch import show_changes, watch
+    from fleetdistill_server.views.watch import show_changes, watch
 
     if server is not None:
         with connect(server, identity) as remote:

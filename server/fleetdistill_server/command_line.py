@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
-from fleetdistill_server import views
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,9 +11,9 @@ from fleetdistill.tensors import TypedShape
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.run_config import RunConfig
 from fleetdistill_server.setting import Setting
 
 

@@ -40,23 +40,23 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
-from fleetdistill_server.heartbeat import begin_beats
 from fleetdistill_server.limits import allow_open_files
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
-from fleetdistill_server.registration import check_not_edited, register
-from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server.service.heartbeat import begin_beats
+from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
+from fleetdistill_server.service.registration import check_not_edited, register
+from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.starting_model import begin_with
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import free_after_round, sweep
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.usable import reason_not_usable
-from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 logger = logging.getLogger("fleetdistill.server.engine")
 _FIRST_PAUSE_SECONDS = 0.1

@@ -14,8 +14,8 @@ from fleetdistill_server.desk import Commit
 from fleetdistill_server.limits import Limiter
 from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.roles import holder_in
+from fleetdistill_server.security.tokens import EnrolmentDesk
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.tokens import EnrolmentDesk
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):

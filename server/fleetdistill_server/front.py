@@ -32,16 +32,17 @@ from fleetdistill.wire.compression import RAW, compression_of
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.desk import Desk, UploadSession
-from fleetdistill_server.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
 from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
-from fleetdistill_server.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
 from fleetdistill_server.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.refusals import abort, ended, in_pool
 from fleetdistill_server.roles import Guard, open_guard
-from fleetdistill_server.security import Tls
-from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
+from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
@@ -50,7 +51,6 @@ from fleetdistill_server.store.traffic import Sending
 from fleetdistill_server.streams import BATCH, in_batches
 from fleetdistill_server.tls import Ports, add_services, listen_on
 from fleetdistill_server.undecodable import RefuseUndecodable
-from fleetdistill_server.wakeups import POLL_SECONDS, Ends, Wakeups
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.front")

@@ -28,7 +28,7 @@ from fleetdistill_server.traffic import (
     round_bytes,
     usual_exchanges,
 )
-from fleetdistill_server.views import View
+from fleetdistill_server.views.runs import View
 
 LABELS = "labels"
 EXTRACTOR = "extractor"

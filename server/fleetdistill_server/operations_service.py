@@ -15,17 +15,17 @@ from google.protobuf.message import Message
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server import views
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.heartbeat import served
-from fleetdistill_server.pki import Authority
 from fleetdistill_server.refusals import in_pool
-from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.run_endings import mark_cancelled
+from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.tokens import create_tokens, token_bytes
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.run_endings import mark_cancelled
+from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.store import OVER, Row, Store
-from fleetdistill_server.tokens import create_tokens, token_bytes
-from fleetdistill_server.wakeups import POLL_SECONDS
-from fleetdistill_server.watch import changes, is_over
+from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
 MOST_ROWS = 1000

@@ -13,9 +13,9 @@ from fleetdistill.credentials import load_credentials
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
+from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.store.store import Row
-from fleetdistill_server.tokens import MOST_TOKENS
-from fleetdistill_server.views import View
+from fleetdistill_server.views.runs import View
 
 # Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.
 _TOKENS_AT_ONCE = 1000

@@ -14,9 +14,9 @@ import torch
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
 from fleetdistill.state_file import pack_state
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.evaluation import load_evaluation
-from fleetdistill_server.run_config import RunConfig, load_run_config
 from fleetdistill_server.starting_model import check_in_store
 
 

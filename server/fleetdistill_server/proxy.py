@@ -12,7 +12,7 @@ from fleetdistill.errors import ConfigurationError, DataError, in_words
 from fleetdistill.knowledge import ProxySet
 from fleetdistill.proxy import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
-from fleetdistill_server.run_config import ProxySection, RunConfig
+from fleetdistill_server.config.run_config import ProxySection, RunConfig
 
 if TYPE_CHECKING:
     from fleetdistill.local_training import TensorData

@@ -30,7 +30,7 @@ def runs_cancel(
 
     Devices keep their models and are told that the run is over. `[run] start_from` begins another run with its model.
     """
-    from fleetdistill_server.run_endings import cancel
+    from fleetdistill_server.service.run_endings import cancel
 
     if server is not None:
         with connect(server, identity) as remote:
@@ -43,7 +43,7 @@ def runs_cancel(
 @one_sentence
 def runs_delete(run: str, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
     """Deletes a run that is not served, with its model. Example: fleetdistill runs delete digits --yes"""
-    from fleetdistill_server.run_endings import delete
+    from fleetdistill_server.service.run_endings import delete
 
     opened = open_store(store)
     row = opened.run(run)

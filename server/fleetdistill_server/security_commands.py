@@ -25,8 +25,9 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
+from fleetdistill_server.config.tls import ENROL_PORT, known_enrol_port
 from fleetdistill_server.people import connect
-from fleetdistill_server.pki import (
+from fleetdistill_server.security.pki import (
     PERSON_DAYS,
     SERVER_DAYS,
     Authority,
@@ -36,12 +37,11 @@ from fleetdistill_server.pki import (
     make_authority,
     rotate_authority,
 )
-from fleetdistill_server.revocation import revoke_device
-from fleetdistill_server.security import ENROL_PORT, known_enrol_port
-from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.tokens import create_tokens, state_of
+from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.tokens import create_tokens, state_of
-from fleetdistill_server.views import View, when
+from fleetdistill_server.views.runs import View, when
 
 pki_app = typer.Typer(help="The server's certificate authority.", no_args_is_help=True)
 

@@ -15,8 +15,8 @@ from fleetdistill_server.command_line import one_sentence
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
-    from fleetdistill_server.run_config import RunConfig
-    from fleetdistill_server.supervisor import Supervisor
+    from fleetdistill_server.config.run_config import RunConfig
+    from fleetdistill_server.service.supervisor import Supervisor
 
 logger = logging.getLogger("fleetdistill.server.serve")
 
@@ -44,7 +44,7 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before all that takes a while
             signal.signal(number, lambda signum, frame: stopped.set())
-    from fleetdistill_server.run_config import load_run_config
+    from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.serve_checks import check_new_run, check_security
 
     loaded = load_run_config(config)
@@ -64,7 +64,7 @@ def serve(
 def _serve(
     path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool, log_options: list[str]
 ) -> None:
-    from fleetdistill_server.supervisor import Supervisor
+    from fleetdistill_server.service.supervisor import Supervisor
 
     over = False
     if not stopped.is_set():

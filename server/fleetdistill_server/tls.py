@@ -15,10 +15,10 @@ import grpc
 
 from fleetdistill.credentials import AUTHORITIES, split
 from fleetdistill.errors import ConfigurationError, StoreError
+from fleetdistill_server.config.tls import Tls, note_enrol_port
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.pki import SERVER, Authority
-from fleetdistill_server.security import Tls, note_enrol_port
-from fleetdistill_server.tokens import EnrolmentDesk
+from fleetdistill_server.security.pki import SERVER, Authority
+from fleetdistill_server.security.tokens import EnrolmentDesk
 
 logger = logging.getLogger("fleetdistill.server.tls")
 

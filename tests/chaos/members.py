@@ -133,7 +133,7 @@ def _run_engine(points: str, place: Place) -> None:
 
 
 def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:
-    from fleetdistill_server.processes import end_with_parent
+    from fleetdistill_server.service.processes import end_with_parent
 
     _begin(terms.name, points, place)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -37,10 +37,10 @@ from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.averaging import TensorMean
 from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.forgetting import BetweenRounds
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.metrics import c_per

@@ -28,9 +28,9 @@ from fleetdistill.methods.classstats_averaged import AveragedDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 
 Statistics = SharedStatistics | ClassStatistics

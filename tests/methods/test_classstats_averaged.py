@@ -53,12 +53,11 @@ from fleetdistill.model import check_local_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server import views
+from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.methods.classstats_averaged import _least_recognised
-from fleetdistill_server.run_config import run_config
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.device import make_device as make_simulated
 from fleetdistill_server.simulation.fleet import simulate
@@ -67,6 +66,7 @@ from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.report import report_table
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 
 def lesson_of(seed: int) -> Lesson:

@@ -35,6 +35,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters, model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.importance import (
     classes_needed,
     effective_devices,
@@ -44,7 +45,6 @@ from fleetdistill_server.importance import (
     importance_weights,
 )
 from fleetdistill_server.methods.dafkd import DaFKDServer
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.traffic import Sizes, Weights, round_bytes

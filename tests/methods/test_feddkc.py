@@ -26,8 +26,8 @@ from fleetdistill.model import split_sequential
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 
 CLASSES, FEATURES = 3, 4

@@ -48,13 +48,13 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.admission import check_profile
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.export import export_server_model
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 from fleetdistill_server.simulation.device import make_device as make_simulated_device
 from fleetdistill_server.simulation.fleet import RUN

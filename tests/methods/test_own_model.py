@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from fleetdistill.methods import METHODS, device_class
 from fleetdistill.state_file import unpack_state
-from fleetdistill_server import views
 from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
 from fleetdistill_server.store.guards import verdict_rows, verdicts
+from fleetdistill_server.views import runs as views
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
 

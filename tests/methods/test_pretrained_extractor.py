@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from fleetdistill import Device
 from fleetdistill.errors import ModelError, RefusedError
 from fleetdistill.state_file import unpack_state
+from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
-from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store

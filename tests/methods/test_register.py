@@ -11,7 +11,7 @@ from support.processes import python
 from fleetdistill import Device, methods
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server import methods as server_methods
-from fleetdistill_server.run_config import run_config
+from fleetdistill_server.config.run_config import run_config
 
 
 @pytest.fixture

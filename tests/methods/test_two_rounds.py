@@ -30,6 +30,7 @@ from fleetdistill.methods.feddkd import FedDKDConfig, FedDKDDevice
 from fleetdistill.model import SplitModel, check_local_model
 from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.dafkd import DaFKDServer
@@ -37,7 +38,6 @@ from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.fedd2s import FedD2SServer
 from fleetdistill_server.methods.feddkc import FedDKCServer
 from fleetdistill_server.methods.feddkd import FedDKDServer
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 
 CLASSES, INPUTS, CUT, HIDDEN = 3, 6, 5, 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.live_front import Client, LiveFront, client_of, live_front, prepare_store
 
+from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.wakeups import Ends, make_pair
 
 LIMIT = 8 << 20
 """Most bytes of one upload, by the contract."""

@@ -39,8 +39,8 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.front import DeviceService
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.wakeups import Ends
 
 PIECE = 64
 LONG_WAIT = 60.0

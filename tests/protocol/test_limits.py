@@ -60,10 +60,10 @@ from fleetdistill.wire.v1 import (
     service_pb2,
     service_pb2_grpc,
 )
+from fleetdistill_server.config.run_config import LimitsSection, run_config
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.limits import Allowance, Limiter, Limits, Place, in_good_time
-from fleetdistill_server.pki import Role
-from fleetdistill_server.run_config import LimitsSection, run_config
+from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store
 
 ONE, OTHER = ("run", "d1"), ("run", "d2")

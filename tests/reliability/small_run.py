@@ -27,7 +27,7 @@ from fleetdistill.methods.base import Answer
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill.work import Work
-from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.store.store import Store
 

@@ -43,14 +43,14 @@ from fleetdistill.shared_statistics import from_wire, merge
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.run_config import RunConfig, run_config
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.links import as_toml, device_processes
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 CHILD = ROOT / "tests/support/light_process.py"

@@ -34,10 +34,10 @@ from fleetdistill.enrolment import Enrolment, read_token, write_token
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli import app
-from fleetdistill_server.pki import Authority, Role, holder_of
-from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.security.pki import Authority, Role, holder_of
+from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.tokens import create_tokens
 
 
 @dataclass

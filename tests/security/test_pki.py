@@ -23,10 +23,17 @@ from fleetdistill import Device
 from fleetdistill.credentials import load_credentials
 from fleetdistill.enrolment import PREFIX, read_token
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
-from fleetdistill_server.pki import Authority, Role, forget_old_authority, holder_of, make_authority, rotate_authority
-from fleetdistill_server.security import ENROL_PORT
+from fleetdistill_server.config.tls import ENROL_PORT
+from fleetdistill_server.security.pki import (
+    Authority,
+    Role,
+    forget_old_authority,
+    holder_of,
+    make_authority,
+    rotate_authority,
+)
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 
 RUN_TOML = """

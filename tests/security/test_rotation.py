@@ -32,7 +32,7 @@ from fleetdistill.enrolment import Enrolment, read_token
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc, knowledge_pb2, service_pb2, service_pb2_grpc
-from fleetdistill_server.pki import SERVER, Authority, forget_old_authority, rotate_authority
+from fleetdistill_server.security.pki import SERVER, Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.store.store import Store
 
 BRIEF_DAYS = 6 / 86_400

@@ -24,7 +24,7 @@ from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli import app
 from fleetdistill_server.operations_service import MOST_ROWS
 from fleetdistill_server.people import RemoteServer
-from fleetdistill_server.pki import Authority, Role
+from fleetdistill_server.security.pki import Authority, Role
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 

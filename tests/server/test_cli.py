@@ -19,7 +19,7 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.cli import app
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
-from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import make_device

@@ -32,7 +32,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.desk import Desk, UploadSession
-from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Row, Store
 

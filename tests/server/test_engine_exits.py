@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
-from fleetdistill_server import engine, supervisor
-from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
-from fleetdistill_server.registration import register
-from fleetdistill_server.run_config import RunConfig, load_run_config
+from fleetdistill_server import engine
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.service import supervisor
+from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.supervisor import MAX_RESTARTS, Supervisor
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.supervisor import MAX_RESTARTS, Supervisor
 
 RUN = "ends"
 

@@ -41,7 +41,7 @@ from fleetdistill_server.forgetting import ask_to_forget
 from fleetdistill_server.front import open_desk
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.run_endings import cancel
+from fleetdistill_server.service.run_endings import cancel
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

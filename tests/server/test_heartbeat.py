@@ -20,13 +20,14 @@ from support.answering import AnsweringFleet
 from support.processes import PATIENCE_SECONDS, is_alive, wait_until
 from typer.testing import CliRunner
 
-from fleetdistill_server import heartbeat, serve_lock, supervisor, views
 from fleetdistill_server.cli import app
-from fleetdistill_server.heartbeat import FILE, Beats, begin_beats, forget_beats, served
-from fleetdistill_server.processes import ENGINE_FAILED
-from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.service import heartbeat, serve_lock, supervisor
+from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, forget_beats, served
+from fleetdistill_server.service.processes import ENGINE_FAILED
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.supervisor import Supervisor
+from fleetdistill_server.views import runs as views
 
 
 class Seconds:

@@ -27,10 +27,10 @@ from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.methods.feddkd import FedDKDConfig
 from fleetdistill.wire.codec import KINDS
 from fleetdistill_server.cli import app
+from fleetdistill_server.config.run_config import ContractSection
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.method_table import method_row, methods
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.run_config import ContractSection
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.traffic import (

@@ -16,9 +16,9 @@ from fleetdistill.class_answers import LEAVE_ONE_OUT
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server import views
 from fleetdistill_server.cli import app
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 HOSTILE = "[/x] [link=http://evil]here[/link] \x1b]0;owned\x07\u202e\r\nserve: all is well"
 SHOWN = "[/x] [link=http://evil]here[/link] \\x1b]0;owned\\x07\\u202e\\r\\nserve: all is well"

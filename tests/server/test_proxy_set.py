@@ -20,13 +20,13 @@ from fleetdistill.proxy import PART, proxy_data, proxy_of
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.contract import make_contract as contract_of
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.ingest import Ingest
 from fleetdistill_server.proxy import register_proxy
-from fleetdistill_server.run_config import RunConfig, run_config
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import DriveDevices

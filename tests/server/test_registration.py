@@ -16,10 +16,10 @@ from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 from fleetdistill.device import Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.config.run_config import RunConfig, completed_part, run_config
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
-from fleetdistill_server.registration import is_prepared, register
-from fleetdistill_server.run_config import RunConfig, completed_part, run_config
+from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

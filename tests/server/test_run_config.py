@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill_server.run_config import RunConfig, load_run_config, run_config
+from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 
 GOOD: dict[str, Any] = {"run": {"name": "digits"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
 TOML = """

@@ -26,16 +26,16 @@ from wire_samples import make_payload
 from fleetdistill.errors import ConfigurationError, LinkError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
-from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
+from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.people import RemoteServer
-from fleetdistill_server.pki import Role
-from fleetdistill_server.registration import register
-from fleetdistill_server.run_config import RunConfig, load_run_config, run_config
-from fleetdistill_server.run_endings import cancel, delete
+from fleetdistill_server.security.pki import Role
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.run_endings import cancel, delete
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.supervisor import Supervisor
 
 RUN = "digits"
 FLOAT16 = ELEMENT_TYPES[np.dtype("float16")]

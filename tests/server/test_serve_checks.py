@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.cli import app
-from fleetdistill_server.run_config import load_run_config
-from fleetdistill_server.supervisor import Supervisor
+from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.service.supervisor import Supervisor
 
 RUN_TOML = """
 [run]

@@ -15,13 +15,13 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.state_file import pack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server import preflight
+from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method, make_contract
 from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.registration import register
-from fleetdistill_server.run_config import RunConfig, run_config
-from fleetdistill_server.run_endings import delete
+from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from wire_samples import make_payload
 
 from fleetdistill.errors import RunError
-from fleetdistill_server import serve_lock
 from fleetdistill_server.cli import app
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.traffic import readable_bytes
 

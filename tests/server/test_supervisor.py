@@ -21,10 +21,10 @@ from support.processes import PATIENCE_SECONDS, children, is_alive, kill_in, wai
 
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
 from fleetdistill.grpc_link import GrpcLink
-from fleetdistill_server import supervisor as supervisor_module
-from fleetdistill_server.run_config import load_run_config
+from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.service import supervisor as supervisor_module
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OU
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server import views
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 DEVICES = ("a", "b")
 

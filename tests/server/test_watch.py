@@ -25,7 +25,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli import app
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.traffic import Counted
-from fleetdistill_server.watch import LiveTable, changes, follow, sentence, watch
+from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, watch
 
 RUN = "r"
 DEVICES = ("a", "b", "c")

@@ -16,15 +16,15 @@ from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd import FedDKDDevice
-from fleetdistill_server import views
 from fleetdistill_server.cohort import Cohort
-from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.partition import hold_out_validation
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.guards import Verdicts, guard_events, guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 SMALL = Simulation(
     models=("digits_mlp_small",), devices=3, rounds=3, train_limit=240, test_limit=60, alpha=0.5, validation_share=0.25

@@ -13,12 +13,12 @@ import pytest
 from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
 from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import as_toml, device_processes
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 

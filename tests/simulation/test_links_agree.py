@@ -22,10 +22,10 @@ from support.forked import ForkedEngine, forked_grpc_device
 from support.live_front import live_front
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.simulation.fleet import RUN, simulate
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.wakeups import Ends
 
 SMALL = Simulation(
     devices=3,

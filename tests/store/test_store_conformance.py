@@ -18,7 +18,7 @@ from wire_samples import data_of, make_metrics, make_payload
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.traffic import Counted
 

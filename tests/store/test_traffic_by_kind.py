@@ -6,9 +6,9 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
-from fleetdistill_server import views
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
+from fleetdistill_server.views import runs as views
 
 RECORDED = Path(__file__).parent / "golden" / "schema-0.1.0.sql"
 

@@ -22,9 +22,9 @@ from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.run_config import ModelSection
 from fleetdistill_server.setting import Setting
 
 CLASSES, SHAPE = 4, (1, 8, 8)

@@ -14,7 +14,7 @@ import pytest
 from fleetdistill.methods import METHODS
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset
 from fleetdistill_server.simulation.device import DeviceSpec
 from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_config, make_specs

@@ -28,8 +28,8 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.limits import Limits
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.wakeups import Ends
 
 RUN = "digits"
 CALL_SECONDS = PATIENCE_SECONDS

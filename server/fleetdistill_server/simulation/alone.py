@@ -17,7 +17,7 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import check_local_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.tensors import load_parameters
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
 
 

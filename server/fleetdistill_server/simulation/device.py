@@ -23,7 +23,7 @@ from fleetdistill.link import Link
 from fleetdistill.methods.base import RECEIVED, RESULT
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
-from fleetdistill_server.processes import end_with_parent
+from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.simulation.scores import append_scores
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.compression import compression_of
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.desk import Desk
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.supervisor import Supervisor
 
 Watch = Callable[[Store], None]
 MOST_SHORT_ROUNDS = 100

@@ -12,7 +12,7 @@ import torch
 
 from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.alone import train_alone
 from fleetdistill_server.simulation.comparison import cost_of
 from fleetdistill_server.simulation.controls import FedAvgControl

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fleetdistill_server.run_config import checked_settings
+from fleetdistill_server.config.run_config import checked_settings
 
 CONTROL_ROUNDS = 30
 """Rounds of the controls of a method that itself needs one."""

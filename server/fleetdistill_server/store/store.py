@@ -28,8 +28,8 @@ import sqlite_utils
 from fleetdistill.durable import make_directory
 from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
+from fleetdistill_server.config.run_changes import changes_between, refusal
 from fleetdistill_server.logs import log_event
-from fleetdistill_server.run_changes import changes_between, refusal
 from fleetdistill_server.store.back_off import rounds_left_out
 from fleetdistill_server.store.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
 from fleetdistill_server.store.checks import check_database, check_whole, in_our_words

@@ -16,7 +16,7 @@ from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
-from fleetdistill_server.pki import Authority, Holder, Issued, Role, fingerprint, read_request
+from fleetdistill_server.security.pki import Authority, Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.store.store import Row, Store
 
 MOST_TOKENS = 10_000

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill_server.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import served_run
 
 FILE = "engine.beat"
 BEAT_SECONDS = 1.0

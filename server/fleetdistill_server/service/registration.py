@@ -14,8 +14,8 @@ from typing import Any
 
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.run_changes import Changes, changes_between, refusal, told
-from fleetdistill_server.run_config import OPERATORS, RunConfig, completed_part
+from fleetdistill_server.config.run_changes import Changes, changes_between, refusal, told
+from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part
 from fleetdistill_server.store.store import Row, Store
 
 _MINE = {f"run.{name}" for name in OPERATORS}

@@ -17,13 +17,13 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import GENERAL
 from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.expected import Expected, expected, of_the_fleet
-from fleetdistill_server.heartbeat import NOBODY, Served
-from fleetdistill_server.pki import Role
+from fleetdistill_server.security.pki import Role
+from fleetdistill_server.service.heartbeat import NOBODY, Served
 from fleetdistill_server.store.guards import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.suspects import suspects_by_round
+from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
 UNTIL_STOPPED = "until stopped"
 """What people read of a run that wants no number of rounds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, RunError
-from fleetdistill_server.serve_lock import kept_from_serving
+from fleetdistill_server.service.serve_lock import kept_from_serving
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
-from fleetdistill_server import serve_lock
-from fleetdistill_server.heartbeat import Beats, forget_beats
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.logs import about
-from fleetdistill_server.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
-from fleetdistill_server.registration import register
-from fleetdistill_server.run_config import RunConfig
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.heartbeat import Beats, forget_beats
+from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import OVER, Store
-from fleetdistill_server.wakeups import Ends, make_pair
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5

@@ -1,0 +1,1 @@
+"""Certificates, tokens and revocations. Imports `store`."""

@@ -1,0 +1,1 @@
+"""The processes of `fleetdistill serve`: supervisor, locks, heartbeat. Imports `store` and `config`."""
