@@ -30,8 +30,8 @@ from typing import Any
 import grpc
 
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc, tensor_pb2
-from fleetdistill_server.front import OPTIONS as FRONT_OPTIONS
-from fleetdistill_server.limits import Limits, allow_open_files
+from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
+from fleetdistill_server.intake.limiter import Limits, allow_open_files
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
 

@@ -44,7 +44,7 @@ from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.evaluation import load_evaluation
 from fleetdistill_server.forgetting import forget_asked
-from fleetdistill_server.limits import allow_open_files
+from fleetdistill_server.intake.limiter import allow_open_files
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.heartbeat import begin_beats

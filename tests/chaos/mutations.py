@@ -26,7 +26,7 @@ def _settle_before_commit() -> None:
 
 def _forget_what_was_accepted() -> None:
     """The front takes every upload for the first answer to its ask, and the store keeps them all."""
-    from fleetdistill_server.desk import Desk
+    from fleetdistill_server.intake.device_api import Desk
     from fleetdistill_server.store.store import Store
 
     asked, accept = Desk._asked, Store.accept_upload

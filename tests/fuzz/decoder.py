@@ -10,9 +10,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["fleetdistill.wire", "fleetdistill_server.ingest"]):
+with atheris.instrument_imports(include=["fleetdistill.wire", "fleetdistill_server.intake.ingest"]):
     from fleetdistill.wire import payload as wire
-    from fleetdistill_server import ingest
+    from fleetdistill_server.intake import ingest
 
 from fuzz.in_process import Bytes
 from fuzz.specimens import contract_for, specimens

@@ -21,8 +21,8 @@ from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import Slot, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
 

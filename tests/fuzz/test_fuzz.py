@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from support.processes import PATIENCE_SECONDS, own_peak_memory
 
 from fleetdistill.wire.codec import KINDS
-from fleetdistill_server import ingest
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake import ingest
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.ingest import Ingest
 
 randoms = st.randoms(use_true_random=False)
 MUST_OCCUR = {

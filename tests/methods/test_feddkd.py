@@ -45,14 +45,14 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.admission import check_profile
 from fleetdistill_server.averaging import WeightedMean
 from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
 from fleetdistill_server.export import export_server_model
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake.admission import check_profile
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
 from fleetdistill_server.setting import Setting

@@ -23,7 +23,7 @@ from support.forked import ForkedEngine, forked_device
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink

@@ -19,8 +19,8 @@ from support.fleets import (
 )
 
 from fleetdistill import Device, Step
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

@@ -37,8 +37,8 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
 from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
-from fleetdistill_server.admission import check_profile
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake.admission import check_profile
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.blobs import MemoryBlobs
 
 UINT8 = make_contract(knowledge_type=tensor_pb2.ELEMENT_TYPE_UINT8)

@@ -31,8 +31,8 @@ from fleetdistill.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import CHUNK_BYTES, chunks
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store

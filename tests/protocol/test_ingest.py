@@ -35,8 +35,8 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
-from fleetdistill_server.ingest import MOST_METRICS, Ingest
-from fleetdistill_server.repeats import ROOM
+from fleetdistill_server.intake.duplicate_ids import ROOM
+from fleetdistill_server.intake.ingest import MOST_METRICS, Ingest
 from fleetdistill_server.store.blobs import MemoryBlobs
 
 FLOAT32 = np.float32

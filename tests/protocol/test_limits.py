@@ -61,8 +61,8 @@ from fleetdistill.wire.v1 import (
     service_pb2_grpc,
 )
 from fleetdistill_server.config.run_config import LimitsSection, run_config
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.limits import Allowance, Limiter, Limits, Place, in_good_time
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.limiter import Allowance, Limiter, Limits, Place, in_good_time
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store
 

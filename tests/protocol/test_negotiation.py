@@ -18,7 +18,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.compression import RAW, ZSTD
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.store.store import Store
 
 SECRET = b"s" * 32

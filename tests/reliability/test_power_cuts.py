@@ -22,7 +22,7 @@ from fleetdistill.errors import StoreError
 from fleetdistill.storage import Outcome, Pending, Storage
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.store.store import Store
 
 Work = Callable[[RecordedDisk], None]

@@ -39,10 +39,10 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill.worker import Worker
-from fleetdistill_server import desk
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import build_method, make_contract
+from fleetdistill_server.intake import device_api as desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 

@@ -22,7 +22,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli import app
-from fleetdistill_server.operations_service import MOST_ROWS
+from fleetdistill_server.front.operations_service import MOST_ROWS
 from fleetdistill_server.people import RemoteServer
 from fleetdistill_server.security.pki import Authority, Role
 from fleetdistill_server.store.store import Store

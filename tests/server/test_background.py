@@ -17,8 +17,8 @@ from wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.front import DeviceService, _guarded
+from fleetdistill_server.front.server import DeviceService, _guarded
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store

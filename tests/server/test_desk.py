@@ -31,7 +31,7 @@ from fleetdistill.knowledge import NetworkFile, SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.desk import Desk, UploadSession
+from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Row, Store
@@ -548,7 +548,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
-        monkeypatch.setattr("fleetdistill_server.desk.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("fleetdistill_server.intake.device_api.time.monotonic", lambda: self.now)
 
 
 def silence(fleet: Fleet, *devices: str) -> None:
@@ -1048,7 +1048,7 @@ def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(f"fleetdistill_server.desk.Ingest.{where}", fail)
+    monkeypatch.setattr(f"fleetdistill_server.intake.device_api.Ingest.{where}", fail)
     with pytest.raises(MemoryError):
         any_fleet.send(identity, payload)
     assert any_fleet.desk._uploads == {}

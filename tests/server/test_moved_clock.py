@@ -11,10 +11,10 @@ from support.answering import AnsweringDevice
 from support.fragile import Crash
 from support.moved_clock import MovedClock
 
-from fleetdistill_server import desk as desk_module
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.intake import device_api as desk_module
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store

@@ -23,9 +23,9 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method
 from fleetdistill_server.contract import make_contract as contract_of
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
-from fleetdistill_server.ingest import Ingest
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.proxy import register_proxy
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN

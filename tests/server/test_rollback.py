@@ -24,8 +24,8 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state_file import unpack_state
 from fleetdistill_server.cli import app
 from fleetdistill_server.cohort import Cohort
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.simulation.device import make_device

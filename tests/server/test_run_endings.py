@@ -28,7 +28,7 @@ from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.people import RemoteServer
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.service import serve_lock

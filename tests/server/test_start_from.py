@@ -17,8 +17,8 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server import preflight
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 
-from fleetdistill_server.streams import BATCH, in_batches
+from fleetdistill_server.front.streams import BATCH, in_batches
 
 
 class Source:

@@ -25,8 +25,8 @@ from fleetdistill.wire.codec import encode
 from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.contract import build_method
-from fleetdistill_server.desk import Desk
 from fleetdistill_server.engine import Engine
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fleetdistill_server import front
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.front import server as front
+from fleetdistill_server.intake.device_api import Desk
 
 LEAKED_BYTES = 200_000
 

@@ -12,7 +12,7 @@ import pytest
 from store.record_schema import DEVICES, RUN, recorded_config
 from support.parroting import ParrotDevice
 
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 

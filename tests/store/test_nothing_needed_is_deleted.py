@@ -18,7 +18,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.store.retention import free_after_round, needed, prune, sweep
 from fleetdistill_server.store.rollback import roll_back
 from fleetdistill_server.store.store import Row, Store

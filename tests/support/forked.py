@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from support.processes import wait_until
 
 from fleetdistill import Step, failpoints
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.links import as_toml
 from fleetdistill_server.simulation.memory_link import MemoryLink

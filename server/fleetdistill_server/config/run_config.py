@@ -26,7 +26,7 @@ from fleetdistill.methods.local import LocalTraining
 from fleetdistill.names import NAME
 from fleetdistill_server.config.setting_errors import sentences
 from fleetdistill_server.config.tls import ENROL_PORT, Tls
-from fleetdistill_server.limits import Limits
+from fleetdistill_server.intake.limiter import Limits
 
 
 class _Settings(BaseModel):

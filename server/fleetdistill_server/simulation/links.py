@@ -17,7 +17,7 @@ from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.memory_link import MemoryLink

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 
 
 class MemoryLink:

@@ -13,7 +13,6 @@ import itertools
 import logging
 import random
 import signal
-import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +32,15 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.tls import Tls
-from fleetdistill_server.desk import Desk, UploadSession
-from fleetdistill_server.limits import Limits, Who, allow_open_files, in_good_time
+from fleetdistill_server.front.errors import abort, ended, in_pool
+from fleetdistill_server.front.guard import Guard, open_guard
+from fleetdistill_server.front.interceptors import RefuseUndecodable
+from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
+from fleetdistill_server.front.streams import BATCH, in_batches
+from fleetdistill_server.front.tls import Ports, add_services, listen_on
+from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.intake.limiter import Limits, Who, allow_open_files, in_good_time
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
-from fleetdistill_server.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
-from fleetdistill_server.refusals import abort, ended, in_pool
-from fleetdistill_server.roles import Guard, open_guard
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
 from fleetdistill_server.service.serve_lock import served_run
@@ -48,9 +50,6 @@ from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.store import AT_REST, OVER, Store
 from fleetdistill_server.store.traffic import Sending
-from fleetdistill_server.streams import BATCH, in_batches
-from fleetdistill_server.tls import Ports, add_services, listen_on
-from fleetdistill_server.undecodable import RefuseUndecodable
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.front")
@@ -493,7 +492,3 @@ def _say_ports(ports: Ports) -> None:
     if ports.enrol is not None:
         print(f"enrolling {ports.enrol}", flush=True)
     print(f"listening {ports.devices}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

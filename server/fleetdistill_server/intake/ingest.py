@@ -27,7 +27,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.payload import DTYPES, Slot
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
-from fleetdistill_server.repeats import first_repeat
+from fleetdistill_server.intake.duplicate_ids import first_repeat
 from fleetdistill_server.store.blobs import Staging
 
 ROWS = -1

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.desk import Desk
-from fleetdistill_server.refusals import in_pool
+from fleetdistill_server.front.errors import in_pool
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens, token_bytes

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill_server.refusals import abort
+from fleetdistill_server.front.errors import abort
 
 _NO_MESSAGE = object()
 _SENTENCE = "the request's bytes are no message of this protocol"

@@ -16,7 +16,7 @@ import grpc
 from fleetdistill.credentials import AUTHORITIES, split
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill_server.config.tls import Tls, note_enrol_port
-from fleetdistill_server.desk import Desk
+from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentDesk
 
@@ -51,8 +51,8 @@ def add_services(
 ) -> None:
     """Adds what is offered with TLS only: enrolment, and the calls of people. `store` is the store's directory."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
-    from fleetdistill_server.enrolment_service import EnrolmentService
-    from fleetdistill_server.operations_service import OperationsService  # loads rich, which plain text needs not
+    from fleetdistill_server.front.enrolment_service import EnrolmentService
+    from fleetdistill_server.front.operations_service import OperationsService  # loads rich, which plain text needs not
 
     certificates = EnrolmentDesk(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, desk.store, desk.commit, pool, desk.limiter)

@@ -10,10 +10,10 @@ from typing import Any
 from fleetdistill.credentials import AUTHORITIES
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
-from fleetdistill_server.desk import Commit
-from fleetdistill_server.limits import Limiter
-from fleetdistill_server.refusals import abort, ended, in_pool
-from fleetdistill_server.roles import holder_in
+from fleetdistill_server.front.errors import abort, ended, in_pool
+from fleetdistill_server.front.guard import holder_in
+from fleetdistill_server.intake.device_api import Commit
+from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.tokens import EnrolmentDesk
 from fleetdistill_server.store.store import Store
 

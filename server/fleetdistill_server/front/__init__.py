@@ -1,0 +1,1 @@
+"""gRPC: services, interceptors, TLS. Imports `intake`, `views`, `security`, `service`, `store` and `config`."""
