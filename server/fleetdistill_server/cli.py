@@ -27,13 +27,13 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
+from fleetdistill_server.methods.traffic import Sizes, Weights, readable_bytes
 from fleetdistill_server.people import connect
 from fleetdistill_server.run_commands import runs_cancel, runs_delete
 from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
 from fleetdistill_server.serve_command import serve
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
-from fleetdistill_server.traffic import Sizes, Weights, readable_bytes
 from fleetdistill_server.views import runs as views
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def devices(
 @one_sentence
 def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
     """Deletes a device's part and payloads in a run. Example: fleetdistill devices forget digits camera-7"""
-    from fleetdistill_server.forgetting import ask_to_forget
+    from fleetdistill_server.engine.forgetting import ask_to_forget
 
     done = ask_to_forget(open_store(store), run, device, served=served_run(store))
     later = "are deleted before the run's next round; if the run is over, give this command again"
@@ -403,7 +403,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="File to write; RUN-server.onnx by default.")] = None,
 ) -> None:
     """Writes the server's model of a run as ONNX. Example: fleetdistill export digits --out teacher.onnx"""
-    from fleetdistill_server.export import export_server_model
+    from fleetdistill_server.engine.export import export_server_model
 
     report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
     typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")

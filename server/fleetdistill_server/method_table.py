@@ -13,8 +13,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.store.store import Row
-from fleetdistill_server.traffic import (
+from fleetdistill_server.methods.traffic import (
     DOWN,
     KNOWLEDGE_TYPES,
     UP,
@@ -28,6 +27,7 @@ from fleetdistill_server.traffic import (
     round_bytes,
     usual_exchanges,
 )
+from fleetdistill_server.store.store import Row
 from fleetdistill_server.views.runs import View
 
 LABELS = "labels"

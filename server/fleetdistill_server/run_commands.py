@@ -15,9 +15,9 @@ from fleetdistill_server.command_line import (
     one_sentence,
     open_store,
 )
+from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.people import connect
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.traffic import readable_bytes
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 

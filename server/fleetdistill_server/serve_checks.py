@@ -14,10 +14,10 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.grpc_link import is_loopback
 from fleetdistill_server.config.run_config import RunConfig, ServerSection
 from fleetdistill_server.front.tls import check_files
+from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 
 _LOOK_SECONDS = 0.1
@@ -58,7 +58,7 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
     with _existing_store(config) as store:
         if store is not None and is_prepared(store, config):
             return
-    command = [sys.executable, "-m", "fleetdistill_server.preflight", str(path)]
+    command = [sys.executable, "-m", "fleetdistill_server.engine.preflight", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         while process.poll() is None and not stopped.wait(_LOOK_SECONDS):
             pass
@@ -108,13 +108,13 @@ def summary(config: RunConfig) -> list[str]:
 
 
 def _built(config: RunConfig):  # type: ignore[no-untyped-def]  # its type would import torch
-    from fleetdistill_server.preflight import build
+    from fleetdistill_server.engine.preflight import build
 
     return build(config)
 
 
 def _evaluation(config: RunConfig) -> int:
-    from fleetdistill_server.preflight import evaluation_samples
+    from fleetdistill_server.engine.preflight import evaluation_samples
 
     return evaluation_samples(config)
 

@@ -35,18 +35,18 @@ from fleetdistill.models import build_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import encode
-from fleetdistill_server.averaging import TensorMean
-from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.export import export_server_model
-from fleetdistill_server.forgetting import BetweenRounds
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.export import export_server_model
+from fleetdistill_server.engine.forgetting import BetweenRounds
+from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.metrics import c_per
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
 VARIANTS = ("full", "rep", "repfull")

@@ -46,13 +46,13 @@ from fleetdistill.space_training import draw_images, draw_in_space
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection, run_config
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
 from fleetdistill_server.methods.classstats_merge import Rules, merged_moments
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store

@@ -31,7 +31,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.classstats import ClassStatsServer
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.context import Setting
 
 Statistics = SharedStatistics | ClassStatistics
 Lie = Callable[[Statistics], Statistics]

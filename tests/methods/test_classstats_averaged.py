@@ -54,8 +54,8 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.engine import Engine
-from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.classstats_averaged import _least_recognised
 from fleetdistill_server.simulation.device import load_arrays

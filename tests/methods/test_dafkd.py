@@ -44,10 +44,10 @@ from fleetdistill_server.importance import (
     equal_weights,
     importance_weights,
 )
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.dafkd import DaFKDServer
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
 from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.traffic import Sizes, Weights, round_bytes
 
 CLASSES, SHAPE = 10, (1, 8, 8)
 CPU = torch.device("cpu")

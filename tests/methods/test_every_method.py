@@ -15,13 +15,13 @@ from fleetdistill.methods import METHODS, config_class, config_from_plan, config
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import KINDS, decode, encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method
-from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.methods import SERVER_METHODS, server_class
+from fleetdistill_server.methods.traffic import Sizes, in_round
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.traffic import Sizes, in_round
 
 
 def small_run(method: str) -> RunConfig:

@@ -17,8 +17,8 @@ from fleetdistill.knowledge import Array
 from fleetdistill.methods import device_class
 from fleetdistill.methods.base import GENERAL, OWN
 from fleetdistill.state_file import unpack_state
-from fleetdistill_server.contract import build_method
-from fleetdistill_server.export import export_server_model
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.simulation.device import build_device_model, load_arrays
 from fleetdistill_server.simulation.fleet import RUN
 

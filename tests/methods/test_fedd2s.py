@@ -37,19 +37,19 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort, with_columns
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.export import export_server_model
+from fleetdistill_server.engine.cohort import Cohort, with_columns
+from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
+from fleetdistill_server.methods.averaging import WeightedMean
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.fedd2s import FedD2SServer, Triplets
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.blobs import MemoryBlobs
-from fleetdistill_server.traffic import Sizes, round_bytes
 
 CLASSES, INPUTS = 3, 6
 WIDTHS = (8, 7, 5, CLASSES)

@@ -25,10 +25,10 @@ from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
 from fleetdistill.model import split_sequential
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
-from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
-from fleetdistill_server.setting import Setting
 
 CLASSES, FEATURES = 3, 4
 

@@ -45,24 +45,24 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine import Engine
-from fleetdistill_server.export import export_server_model
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest
+from fleetdistill_server.methods.averaging import WeightedMean
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
 from fleetdistill_server.simulation.device import make_device as make_simulated_device
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.traffic import Sizes, Weights, round_bytes
 
 CLASSES, INPUTS, HIDDEN = 3, 6, 8
 

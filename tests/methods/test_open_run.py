@@ -19,8 +19,8 @@ from fleetdistill.methods.base import GENERAL
 from fleetdistill.models import build_model
 from fleetdistill.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import Engine
-from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store

@@ -15,7 +15,7 @@ from fleetdistill.methods import METHODS, config_class, config_from_plan, config
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.contract import build_method
+from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation
 

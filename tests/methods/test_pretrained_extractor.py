@@ -26,8 +26,8 @@ from fleetdistill import Device
 from fleetdistill.errors import ModelError, RefusedError
 from fleetdistill.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

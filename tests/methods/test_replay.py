@@ -19,7 +19,7 @@ from support.fleets import (
 )
 
 from fleetdistill import Device, Step
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices

@@ -19,8 +19,8 @@ from fleetdistill.wire.codec import decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, tensor_pb2
-from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays, make_device

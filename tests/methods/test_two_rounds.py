@@ -33,12 +33,12 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
+from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.dafkd import DaFKDServer
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.fedd2s import FedD2SServer
 from fleetdistill_server.methods.feddkc import FedDKCServer
 from fleetdistill_server.methods.feddkd import FedDKDServer
-from fleetdistill_server.setting import Setting
 
 CLASSES, INPUTS, CUT, HIDDEN = 3, 6, 5, 4
 ROWS = {"a": 10, "b": 13}

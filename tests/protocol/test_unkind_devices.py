@@ -29,7 +29,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.service.wakeups import Ends, Wakeups, make_pair
 from fleetdistill_server.store.store import Store
 

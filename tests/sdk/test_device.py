@@ -40,7 +40,7 @@ from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill.worker import Worker
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import build_method, make_contract
+from fleetdistill_server.engine.engine import build_method, make_contract
 from fleetdistill_server.intake import device_api as desk
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.memory_link import MemoryLink

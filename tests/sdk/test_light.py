@@ -44,7 +44,7 @@ from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.device import DeviceSpec

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.knowledge import Array, ModelParameters
-from fleetdistill_server.averaging import TensorMean, WeightedMean, capped
+from fleetdistill_server.methods.averaging import TensorMean, WeightedMean, capped
 
 
 class Taken:
@@ -202,7 +202,7 @@ def test_a_hostile_devices_share_is_its_capped_weight() -> None:
 
 @given(rows=fleets)
 def test_large_tensors_are_gone_through_in_parts_with_the_same_result(rows: Any) -> None:
-    import fleetdistill_server.averaging as averaging
+    import fleetdistill_server.methods.averaging as averaging
 
     whole, noted = mean_of([{"w": row} for row in rows])
     usual, averaging._BLOCK_NUMBERS = averaging._BLOCK_NUMBERS, 2 * len(rows)
@@ -246,7 +246,7 @@ def test_up_to_four_devices_are_not_trimmed_and_their_weights_count() -> None:
 
 
 def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fleetdistill_server.averaging as averaging
+    import fleetdistill_server.methods.averaging as averaging
 
     def mean() -> torch.Tensor:
         made, random = TensorMean("gross", probabilities=True), torch.Generator().manual_seed(0)

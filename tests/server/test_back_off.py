@@ -17,7 +17,7 @@ from support.moved_clock import MovedClock
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN

@@ -19,7 +19,7 @@ from wire_samples import data_of, make_payload
 from fleetdistill import Step, failpoints
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
 from fleetdistill.knowledge import NetworkFile
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.device import make_device

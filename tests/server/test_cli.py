@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from fleetdistill import Step
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli import app
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show

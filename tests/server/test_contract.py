@@ -10,7 +10,7 @@ from store.record_schema import recorded_config
 
 from fleetdistill.knowledge import NetworkFile
 from fleetdistill.wire.codec import decode
-from fleetdistill_server.contract import build_method, make_contract
+from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 

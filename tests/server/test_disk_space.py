@@ -22,7 +22,7 @@ from wire_samples import in_pieces, make_contract, make_identity, make_payload, 
 from fleetdistill.errors import NoSpaceError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace

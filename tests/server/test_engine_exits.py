@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
-from fleetdistill_server import engine
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.engine import engine
 from fleetdistill_server.service import supervisor
 from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.service.registration import register

@@ -34,9 +34,9 @@ from fleetdistill.knowledge import ClassStatistics
 from fleetdistill.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server import forgetting
-from fleetdistill_server.engine import Engine
-from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.engine import forgetting
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_desk
 from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.methods.base import Notes

@@ -28,12 +28,10 @@ from fleetdistill.methods.feddkd import FedDKDConfig
 from fleetdistill.wire.codec import KINDS
 from fleetdistill_server.cli import app
 from fleetdistill_server.config.run_config import ContractSection
-from fleetdistill_server.contract import build_method
+from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.method_table import method_row, methods
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.simulation.settings import Simulation
-from fleetdistill_server.traffic import (
+from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
     Content,
     Sizes,
@@ -44,6 +42,8 @@ from fleetdistill_server.traffic import (
     readable_bytes,
     round_bytes,
 )
+from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.settings import Simulation
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

@@ -12,7 +12,7 @@ from support.fragile import Crash
 from support.moved_clock import MovedClock
 
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake import device_api as desk_module
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.fleet import RUN

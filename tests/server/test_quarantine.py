@@ -21,8 +21,8 @@ from fleetdistill.errors import DamagedError, WireError
 from fleetdistill.knowledge import NetworkFile
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.cohort import Cohort, RoundTerms
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.cohort import Cohort, RoundTerms
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.device import make_device

@@ -17,7 +17,7 @@ from fleetdistill.device import Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, completed_part, run_config
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.simulation.device import make_device

@@ -23,8 +23,9 @@ from fleetdistill.failpoints import VARIABLE
 from fleetdistill.methods import METHODS
 from fleetdistill.state_file import unpack_state
 from fleetdistill_server.cli import app
-from fleetdistill_server.cohort import Cohort
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
@@ -34,7 +35,6 @@ from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.usable import reason_not_usable
 
 
 def play(prepared: Prepared, store: Store) -> None:

@@ -27,11 +27,11 @@ from support.fragile import Crash, Fragile, Fuse
 from support.processes import wait_until
 
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server import engine as engine_module
-from fleetdistill_server.cohort import Cohort
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import Engine
-from fleetdistill_server.forgetting import ask_to_forget
+from fleetdistill_server.engine import engine as engine_module
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.simulation.device import make_device

@@ -14,10 +14,11 @@ from support.fleets import RUN, RUNS, Prepared, prepare
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.state_file import pack_state
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server import preflight
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine import preflight
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.starting_model import begin_with
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
@@ -25,7 +26,6 @@ from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.starting_model import begin_with
 from fleetdistill_server.store.store import Row, Store
 
 TRAINED = ["cdkt", "classstats averaged", "dafkd", "fedavg", "fedd2s", "feddkc", "feddkd"]

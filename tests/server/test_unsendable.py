@@ -22,15 +22,15 @@ from fleetdistill.knowledge import Parts, RefinedKnowledge
 from fleetdistill.methods import METHODS
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
-from fleetdistill_server.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method
-from fleetdistill_server.engine import Engine
+from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.usable import reason_not_usable
 
 TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}
 

@@ -14,7 +14,7 @@ from support.fleets import RUNS, SMALL, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill_server.contract import build_method
+from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation import alone, fleet
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.settings import Simulation

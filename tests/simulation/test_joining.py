@@ -16,7 +16,7 @@ from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd import FedDKDDevice
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.fleet import RUN, simulate

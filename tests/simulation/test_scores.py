@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.local_training import evaluate
-from fleetdistill_server import engine
+from fleetdistill_server.engine import engine
 from fleetdistill_server.simulation.comparison import bytes_by_round
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.metrics import accuracy

@@ -97,7 +97,7 @@ class _Driver:
 
 @every_release
 def test_the_run_of_an_old_store_goes_on_to_its_end(recorded: Path, tmp_path: Path) -> None:
-    from fleetdistill_server.engine import Engine
+    from fleetdistill_server.engine.engine import Engine
 
     directory = restore(recorded, tmp_path / "store")
     store = Store.open(directory)

@@ -25,7 +25,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.context import Setting
 
 CLASSES, SHAPE = 4, (1, 8, 8)
 CPU = torch.device("cpu")

@@ -121,7 +121,7 @@ class ForkedEngine(Forked):
 
 
 def _run_engine(points: str, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
-    from fleetdistill_server.engine import main
+    from fleetdistill_server.engine.engine import main
 
     ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]
     failpoints.switch_on(points)
@@ -166,7 +166,7 @@ def forked_forget_command(store: Path, run: str, device: str) -> Forked:
 
 
 def _forget(points: str, directory: Path, run: str, device: str) -> None:
-    from fleetdistill_server.forgetting import ask_to_forget
+    from fleetdistill_server.engine.forgetting import ask_to_forget
 
     store = Store.open(directory)
     failpoints.switch_on(points)

@@ -12,7 +12,7 @@ from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Ask, DeviceMethod
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
 
 SEED = 1
 

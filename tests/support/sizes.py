@@ -1,4 +1,4 @@
-"""What `fleetdistill_server.traffic` needs to know about a run, read from its own models."""
+"""What `fleetdistill_server.methods.traffic` needs to know about a run, read from its own models."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fleetdistill.models.discriminators import shared_features
 from fleetdistill.tensors import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Sizes, Weights
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Sizes, Weights
 
 
 def weights(module: nn.Module) -> Weights:

@@ -17,11 +17,11 @@ import torch
 
 from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 if TYPE_CHECKING:
-    from fleetdistill_server.cohort import Cohort
+    from fleetdistill_server.engine.cohort import Cohort
 
 
 class Notes(Protocol):

@@ -23,11 +23,11 @@ from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import embedding_tap, logits_and_embedding
 from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
-from fleetdistill_server.averaging import TensorMean
-from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
 class CDKTServer(ServerMethod):

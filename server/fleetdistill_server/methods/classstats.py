@@ -37,7 +37,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.shared_statistics import Moments, most_directions
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.classstats_merge import (
     LeftOutOfMerge,
@@ -47,8 +47,8 @@ from fleetdistill_server.methods.classstats_merge import (
     note_no_class,
 )
 from fleetdistill_server.methods.classstats_robust import trusted_centres
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
 class ClassStatsServer(ServerMethod):

@@ -30,8 +30,8 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
 from fleetdistill.undo import reason_undone
 from fleetdistill.wire.codec import decode, encode, float_type
-from fleetdistill_server.averaging import TensorMean, WeightedMean
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.classstats_merge import (
     Classes,
@@ -43,8 +43,8 @@ from fleetdistill_server.methods.classstats_merge import (
     too_large,
 )
 from fleetdistill_server.methods.classstats_robust import trusted_centres
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _PROBES = 64
 

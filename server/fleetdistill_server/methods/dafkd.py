@@ -24,8 +24,7 @@ from fleetdistill.model import fingerprint, frozen_batch_norm
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
 from fleetdistill.undo import reason_undone
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.importance import (
     classes_needed,
     effective_devices,
@@ -34,9 +33,10 @@ from fleetdistill_server.importance import (
     equal_weights,
     importance_weights,
 )
+from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes, Weights
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes, Weights
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]

@@ -12,11 +12,11 @@ import torch
 
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
 class FedAvgServer(ServerMethod):

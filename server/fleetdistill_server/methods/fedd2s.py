@@ -37,12 +37,12 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import SplitModel, evaluating
 from fleetdistill.tensors import load_parameters, model_parameters
 from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
+from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import NOTHING, Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import NOTHING, Content, Exchange, Sizes
 
 _GRADIENT_ROWS = 1024
 _NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})

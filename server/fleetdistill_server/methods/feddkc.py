@@ -25,12 +25,12 @@ from fleetdistill.methods.feddkc import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
 from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
-from fleetdistill_server.averaging import OFF, capped
-from fleetdistill_server.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
 
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much
 

@@ -21,11 +21,11 @@ from fleetdistill.methods.feddkd import FedDKDConfig
 from fleetdistill.model import embedding_tap
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters, part_shapes
 from fleetdistill.undo import reason_undone, way_back
-from fleetdistill_server.averaging import WeightedMean
-from fleetdistill_server.cohort import Cohort
+from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.setting import Setting
-from fleetdistill_server.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 

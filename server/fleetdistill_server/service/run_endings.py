@@ -30,7 +30,7 @@ def cancel(store: Store, run: str) -> bool:
     cancelled = mark_cancelled(store, run)
     waiting = store.to_forget(run)
     if waiting:
-        from fleetdistill_server.forgetting import ask_to_forget  # loads torch, which cancelling needs not
+        from fleetdistill_server.engine.forgetting import ask_to_forget  # loads torch, which cancelling needs not
 
         ask_to_forget(store, run, waiting[0], served=None)
     return cancelled

@@ -24,7 +24,7 @@ from fleetdistill.model import parameter_count
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.names import unknown_name
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method
+from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.simulation.alone import score_start

@@ -52,7 +52,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
 
     The store lies on the disk, so that another process goes on where this one was interrupted.
     """
-    from fleetdistill_server.engine import Engine
+    from fleetdistill_server.engine.engine import Engine
 
     store = Store.open(Path(config.server.store))
     desk = Desk(store, compression=compression_of(config.server.compression))

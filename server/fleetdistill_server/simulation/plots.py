@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import DataError
+from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.comparison import Curve
 from fleetdistill_server.simulation.device_plots import (
     ALONE,
@@ -26,7 +27,6 @@ from fleetdistill_server.simulation.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_server.traffic import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

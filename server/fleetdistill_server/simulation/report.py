@@ -18,6 +18,7 @@ from fleetdistill.methods.base import GENERAL
 from fleetdistill.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.comparison import (
     Candidate,
     ComparisonRow,
@@ -41,7 +42,6 @@ from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.suspects import named
-from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
 if TYPE_CHECKING:

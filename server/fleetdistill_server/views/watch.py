@@ -20,9 +20,9 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
+from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import AT_REST, Row, Store
-from fleetdistill_server.traffic import readable_bytes
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 
 LOOK_SECONDS = 0.5

@@ -29,7 +29,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     import torch
 
     from fleetdistill_server.config.run_config import run_config
-    from fleetdistill_server.contract import build_method
+    from fleetdistill_server.engine.contract import build_method
 
     row = store.run(run)
     if row is None:

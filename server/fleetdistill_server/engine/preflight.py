@@ -1,6 +1,6 @@
 """What of a run.toml needs torch to be checked: the models are built and the data read, before anything is stored.
 
-`fleetdistill serve` runs it as `python -m fleetdistill_server.preflight`, so that its own process stays light.
+`fleetdistill serve` runs it as `python -m fleetdistill_server.engine.preflight`, so that its own process stays light.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
 from fleetdistill.state_file import pack_state
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.contract import build_method, make_contract
-from fleetdistill_server.evaluation import load_evaluation
-from fleetdistill_server.starting_model import check_in_store
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.engine.starting_model import check_in_store
+from fleetdistill_server.methods.evaluation import load_evaluation
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.config.run_config import ModelSection, RunConfig
-from fleetdistill_server.evaluation import first_of_each_class, load_evaluation
+from fleetdistill_server.engine.proxy_set import register_proxy
+from fleetdistill_server.methods.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
-from fleetdistill_server.proxy import register_proxy
 
 if TYPE_CHECKING:
     from fleetdistill.local_training import TensorData

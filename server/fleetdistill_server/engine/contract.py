@@ -14,7 +14,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.setting import Setting
+from fleetdistill_server.methods.context import Setting
 
 
 def build_method(config: RunConfig) -> ServerMethod:

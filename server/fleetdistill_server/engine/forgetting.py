@@ -163,6 +163,6 @@ def _end_open_round(store: Store, row: Row) -> None:
 
 def _method_of(row: Row) -> ServerMethod:
     from fleetdistill_server.config.run_config import run_config
-    from fleetdistill_server.contract import build_method
+    from fleetdistill_server.engine.contract import build_method
 
     return build_method(run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}}))

@@ -14,7 +14,6 @@ import logging
 import math
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,24 +38,24 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.cohort import Cohort, RoundTerms, Waker
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.contract import build_method, extractor_payload, initial_payload, make_contract
-from fleetdistill_server.evaluation import load_evaluation
-from fleetdistill_server.forgetting import forget_asked
+from fleetdistill_server.engine.cohort import Cohort, RoundTerms, Waker
+from fleetdistill_server.engine.contract import build_method, extractor_payload, initial_payload, make_contract
+from fleetdistill_server.engine.forgetting import forget_asked
+from fleetdistill_server.engine.starting_model import begin_with
+from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.limiter import allow_open_files
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.service.heartbeat import begin_beats
 from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE, end_with_parent
 from fleetdistill_server.service.registration import check_not_edited, register
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
-from fleetdistill_server.starting_model import begin_with
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import free_after_round, sweep
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.usable import reason_not_usable
 
 logger = logging.getLogger("fleetdistill.server.engine")
 _FIRST_PAUSE_SECONDS = 0.1
@@ -489,7 +488,3 @@ def main() -> int:
         logger.exception("the engine failed", extra=about(event=ENGINE_FAILED))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

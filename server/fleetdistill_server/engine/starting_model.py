@@ -12,7 +12,7 @@ from fleetdistill.tensors import part_shapes
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.contract import build_method
+from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Row, Store

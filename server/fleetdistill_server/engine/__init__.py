@@ -1,0 +1,1 @@
+"""Runs the server half of a run's method over the store. Imports `methods`, `service`, `store` and `config`."""
