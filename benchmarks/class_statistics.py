@@ -20,8 +20,8 @@ from statistics import median
 
 import numpy as np
 
-from fleetdistill.class_statistics import ClassSummary, draw_classes, merge, shrink, summarise
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.gaussians import ClassSummary, draw_classes, merge, shrink, summarise
 
 MB = 2**20
 Task = Callable[[], object]

@@ -169,7 +169,9 @@ def test_the_settings_of_a_method_are_its_configuration(heading: str) -> None:
 
 
 def test_the_words_of_feddkc_that_stand_for_code_exist_there() -> None:
-    halves = _text("client_sdk/fleetdistill/methods/feddkc.py") + _text("server/fleetdistill_server/methods/feddkc.py")
+    halves = _text("client_sdk/fleetdistill/methods/feddkc/device.py") + _text(
+        "server/fleetdistill_server/methods/feddkc/server.py"
+    )
     own = _text("docs/methods.md").split("\n## feddkc\n")[1].split("\n## ")[0]
     of_a_round, symbols = (own.split(f"\n### {name}\n")[1].split("\n### ")[0] for name in ("A round", "Symbols"))
     for row in _rows(of_a_round):

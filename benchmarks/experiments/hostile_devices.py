@@ -24,15 +24,15 @@ from one_exchange import MIN_SAMPLES, PER_CLASS_RANK, PER_CLASS_SHRINKAGE, RANK,
 from one_exchange_fleet import Fleet, Part, Setting, make_fleet
 from one_exchange_tables import spread
 
-from fleetdistill import class_statistics as gaussians
-from fleetdistill.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
-from fleetdistill.methods.classstats import ClassStatsConfig
-from fleetdistill.shared_statistics import moments_of, to_wire
+from fleetdistill.methods.classstats import gaussians
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.device import ClassStatsConfig
+from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import EvaluationSection
-from fleetdistill_server.methods.classstats_merge import Rules, merged, merged_moments
+from fleetdistill_server.methods.classstats.merge import Rules, merged, merged_moments
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16

@@ -27,9 +27,9 @@ import torch
 from one_exchange_fleet import Features
 from torch import Tensor
 
-from fleetdistill.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.knowledge import Array
-from fleetdistill.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
 from fleetdistill_server.simulation.datasets import load_dataset, stratified_rows
 from fleetdistill_server.simulation.partition import partition
 

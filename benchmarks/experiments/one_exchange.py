@@ -34,8 +34,9 @@ from one_exchange_controls import (
 from one_exchange_fleet import Fleet, Part, Setting, accuracies, known_sets, make_fleet
 from one_exchange_tables import print_tables
 
-from fleetdistill import class_statistics as gaussians
-from fleetdistill.class_space import (
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats import gaussians
+from fleetdistill.methods.classstats.class_space import (
     best_temperature,
     class_prior,
     coordinates,
@@ -44,9 +45,8 @@ from fleetdistill.class_space import (
     make_space,
     shrinkage_rule,
 )
-from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
 from fleetdistill.seeds import derive_seed
-from fleetdistill.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
 
 MIN_SAMPLES = 5
 RANK = 128

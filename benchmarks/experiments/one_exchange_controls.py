@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from fleetdistill.class_space import class_prior
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.class_space import class_prior
 from fleetdistill.seeds import derive_seed
 
 SIZES: tuple[tuple[int, ...], ...] = ((), (32,), (64,), (128,), (128, 64))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.projection import project, usual_dimensions
 from fleetdistill.models.scattering import scattering
-from fleetdistill.projection import project, usual_dimensions
 from fleetdistill_server.simulation.datasets import DATASETS, Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.partition import partition
 

@@ -28,17 +28,17 @@ from one_exchange_tables import paired, spread
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.class_space import (
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.class_space import (
     best_temperature,
     class_prior,
     coordinates,
     leave_one_out,
     logits,
 )
-from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.models import build_model
 from fleetdistill.models.scattering import scattering
-from fleetdistill.projection import projection
 from fleetdistill.seeds import derive_seed
 
 MODELS = {

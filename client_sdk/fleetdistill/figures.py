@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fleetdistill.class_space import likelihood
 from fleetdistill.knowledge import Array, ClassCount, Metric
 from fleetdistill.methods.base import GENERAL
+from fleetdistill.methods.classstats.class_space import likelihood
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -143,7 +143,9 @@ class WeightedPredictions(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatistics(PartKind):
-    """Low-rank Gaussians of features by class; see `fleetdistill.class_statistics`. None where there is no class.
+    """Low-rank Gaussians of features by class. None where there is no class.
+
+    See `fleetdistill.methods.classstats.gaussians`.
 
     Attributes:
         labels: The K classes, unique.
@@ -165,9 +167,9 @@ class ClassStatistics(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStatistics(PartKind):
-    """Class means and one covariance within classes that all share; see `fleetdistill.shared_statistics`.
+    """Class means and one covariance within classes that all share.
 
-    None of the arrays is there where there is no class.
+    See `fleetdistill.methods.classstats.shared_statistics`. None of the arrays is there where there is no class.
 
     Attributes:
         labels: The K classes, unique.
@@ -193,7 +195,7 @@ class SharedStatistics(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSpace(PartKind):
-    """The fleet's classes in the directions that tell them apart; see `fleetdistill.class_space`.
+    """The fleet's classes in the directions that tell them apart; see `fleetdistill.methods.classstats.class_space`.
 
     Attributes:
         labels: The K classes, ascending.

@@ -24,7 +24,7 @@ from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
 from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
-from fleetdistill.methods.classstats import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
+from fleetdistill.methods.classstats.device import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
 from fleetdistill.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION

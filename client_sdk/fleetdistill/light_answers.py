@@ -11,11 +11,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from fleetdistill.class_space import coordinates, logits
 from fleetdistill.errors import DataError
 from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.class_space import coordinates, logits
+from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.onnx_extractor import OnnxExtractor
-from fleetdistill.projection import projection
 
 _SPACE_FIELDS = tuple(one.name for one in fields(ClassSpace) if one.name != "labels")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.class_space import BELOW_ALL
 from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
 from fleetdistill.light_answers import LightModel
+from fleetdistill.methods.classstats.class_space import BELOW_ALL
 from fleetdistill.onnx_file import OnnxReport, Reference, compare, copy_onnx, doing, facts, finish, temporary_beside
 
 _TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ import numpy as np
 
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import Array, NetworkFile, Parts
+from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.onnx_file import cpu_session
-from fleetdistill.projection import projection
 from fleetdistill.time_limit import check_time
 
 PART = "extractor"
@@ -43,7 +43,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 class OnnxExtractor:
-    """Inputs to projected features z, as `fleetdistill.kept_features.FixedFeatures` with PyTorch.
+    """Inputs to projected features z, as `fleetdistill.methods.classstats.kept_features.FixedFeatures` with PyTorch.
 
     Attributes:
         features: F, numbers that the file makes of one input.

@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from fleetdistill_server.simulation.device import DeviceSpec
 
 _PRELOAD = (
-    *("chaos.members", "chaos.counting_server", "torch._dynamo", "fleetdistill.worker", "fleetdistill.methods.feddkc"),
-    *("fleetdistill_server.front", "fleetdistill_server.engine", "fleetdistill_server.methods.feddkc"),
+    *(
+        "chaos.members",
+        "chaos.counting_server",
+        "torch._dynamo",
+        "fleetdistill.worker",
+        "fleetdistill.methods.feddkc.device",
+    ),
+    *("fleetdistill_server.front", "fleetdistill_server.engine", "fleetdistill_server.methods.feddkc.server"),
 )
 
 

@@ -16,7 +16,7 @@ from wire_samples import make_identity, make_profile
 
 from fleetdistill.errors import RefusedError, WireError
 from fleetdistill.knowledge import SharedStatistics
-from fleetdistill.shared_statistics import from_wire
+from fleetdistill.methods.classstats.shared_statistics import from_wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import Slot, digest, slots

@@ -8,7 +8,7 @@ import numpy as np
 from wire_samples import CLASSES, make_contract, make_knowledge, make_metrics
 
 from fleetdistill import knowledge as k
-from fleetdistill.shared_statistics import moments_of, to_wire
+from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2

@@ -27,8 +27,8 @@ from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
 from fleetdistill.local_training import TensorData, train_epochs
 from fleetdistill.losses import distillation_loss, euclidean_distance, js_divergence
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.cdkt import CDKTConfig, CDKTDevice
-from fleetdistill.methods.cdkt_transfer import Distance, Knowledge, proxy_batches, with_labels
+from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
+from fleetdistill.methods.cdkt.transfer import Distance, Knowledge, proxy_batches, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import SplitModel, parameter_count
 from fleetdistill.models import build_model

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
-from fleetdistill import class_statistics
-from fleetdistill.class_statistics import ClassSummary, clip, draw, draw_classes, merge, shrink, summarise
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats import gaussians as class_statistics
+from fleetdistill.methods.classstats.gaussians import ClassSummary, clip, draw, draw_classes, merge, shrink, summarise
 from fleetdistill.seeds import derive_seed
 
 A_0 = np.array([[1.0, 0, 2], [3, 1, 2], [2, 2, 5], [0, 1, 3]])
@@ -281,7 +281,7 @@ def test_every_class_is_drawn_from_a_seed_of_its_own(rows: Array, seed: int) -> 
 @given(seed=st.integers(0, 2**63 - 1))
 def test_the_same_seed_gives_the_same_rows_at_any_thread_count(seed: int) -> None:
     code = (
-        "import hashlib, numpy as np; from fleetdistill.class_statistics import ClassSummary, draw\n"
+        "import hashlib, numpy as np; from fleetdistill.methods.classstats.gaussians import ClassSummary, draw\n"
         "r = np.random.default_rng(3)\n"
         "s = ClassSummary(count=9, mean=r.random(300), directions=r.random((8, 300)), variance=r.random(300))\n"
         f"print(hashlib.sha256(draw(s, 200, {seed}, nonnegative=True).tobytes()).hexdigest())\n"

@@ -19,39 +19,39 @@ from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event
-from fleetdistill.class_answers import (
-    LEAVE_ONE_OUT,
-    OWN_KEPT,
-    OWN_LEAVE_ONE_OUT,
-    PERSONAL_LEAVE_ONE_OUT,
-    class_answers,
-)
-from fleetdistill.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.device import Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric, Metrics, SharedStatistics
 from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods import config_class, device_class
 from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Answer, Ask, Local
-from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
-from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
+from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
+from fleetdistill.methods.classstats.class_answers import (
+    LEAVE_ONE_OUT,
+    OWN_KEPT,
+    OWN_LEAVE_ONE_OUT,
+    PERSONAL_LEAVE_ONE_OUT,
+    class_answers,
+)
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
+from fleetdistill.methods.classstats.projection import project
+from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
+from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
 from fleetdistill.model import check_local_model
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.models.scattering import Scattering
 from fleetdistill.models.space import SpaceModel, make_predictor
-from fleetdistill.projection import project
 from fleetdistill.seeds import derive_seed
-from fleetdistill.shared_statistics import from_wire, merge, moments_of, to_wire
-from fleetdistill.space_training import draw_images, draw_in_space
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.classstats import ClassStatsServer
-from fleetdistill_server.methods.classstats_averaged import AveragedServer
-from fleetdistill_server.methods.classstats_merge import Rules, merged_moments
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
+from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.simulation.links import DriveDevices
 from fleetdistill_server.simulation.memory_link import MemoryLink

@@ -18,19 +18,19 @@ from numpy.testing import assert_array_equal
 from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 from support.class_statistics_fleet import config_of as averaged_config
 
-from fleetdistill.class_answers import class_answers
-from fleetdistill.class_space import coordinates, leave_one_out
 from fleetdistill.knowledge import ClassStatistics, Plan, SharedStatistics
 from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats import ClassStatsConfig, ClassStatsDevice
-from fleetdistill.methods.classstats_averaged import AveragedDevice
+from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.class_answers import class_answers
+from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
+from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats import ClassStatsServer
-from fleetdistill_server.methods.classstats_averaged import AveragedServer
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.context import Setting
 
 Statistics = SharedStatistics | ClassStatistics

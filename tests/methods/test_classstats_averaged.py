@@ -34,7 +34,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fleetdistill import Device, Event
-from fleetdistill.class_statistics import (
+from fleetdistill.device import Step
+from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, WireError
+from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
+from fleetdistill.local_training import TensorData, extract
+from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
+from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
+from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     draw_classes,
     from_wire,
@@ -43,12 +49,6 @@ from fleetdistill.class_statistics import (
     summarise,
     to_wire,
 )
-from fleetdistill.device import Step
-from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.local_training import TensorData, extract
-from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
-from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
 from fleetdistill.model import check_local_model
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import model_parameters
@@ -57,7 +57,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.methods.classstats_averaged import _least_recognised
+from fleetdistill_server.methods.classstats.averaged import _least_recognised
 from fleetdistill_server.simulation.device import load_arrays
 from fleetdistill_server.simulation.device import make_device as make_simulated
 from fleetdistill_server.simulation.fleet import simulate
@@ -266,7 +266,7 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
         sent = to_wire(classes, **rest)
         return sent if sent.counts is None else replace(sent, counts=100 * sent.counts)
 
-    monkeypatch.setattr("fleetdistill.methods.classstats_averaged.to_wire", boastful)
+    monkeypatch.setattr("fleetdistill.methods.classstats.averaged.to_wire", boastful)
     prepared = prepare(replace(RUNS["classstats averaged"], train_limit=120), tmp_path / "work")
     store = Store.in_memory()
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from fleetdistill.class_statistics import ClassSummary, draw, draw_classes, from_wire
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats_averaged import PERSONAL, AveragedDevice, DrawnRows
+from fleetdistill.methods.classstats.averaged import PERSONAL, AveragedDevice, DrawnRows
+from fleetdistill.methods.classstats.gaussians import ClassSummary, draw, draw_classes, from_wire
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fleetdistill.knowledge import Array
-from fleetdistill_server.methods.classstats_robust import LeftOut, Sent, _Centres, _middle_of, capped, judge
+from fleetdistill_server.methods.classstats.robust import LeftOut, Sent, _Centres, _middle_of, capped, judge
 
 BY_CLASS, SHARED = "by class", "shared"
 forms = pytest.mark.parametrize("form", [BY_CLASS, SHARED])

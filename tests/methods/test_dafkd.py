@@ -18,14 +18,14 @@ from support.fleets import RUN, assert_no_upload_lost, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fleetdistill.adversarial import adversarial_loss, generator_loss, gradient_penalty, weighted_predictions
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
 from fleetdistill.local_training import TensorData
 from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import Ask, Local, PartKind
-from fleetdistill.methods.dafkd import DaFKDConfig, DaFKDDevice, distillation_samples, make_generator
-from fleetdistill.methods.dafkd_training import AdversarialTraining, adam
+from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice, distillation_samples, make_generator
+from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty, weighted_predictions
+from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
 from fleetdistill.model import SplitModel, check_local_model, fingerprint, parameter_count
 from fleetdistill.models import GENERATORS, build_generator, build_model
 from fleetdistill.models.discriminators import JudgedClassifier, OwnNetwork
@@ -36,7 +36,8 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.tensors import load_parameters, model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.importance import (
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,
     ensemble,
@@ -44,8 +45,7 @@ from fleetdistill_server.importance import (
     equal_weights,
     importance_weights,
 )
-from fleetdistill_server.methods.context import Setting
-from fleetdistill_server.methods.dafkd import DaFKDServer
+from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
 from fleetdistill_server.simulation.settings import Simulation
 

@@ -29,7 +29,7 @@ from fleetdistill.knowledge import ModelParameters, Parts, Plan, RefinedKnowledg
 from fleetdistill.local_training import TensorData, train_steps
 from fleetdistill.losses import distillation_loss, feature_distance
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.fedd2s import FedD2SConfig, FedD2SDevice
+from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
 from fleetdistill.model import SplitModel, check_local_model, parameter_count, split_sequential
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
@@ -42,10 +42,10 @@ from fleetdistill_server.engine.cohort import Cohort, with_columns
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import Setting
-from fleetdistill_server.methods.fedd2s import FedD2SServer, Triplets
+from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
+from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.settings import Simulation
@@ -429,7 +429,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
     settings = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
     server, device = make_server(**settings), make_device(rows=800, **settings)
     monkeypatch.setattr("fleetdistill.local_training.train_steps", counting)
-    monkeypatch.setattr("fleetdistill_server.methods.fedd2s.train_steps", counting)
+    monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
     run_round(server, Fleet({"d0": device}))
     assert reports == [updates, updates]  # the server's phase, the device's
 

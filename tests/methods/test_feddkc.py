@@ -21,14 +21,14 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
 from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import CUT, Ask, Local
-from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
+from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
 from fleetdistill.model import split_sequential
 from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.context import Setting
-from fleetdistill_server.methods.feddkc import FedDKCServer, Upload
+from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
 
 CLASSES, FEATURES = 3, 4
 

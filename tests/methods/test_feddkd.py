@@ -36,7 +36,7 @@ from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, 
 from fleetdistill.local_training import TensorData
 from fleetdistill.losses import activation_divergence, distillation_loss, soft_cross_entropy, soft_targets
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.feddkd import FedDKDConfig, FedDKDDevice, distillation_gradient
+from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice, distillation_gradient
 from fleetdistill.model import SplitModel, check_local_model, parameter_count
 from fleetdistill.models import build_model
 from fleetdistill.onnx_export import export_onnx

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-import fleetdistill_server.refinement as refinement
+import fleetdistill_server.methods.feddkc.refinement as refinement
 from fleetdistill.errors import ConfigurationError, FleetDistillError, KnowledgeError
-from fleetdistill.methods.feddkc_ranges import (
+from fleetdistill.methods.feddkc.ranges import (
     KERNELS,
     check_epsilon,
     check_kernel_name,
     check_target_entropy,
     check_target_peak,
 )
-from fleetdistill_server.refinement import (
+from fleetdistill_server.methods.feddkc.refinement import (
     Refined,
     RefinementTag,
     kkr,
@@ -609,7 +609,7 @@ def test_tags_are_words_and_are_counted() -> None:
 
 
 def test_the_ranges_are_checked_without_torch() -> None:
-    code = "import sys; import fleetdistill.methods.feddkc_ranges; sys.exit('torch' in sys.modules)"
+    code = "import sys; import fleetdistill.methods.feddkc.ranges; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
-from fleetdistill.class_space import (
+from fleetdistill.errors import ConfigurationError, KnowledgeError
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.class_space import (
     best_temperature,
     class_prior,
     coordinates,
@@ -23,13 +25,19 @@ from fleetdistill.class_space import (
     shrinkage_rule,
     shrunk,
 )
-from fleetdistill.errors import ConfigurationError, KnowledgeError
-from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.projection import project, projection, usual_dimensions
+from fleetdistill.methods.classstats.shared_statistics import (
+    Moments,
+    from_wire,
+    in_int8,
+    merge,
+    moments_of,
+    most_directions,
+    to_wire,
+)
 from fleetdistill.models import build_model
 from fleetdistill.models.scattering import Scattering, low_pass, morlet, scales_of
 from fleetdistill.portable_noise import splitmix64
-from fleetdistill.projection import project, projection, usual_dimensions
-from fleetdistill.shared_statistics import Moments, from_wire, in_int8, merge, moments_of, most_directions, to_wire
 from fleetdistill.wire.codec import decode, encode
 
 A = np.array([[1, 0, 2], [3, 1, 2], [2, 2, 5], [0, 1, 3]], float)  # device A, class 0

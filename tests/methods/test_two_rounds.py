@@ -21,12 +21,12 @@ from torch.testing import assert_close
 
 from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import DeviceMethod, Local
-from fleetdistill.methods.cdkt import CDKTConfig, CDKTDevice
-from fleetdistill.methods.dafkd import DaFKDConfig, DaFKDDevice
+from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
+from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice
 from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
-from fleetdistill.methods.fedd2s import FedD2SConfig, FedD2SDevice
-from fleetdistill.methods.feddkc import FedDKCConfig, FedDKCDevice
-from fleetdistill.methods.feddkd import FedDKDConfig, FedDKDDevice
+from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
+from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
+from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice
 from fleetdistill.model import SplitModel, check_local_model
 from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
@@ -34,10 +34,10 @@ from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.context import Setting
-from fleetdistill_server.methods.dafkd import DaFKDServer
+from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.methods.fedd2s import FedD2SServer
-from fleetdistill_server.methods.feddkc import FedDKCServer
+from fleetdistill_server.methods.fedd2s.server import FedD2SServer
+from fleetdistill_server.methods.feddkc.server import FedDKCServer
 from fleetdistill_server.methods.feddkd import FedDKDServer
 
 CLASSES, INPUTS, CUT, HIDDEN = 3, 6, 5, 4

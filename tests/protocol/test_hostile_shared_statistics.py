@@ -27,7 +27,7 @@ from wire_samples import CLASSES, in_pieces, make_contract, make_identity, make_
 
 from fleetdistill.errors import RefusedError, StoreError
 from fleetdistill.knowledge import ClassSpace, ClassStatistics, Kind, NetworkFile, SharedStatistics
-from fleetdistill.shared_statistics import moments_of, to_wire
+from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import CHUNK_BYTES, chunks
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2

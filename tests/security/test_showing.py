@@ -17,8 +17,8 @@ from support.live_front import RUN, prepare_store, write_asks
 from support.secured import CALL_SECONDS, make_pki, person_credentials, secured_front
 from typer.testing import CliRunner
 
-from fleetdistill.class_answers import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli import app

@@ -40,7 +40,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_desk
 from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.methods.base import Notes
-from fleetdistill_server.methods.classstats_averaged import AveragedServer
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.service.run_endings import cancel
 from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.links import DriveDevices

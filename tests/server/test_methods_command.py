@@ -19,12 +19,12 @@ from typer.testing import CliRunner, Result
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill.methods.cdkt import CDKTConfig
-from fleetdistill.methods.classstats_averaged import AveragedConfig
-from fleetdistill.methods.dafkd import DaFKDConfig
-from fleetdistill.methods.fedd2s import FedD2SConfig
-from fleetdistill.methods.feddkc import FedDKCConfig
-from fleetdistill.methods.feddkd import FedDKDConfig
+from fleetdistill.methods.cdkt.device import CDKTConfig
+from fleetdistill.methods.classstats.averaged import AveragedConfig
+from fleetdistill.methods.dafkd.device import DaFKDConfig
+from fleetdistill.methods.fedd2s.device import FedD2SConfig
+from fleetdistill.methods.feddkc.device import FedDKCConfig
+from fleetdistill.methods.feddkd.device import FedDKDConfig
 from fleetdistill.wire.codec import KINDS
 from fleetdistill_server.cli import app
 from fleetdistill_server.config.run_config import ContractSection

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fleetdistill.class_answers import LEAVE_ONE_OUT
 from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
 from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli import app

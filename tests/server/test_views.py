@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.methods.classstats.class_answers import (
+    LEAVE_ONE_OUT,
+    OWN_KEPT,
+    OWN_LEAVE_ONE_OUT,
+    PERSONAL_LEAVE_ONE_OUT,
+)
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.feddkd import FedDKDDevice
+from fleetdistill.methods.feddkd.device import FedDKDDevice
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.device import load_arrays

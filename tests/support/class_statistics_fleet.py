@@ -16,7 +16,7 @@ from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats_averaged import AveragedConfig, AveragedDevice
+from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
 from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
@@ -24,7 +24,7 @@ from fleetdistill.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.classstats_averaged import AveragedServer
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.context import Setting
 
 CLASSES, SHAPE = 4, (1, 8, 8)

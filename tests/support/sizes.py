@@ -13,7 +13,7 @@ from fleetdistill.model import SplitModel
 from fleetdistill.models.discriminators import shared_features
 from fleetdistill.tensors import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.classstats_averaged import AveragedServer
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Sizes, Weights
 

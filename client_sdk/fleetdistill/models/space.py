@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fleetdistill.class_space import BELOW_ALL
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.class_space import BELOW_ALL
+from fleetdistill.methods.classstats.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.models import PREDICTORS, check_predictor
 from fleetdistill.models.shapes import checked_classes
 

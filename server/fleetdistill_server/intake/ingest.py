@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import google_crc32c
 import numpy as np
 
-from fleetdistill.class_statistics import most_directions
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING
-from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION
+from fleetdistill.methods.classstats.gaussians import most_directions
+from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.channels import LARGEST, LARGEST_STEP
 from fleetdistill.wire.codec import float_type, in_channel_steps

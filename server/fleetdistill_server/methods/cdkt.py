@@ -18,8 +18,8 @@ from torch.nn import functional
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
 from fleetdistill.local_training import TensorData, extract, train_steps
-from fleetdistill.methods.cdkt import CDKTConfig
-from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
+from fleetdistill.methods.cdkt.device import CDKTConfig
+from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import embedding_tap, logits_and_embedding
 from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone

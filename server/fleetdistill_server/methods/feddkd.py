@@ -17,7 +17,7 @@ from torch import nn
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan
-from fleetdistill.methods.feddkd import FedDKDConfig
+from fleetdistill.methods.feddkd.device import FedDKDConfig
 from fleetdistill.model import embedding_tap
 from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters, part_shapes
 from fleetdistill.undo import reason_undone, way_back

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fleetdistill.class_answers import LEAVE_ONE_OUT, OWN_KEPT, OWN_LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, SPLIT
+from fleetdistill.methods.classstats.class_answers import (
+    LEAVE_ONE_OUT,
+    OWN_KEPT,
+    OWN_LEAVE_ONE_OUT,
+    PERSONAL_LEAVE_ONE_OUT,
+    SPLIT,
+)
 from fleetdistill_server.store.store import Row, Store
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fleetdistill.adversarial import adversarial_loss, generator_loss, gradient_penalty
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.local_training import TensorData
-from fleetdistill.methods.dafkd import DaFKDConfig
+from fleetdistill.methods.dafkd.device import DaFKDConfig
+from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty
 from fleetdistill.model import frozen_batch_norm
 from fleetdistill.models.dafkd import NoiseGenerator
 from fleetdistill.models.discriminators import JudgedClassifier

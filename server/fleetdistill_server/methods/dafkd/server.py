@@ -18,14 +18,17 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import distillation_loss
-from fleetdistill.methods.dafkd import DaFKDConfig, distillation_samples, make_generator
+from fleetdistill.methods.dafkd.device import DaFKDConfig, distillation_samples, make_generator
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import fingerprint, frozen_batch_norm
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
 from fleetdistill.undo import reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.importance import (
+from fleetdistill_server.methods.averaging import WeightedMean
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,
     ensemble,
@@ -33,9 +36,6 @@ from fleetdistill_server.importance import (
     equal_weights,
     importance_weights,
 )
-from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes, Weights
 
 _PROBES = 64

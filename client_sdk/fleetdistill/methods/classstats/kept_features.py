@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fleetdistill.knowledge import Array
 from fleetdistill.local_training import extract
-from fleetdistill.projection import projection
+from fleetdistill.methods.classstats.projection import projection
 
 MOST_BYTES = 512 << 20
 """Of all that is kept; what was used longest ago goes first."""

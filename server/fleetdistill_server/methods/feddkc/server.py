@@ -21,7 +21,7 @@ from fleetdistill.knowledge import ModelParameters, Parts, RefinedKnowledge, Sam
 from fleetdistill.local_training import extract, make_optimizer, smallest_batch
 from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import CUT
-from fleetdistill.methods.feddkc import FedDKCConfig
+from fleetdistill.methods.feddkc.device import FedDKCConfig
 from fleetdistill.model import output_shape
 from fleetdistill.tensors import model_parameters
 from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
@@ -29,8 +29,8 @@ from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.feddkc.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
-from fleetdistill_server.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much
 

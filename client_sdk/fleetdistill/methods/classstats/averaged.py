@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.class_statistics import (
+from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
+from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
+from fleetdistill.methods.base import PERSONAL, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.methods.classstats.gaussians import (
     ROWS_PER_DIRECTION,
     ClassSummary,
     clip,
@@ -29,12 +32,9 @@ from fleetdistill.class_statistics import (
     summarise,
     to_wire,
 )
-from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
-from fleetdistill.methods.base import PERSONAL, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
-from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class AveragedConfig(LocalTraining):
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
         """The one of one exchange."""
-        from fleetdistill.methods.classstats import ClassStatsConfig
+        from fleetdistill.methods.classstats.device import ClassStatsConfig
 
         return {'features = "scattering" or "model"': ClassStatsConfig}
 

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
-from fleetdistill.methods.feddkc_ranges import (
+from fleetdistill.methods.feddkc.ranges import (
     check_epsilon,
     check_kernel_name,
     check_target_entropy,
@@ -191,7 +191,7 @@ def kkr_kernel(
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
         target: The peak T in (1/C, 1).
-        kernel: One of `fleetdistill.methods.feddkc_ranges.KERNELS`, or an elementwise function of a float64 tensor
+        kernel: One of `fleetdistill.methods.feddkc.ranges.KERNELS`, or an elementwise function of a float64 tensor
             >= 0 that is positive (at 0 too), continuous, increasing and not proportional to x. This is checked by
             sampling; the range in which σ overflows is not used.
         epsilon: The search stops when the peak is within half of this.

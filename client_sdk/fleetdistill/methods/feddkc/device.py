@@ -15,7 +15,7 @@ import numpy as np
 
 from fleetdistill.knowledge import Array, RefinedKnowledge, SampleKnowledge, check_rows, rows_by_id
 from fleetdistill.methods.base import CUT, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
-from fleetdistill.methods.feddkc_ranges import (
+from fleetdistill.methods.feddkc.ranges import (
     check_epsilon,
     check_kernel_name,
     check_target_entropy,

@@ -1,6 +1,7 @@
 """What a device makes of the fleet's class space and its own rows: two answers, and what it may expect of them.
 
-In numpy alone, so that devices with and without PyTorch do the same. Letters as in `fleetdistill.class_space`.
+In numpy alone, so that devices with and without PyTorch do the same. Letters as in
+`fleetdistill.methods.classstats.class_space`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fleetdistill.class_space import (
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric
+from fleetdistill.methods.classstats.class_space import (
     best_temperature,
     class_prior,
     coordinates,
@@ -18,9 +21,7 @@ from fleetdistill.class_space import (
     make_space,
     shrinkage_rule,
 )
-from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric
-from fleetdistill.shared_statistics import Moments
+from fleetdistill.methods.classstats.shared_statistics import Moments
 
 LEAVE_ONE_OUT = "leave_one_out"
 """Metric on split `train`: own rows that the general answer gets right as if each had not been counted; no held-out

@@ -4,7 +4,7 @@ Behind an extractor that nobody trains, each device sends once the means of its 
 share. The server merges these exactly, and sends once the space in which they tell the classes apart. A device then has
 two answers without training: a general one, and one for its own mix of classes.
 
-With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats_averaged`.
+With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats.averaged`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.class_answers import ClassAnswers, class_answers
-from fleetdistill.class_space import coordinates
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, WireError
 from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import (
@@ -34,14 +32,16 @@ from fleetdistill.methods.base import (
     check_choice,
     check_range,
 )
+from fleetdistill.methods.classstats.class_answers import ClassAnswers, class_answers
+from fleetdistill.methods.classstats.class_space import coordinates
+from fleetdistill.methods.classstats.projection import usual_dimensions
+from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION, Moments, moments_of, to_wire
 from fleetdistill.methods.local import LocalTraining
-from fleetdistill.projection import usual_dimensions
-from fleetdistill.shared_statistics import LEAST_ROWS_PER_DIRECTION, Moments, moments_of, to_wire
 
 if TYPE_CHECKING:
     import torch
 
-    from fleetdistill.kept_features import FixedFeatures
+    from fleetdistill.methods.classstats.kept_features import FixedFeatures
 
 SCATTERING = "scattering"
 _MOST_RANK = 512
@@ -148,14 +148,14 @@ class ClassStatsConfig(LocalTraining):
                 f"features = {chosen[0]!r} does not go with covariance = {chosen[1]!r}; take features = 'averaged' "
                 "with covariance = 'class', or leave both out"
             )
-        from fleetdistill.methods.classstats_averaged import AveragedConfig
+        from fleetdistill.methods.classstats.averaged import AveragedConfig
 
         return AveragedConfig
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
         """The averaged one."""
-        from fleetdistill.methods.classstats_averaged import AveragedConfig
+        from fleetdistill.methods.classstats.averaged import AveragedConfig
 
         return {'features = "averaged"': AveragedConfig}
 
@@ -361,7 +361,7 @@ class ClassStatsDevice(DeviceMethod):
         """As the configuration's."""
         if isinstance(config, ClassStatsConfig):
             return cls
-        from fleetdistill.methods.classstats_averaged import AveragedDevice
+        from fleetdistill.methods.classstats.averaged import AveragedDevice
 
         return AveragedDevice
 
@@ -385,7 +385,7 @@ class ClassStatsDevice(DeviceMethod):
 
     @cached_property
     def _fixed(self) -> FixedFeatures:
-        from fleetdistill.kept_features import FixedFeatures
+        from fleetdistill.methods.classstats.kept_features import FixedFeatures
         from fleetdistill.model import output_shape
         from fleetdistill.models import build_model
 
@@ -400,8 +400,8 @@ class ClassStatsDevice(DeviceMethod):
     # --- training, where it is wanted
 
     def _train_predictor(self, seed: int) -> None:
+        from fleetdistill.methods.classstats.space_training import train_predictor
         from fleetdistill.models.space import make_predictor
-        from fleetdistill.space_training import train_predictor
 
         space, plan = self._own.space_and_plan
         rows, labels, classes = coordinates(space, self._own.rows), self._own.labels, self.local.classes
@@ -409,8 +409,8 @@ class ClassStatsDevice(DeviceMethod):
         self.trained = train_predictor(self._predictor, space, rows, labels, self.config, classes, plan.draw_seed, seed)
 
     def _teach_own_network(self, seed: int) -> None:
+        from fleetdistill.methods.classstats.space_training import teach_network
         from fleetdistill.models.space import SpaceModel
-        from fleetdistill.space_training import teach_network
 
         space, plan = self._own.space_and_plan
         general = SpaceModel(self._fixed, self.local.classes).take(space).eval()

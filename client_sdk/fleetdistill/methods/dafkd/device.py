@@ -295,7 +295,7 @@ class DaFKDDevice(DeviceMethod):
         import torch
 
         from fleetdistill.local_training import train_steps
-        from fleetdistill.methods.dafkd_training import AdversarialTraining
+        from fleetdistill.methods.dafkd.training import AdversarialTraining
 
         judged, discriminator_optimizer = self._ready()
         judged.discriminator.train()
@@ -325,7 +325,7 @@ class DaFKDDevice(DeviceMethod):
 
         New weights come from torch's global generator, which the ask's seed has set.
         """
-        from fleetdistill.methods.dafkd_training import adam
+        from fleetdistill.methods.dafkd.training import adam
 
         if self._own is None:
             judged = self._new_judged()
@@ -359,9 +359,9 @@ class DaFKDDevice(DeviceMethod):
 
     def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
         """u = f * s, in eval mode; the discriminator stays here."""
-        from fleetdistill.adversarial import weighted_predictions
         from fleetdistill.local_training import extract
         from fleetdistill.losses import soft_targets
+        from fleetdistill.methods.dafkd.losses import weighted_predictions
 
         judged, _ = self._ready()
         verdict_m = extract(judged.judge, samples) if self.config.correlation else None

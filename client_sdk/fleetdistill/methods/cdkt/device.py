@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fleetdistill.local_training import TensorData
-    from fleetdistill.methods.cdkt_transfer import Distance
+    from fleetdistill.methods.cdkt.transfer import Distance
 
 METRICS = ("kl", "js", "norm2")
 CHOICES = {
@@ -146,7 +146,7 @@ class CDKTConfig(LocalTraining):
 
     def distance(self, metric: str) -> Distance:
         """The paper's D with this metric: `server_metric` or `device_metric`."""
-        from fleetdistill.methods.cdkt_transfer import Distance
+        from fleetdistill.methods.cdkt.transfer import Distance
 
         return Distance(metric, self.temperature, self.outcome_space, self.norm2_reduction)
 
@@ -184,7 +184,7 @@ class CDKTDevice(DeviceMethod):
         import torch
         from torch.nn import functional
 
-        from fleetdistill.methods.cdkt_transfer import proxy_batches
+        from fleetdistill.methods.cdkt.transfer import proxy_batches
 
         where, proxy = self.local.torch_device, self._proxy
         inputs, labels = self.local.data.inputs.to(where), self.local.data.labels.to(where)
@@ -224,7 +224,7 @@ class CDKTDevice(DeviceMethod):
         """alpha * R_n of eq. (8); the control's cross-entropy on the proxy labels; None: local training alone."""
         from torch.nn import functional
 
-        from fleetdistill.methods.cdkt_transfer import Knowledge, with_labels
+        from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 
         labels = self._proxy.labels.to(self.local.torch_device)
         if not self.config.exchange:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
-from fleetdistill.shared_statistics import Moments
+from fleetdistill.methods.classstats.shared_statistics import Moments
 
 BELOW_ALL = 20.0
 """How far the logit of a class that is not in the space lies below the least of the others."""

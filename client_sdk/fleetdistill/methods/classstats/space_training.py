@@ -21,7 +21,7 @@ from fleetdistill.time_limit import check_time
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import Local
-    from fleetdistill.methods.classstats import ClassStatsConfig
+    from fleetdistill.methods.classstats.device import ClassStatsConfig
     from fleetdistill.models.space import SpaceModel
 
 _FALLS_TO = 0.1

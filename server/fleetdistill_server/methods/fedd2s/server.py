@@ -32,16 +32,16 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import distillation_loss, feature_distance, soft_targets
-from fleetdistill.methods.fedd2s import FedD2SConfig, Term, phase_epochs, scheduled
+from fleetdistill.methods.fedd2s.device import FedD2SConfig, Term, phase_epochs, scheduled
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import SplitModel, evaluating
 from fleetdistill.tensors import load_parameters, model_parameters
 from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.layer_dropping import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Content, Exchange, Sizes
 
 _GRADIENT_ROWS = 1024

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.class_statistics import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.local_training import extract, train_steps
 from fleetdistill.losses import soft_targets
 from fleetdistill.methods.base import CUT
-from fleetdistill.methods.classstats_averaged import AveragedConfig, packed, unpacked
+from fleetdistill.methods.classstats.averaged import AveragedConfig, packed, unpacked
+from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
@@ -33,7 +33,7 @@ from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import (
+from fleetdistill_server.methods.classstats.merge import (
     Classes,
     LeftOutOfMerge,
     Rules,
@@ -42,7 +42,7 @@ from fleetdistill_server.methods.classstats_merge import (
     note_no_class,
     too_large,
 )
-from fleetdistill_server.methods.classstats_robust import trusted_centres
+from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fleetdistill.class_statistics import ClassSummary, from_wire, merge
 from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
-from fleetdistill.shared_statistics import Moments
-from fleetdistill.shared_statistics import from_wire as from_wire_shared
-from fleetdistill.shared_statistics import merge as merge_shared
+from fleetdistill.methods.classstats.gaussians import ClassSummary, from_wire, merge
+from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.methods.classstats.shared_statistics import from_wire as from_wire_shared
+from fleetdistill.methods.classstats.shared_statistics import merge as merge_shared
 from fleetdistill_server.methods.base import Notes
-from fleetdistill_server.methods.classstats_robust import MOST_ROWS, Fleet, LeftOut, Sent, capped, judge
+from fleetdistill_server.methods.classstats.robust import MOST_ROWS, Fleet, LeftOut, Sent, capped, judge
 
 Classes = dict[int, ClassSummary]
 

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetdistill.class_answers import LEAVE_ONE_OUT
-from fleetdistill.class_space import make_space, shrinkage_rule
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, KnowledgeError, QuorumNotReached
-from fleetdistill.kept_features import FixedFeatures
 from fleetdistill.knowledge import Array, ClassSpace, Metrics, ModelParameters, NetworkFile, Parts, SharedStatistics
 from fleetdistill.methods.base import CUT
-from fleetdistill.methods.classstats import (
+from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
+from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
+from fleetdistill.methods.classstats.device import (
     SCATTERING,
     ClassStatsConfig,
     SpacePlan,
@@ -29,24 +28,25 @@ from fleetdistill.methods.classstats import (
     packed,
     unpacked,
 )
+from fleetdistill.methods.classstats.kept_features import FixedFeatures
+from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
 from fleetdistill.model import output_shape
 from fleetdistill.models import build_model
 from fleetdistill.models.space import SpaceModel
 from fleetdistill.onnx_export import onnx_bytes
 from fleetdistill.seeds import derive_seed
-from fleetdistill.shared_statistics import Moments, most_directions
 from fleetdistill.tensors import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod
-from fleetdistill_server.methods.classstats_merge import (
+from fleetdistill_server.methods.classstats.merge import (
     LeftOutOfMerge,
     Rules,
     merged_moments,
     note_left_out,
     note_no_class,
 )
-from fleetdistill_server.methods.classstats_robust import trusted_centres
+from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
@@ -89,7 +89,7 @@ class ClassStatsServer(ServerMethod):
         """As the configuration's."""
         if isinstance(config, ClassStatsConfig):
             return cls
-        from fleetdistill_server.methods.classstats_averaged import AveragedServer
+        from fleetdistill_server.methods.classstats.averaged import AveragedServer
 
         return AveragedServer
 

@@ -1,0 +1,1 @@
+"""CDKT-FL: its configuration and the device half."""

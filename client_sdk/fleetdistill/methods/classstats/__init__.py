@@ -1,0 +1,1 @@
+"""Class statistics: configuration, mathematics (numpy alone) and the device half of both forms."""

@@ -1,0 +1,1 @@
+"""FedD2S: its configuration and the device half."""

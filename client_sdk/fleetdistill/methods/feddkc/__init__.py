@@ -1,0 +1,1 @@
+"""FedDKC: its configuration and the device half."""

@@ -1,0 +1,1 @@
+"""FedDKD: its configuration and the device half."""

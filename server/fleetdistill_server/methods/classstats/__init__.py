@@ -1,0 +1,1 @@
+"""Class statistics, the server half: both forms, the merge, and the tests for hostile devices."""

@@ -1,0 +1,1 @@
+"""DaFKD, the server half: the rounds, and the weights of the ensemble."""

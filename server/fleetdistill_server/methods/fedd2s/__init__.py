@@ -1,0 +1,1 @@
+"""FedD2S, the server half: the rounds, and the schedule of dropped layers."""

@@ -1,0 +1,1 @@
+"""FedDKC, the server half: the rounds, and the refinement of knowledge."""
