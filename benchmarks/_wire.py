@@ -22,9 +22,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from fleetdistill.credentials import AUTHORITIES, Credentials, split
-from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.knowledge import SampleKnowledge
+from fleetdistill.link.credentials import AUTHORITIES, Credentials, split
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
@@ -76,7 +76,7 @@ def secured(wanted: bool) -> Iterator[Secured | None]:
     if not wanted:
         yield None
         return
-    from fleetdistill import x509
+    from fleetdistill.link import x509
     from fleetdistill_server.security.pki import make_authority, read_request
 
     with tempfile.TemporaryDirectory() as name:

@@ -15,7 +15,7 @@ from typing import Any
 import google_crc32c
 from _wire import MB, Front, bare_stub, in_turns, live_front, make_payload, rate, ratios_text, secured
 
-from fleetdistill.transfer import download
+from fleetdistill.link.downloads import download
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2

@@ -19,9 +19,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fleetdistill.knowledge import ModelParameters, SampleKnowledge
-from fleetdistill.model import split_sequential
 from fleetdistill.models import build_model
-from fleetdistill.tensors import model_parameters
+from fleetdistill.training.model import split_sequential
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.compression import RAW, ZSTD
 from fleetdistill.wire.payload import chunk_data, chunks

@@ -74,7 +74,7 @@ def computing(kind: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
         return {"worker": light_worker(data)}
     from torch import nn
 
-    from fleetdistill.model import split_sequential
+    from fleetdistill.training.model import split_sequential
 
     def model() -> nn.Module:
         return split_sequential(nn.Sequential(nn.Flatten(), nn.Linear(data[0][0].size, 10)), after=1)

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 import fleetdistill
 from fleetdistill import errors
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill.model import check_local_model, fingerprint
 from fleetdistill.models import build_model
+from fleetdistill.training.model import check_local_model, fingerprint
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_server.cli import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
@@ -214,7 +214,7 @@ def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
     assert listed == list(arguments)
     columns = [row[0].strip("`") for row in _rows(_section(page, "What may leave: `allow`"))]
     assert tuple(columns) == fleetdistill.COLUMNS
-    code = _text("client_sdk/fleetdistill/device.py")
+    code = _text("client_sdk/fleetdistill/device/device.py")
     said = set(re.findall(r'_tell\(\s*"([\w-]+)"', code))
     for pair in re.findall(r'kind = "([\w-]+)" if .+ else "([\w-]+)"', code):
         said |= set(pair)

@@ -3,8 +3,8 @@
 Importing it is light: torch, onnx and onnxruntime are loaded by the parts that need them, when they need them.
 """
 
-from fleetdistill.arguments import COLUMNS
-from fleetdistill.device import Device, Event, Step
+from fleetdistill.device.arguments import COLUMNS
+from fleetdistill.device.device import Device, Event, Step
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.version import VERSION as __version__
 

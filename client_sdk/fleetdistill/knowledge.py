@@ -116,7 +116,7 @@ class ProxyKnowledge(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class ProxySet(PartKind):
-    """A labelled data set that the server and every device of a run hold; see `fleetdistill.proxy`.
+    """A labelled data set that the server and every device of a run hold; see `fleetdistill.training.proxy_set`.
 
     Attributes:
         name: What the operator calls it.
@@ -223,7 +223,7 @@ class ClassSpace(PartKind):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFile(PartKind):
-    """A network as an ONNX file, `[n]` uint8, for devices without PyTorch; see `fleetdistill.light`."""
+    """A network as an ONNX file, `[n]` uint8, for devices without PyTorch; see `fleetdistill.light.light`."""
 
     onnx: Array
 

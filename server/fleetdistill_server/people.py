@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.credentials import load_credentials
 from fleetdistill.errors import ConfigurationError, LinkError
-from fleetdistill.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.link.credentials import load_credentials
+from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.store.store import Row

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from fleetdistill.credentials import IDENTITY, write_private
 from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.link.credentials import IDENTITY, write_private
 from fleetdistill.names import is_name
 from fleetdistill_server.command_line import (
     DEFAULT_STORE,

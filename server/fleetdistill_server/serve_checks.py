@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
-from fleetdistill.grpc_link import is_loopback
+from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill_server.config.run_config import RunConfig, ServerSection
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.methods.traffic import readable_bytes

@@ -368,7 +368,7 @@ def _used(store: Store, config: RunConfig) -> list[Key] | None:
     row = store.run(config.run.name)
     if config.run.method != counting.NAME or row is None or row["checkpoint"] is None:
         return None
-    from fleetdistill.state_file import unpack_state
+    from fleetdistill.state.state_file import unpack_state
 
     state = unpack_state(store.blobs.get_state(row["checkpoint"]))
     return [(device, number, step, sha256) for device, number, step, sha256 in state["used"]]

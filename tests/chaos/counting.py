@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from fleetdistill import methods as device_methods
+from fleetdistill.device.compute import Work
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
@@ -24,7 +25,6 @@ from fleetdistill.methods.local import LocalTraining
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.codec import encode, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill.work import Work
 
 NAME = "counting"
 BALLAST = "ballast"
@@ -79,7 +79,7 @@ class CountingDevice(DeviceMethod):
 
 
 class CountingWorker:
-    """Computes for a device without torch: a `fleetdistill.work.DeviceWorker`."""
+    """Computes for a device without torch: a `fleetdistill.device.compute.DeviceWorker`."""
 
     def __init__(self, contract: contract_pb2.Contract) -> None:
         self.contract = contract

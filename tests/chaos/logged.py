@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fleetdistill.errors import FleetDistillError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 SENT = "sent"

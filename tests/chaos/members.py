@@ -20,7 +20,8 @@ from chaos.logged import Log, LoggedLink
 from chaos.mutations import MUTATIONS
 from support.forked import Forked, Pipe
 
-from fleetdistill import COLUMNS, Device, FleetDistillError, failpoints
+from fleetdistill import COLUMNS, Device, FleetDistillError
+from fleetdistill.state import failpoints
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.device import DeviceSpec
@@ -30,7 +31,7 @@ _PRELOAD = (
         "chaos.members",
         "chaos.counting_server",
         "torch._dynamo",
-        "fleetdistill.worker",
+        "fleetdistill.device.torch_compute",
         "fleetdistill.methods.feddkc.device",
     ),
     *("fleetdistill_server.front", "fleetdistill_server.engine", "fleetdistill_server.methods.feddkc.server"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fleetdistill.failpoints import FAILPOINTS
+from fleetdistill.state.failpoints import FAILPOINTS
 
 FRONT = "front"
 ENGINE = "engine"

@@ -23,7 +23,7 @@ from fuzz.played import Played
 from fuzz.spoilt_enrolment import enrol_with_lies
 
 from fleetdistill import Device, FleetDistillError, Step
-from fleetdistill.link import Link
+from fleetdistill.link.base import Link
 
 SECONDS_PER_ASK = 0.05
 """So that training without end costs the fuzzer little."""
@@ -52,7 +52,7 @@ class DeviceTarget:
             self.outcomes[enrol_with_lies(self.liar, self._folder / "enrolment")] += 1
         state_dir = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            with mock.patch("fleetdistill.transfer._PAUSE_SECONDS", 0.0):
+            with mock.patch("fleetdistill.link.downloads._PAUSE_SECONDS", 0.0):
                 self._session(random, state_dir)
                 if random.random() < 0.3:
                     self._session(random, state_dir)

@@ -14,7 +14,7 @@ from support.fleets import RUNS, prepare, run_in_memory
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.light import light_worker
-from fleetdistill.link import Link
+from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.simulation import links

@@ -9,8 +9,8 @@ from typing import Any
 from fuzz.liar import Liar
 from support.secured import make_pki
 
-from fleetdistill.enrolment import Enrolment, write_token
 from fleetdistill.errors import FleetDistillError
+from fleetdistill.link.enrolment import Enrolment, write_token
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.pki import Authority, read_request
 

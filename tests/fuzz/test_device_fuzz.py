@@ -75,7 +75,7 @@ def test_devices_over_grpc(training: list[Played]) -> None:
 
 def test_a_pause_that_overflows_is_found(training: list[Played]) -> None:
     with pytest.MonkeyPatch.context() as patch, device_target(training) as target:
-        patch.setattr("fleetdistill.device.pause_of", lambda pause, remote: int(pause.after_seconds))
+        patch.setattr("fleetdistill.device.device.pause_of", lambda pause, remote: int(pause.after_seconds))
         assert any(fuzz_in_process(target, 1, seed)[1] for seed in range(1, _MOST_SESSIONS)), "not noticed"
 
 
@@ -83,6 +83,6 @@ def test_a_certificate_that_locks_a_device_out_is_found(tmp_path: Path) -> None:
     liar = Liar()
     liar.rate = 1.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fleetdistill.x509.check_fits", lambda *given: None)
+        patch.setattr("fleetdistill.link.x509.check_fits", lambda *given: None)
         with pytest.raises(StateError, match="its certificate cannot be read"):
             [enrol_with_lies(liar, tmp_path) for _ in range(_MOST_SESSIONS)]

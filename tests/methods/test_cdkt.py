@@ -24,16 +24,16 @@ from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
-from fleetdistill.local_training import TensorData, train_epochs
-from fleetdistill.losses import distillation_loss, euclidean_distance, js_divergence
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
 from fleetdistill.methods.cdkt.transfer import Distance, Knowledge, proxy_batches, with_labels
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import SplitModel, parameter_count
 from fleetdistill.models import build_model
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import model_parameters
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, train_epochs
+from fleetdistill.training.losses import distillation_loss, euclidean_distance, js_divergence
+from fleetdistill.training.model import SplitModel, parameter_count
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.cohort import Cohort

@@ -22,7 +22,6 @@ from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.device import Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric, Metrics, SharedStatistics
-from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods import config_class, device_class
 from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Answer, Ask, Local
 from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
@@ -38,12 +37,13 @@ from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsD
 from fleetdistill.methods.classstats.projection import project
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
 from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
-from fleetdistill.model import check_local_model
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.models.scattering import Scattering
 from fleetdistill.models.space import SpaceModel, make_predictor
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, extract
+from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection, run_config
 from fleetdistill_server.engine.engine import Engine
@@ -866,7 +866,7 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
     }
 
     def model() -> nn.Module:
-        from fleetdistill.model import split_sequential
+        from fleetdistill.training.model import split_sequential
 
         return split_sequential(nn.Sequential(nn.Identity(), nn.Linear(16, CLASSES)), after=1)
 

@@ -19,15 +19,15 @@ from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 from support.class_statistics_fleet import config_of as averaged_config
 
 from fleetdistill.knowledge import ClassStatistics, Plan, SharedStatistics
-from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_answers import class_answers
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
 from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice
-from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, extract
+from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.server import ClassStatsServer

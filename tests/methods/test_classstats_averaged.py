@@ -37,7 +37,6 @@ from fleetdistill import Device, Event
 from fleetdistill.device import Step
 from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.local_training import TensorData, extract
 from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
 from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
 from fleetdistill.methods.classstats.gaussians import (
@@ -49,9 +48,10 @@ from fleetdistill.methods.classstats.gaussians import (
     summarise,
     to_wire,
 )
-from fleetdistill.model import check_local_model
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import model_parameters
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, extract
+from fleetdistill.training.model import check_local_model
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine

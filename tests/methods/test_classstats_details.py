@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
-from fleetdistill.local_training import extract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.averaged import PERSONAL, AveragedDevice, DrawnRows
 from fleetdistill.methods.classstats.gaussians import ClassSummary, draw, draw_classes, from_wire
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
+from fleetdistill.training.local_training import extract
 
 ROWS = 10
 

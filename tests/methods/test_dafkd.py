@@ -20,20 +20,20 @@ from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
-from fleetdistill.local_training import TensorData
-from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import Ask, Local, PartKind
 from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice, distillation_samples, make_generator
 from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty, weighted_predictions
 from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
-from fleetdistill.model import SplitModel, check_local_model, fingerprint, parameter_count
 from fleetdistill.models import GENERATORS, build_generator, build_model
 from fleetdistill.models.discriminators import JudgedClassifier, OwnNetwork
-from fleetdistill.onnx_export import export_onnx
-from fleetdistill.portable_noise import portable_noise, splitmix64
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import load_parameters, model_parameters
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.losses import distillation_loss
+from fleetdistill.training.model import SplitModel, check_local_model, fingerprint, parameter_count
+from fleetdistill.training.onnx_export import export_onnx
+from fleetdistill.training.parameters import load_parameters, model_parameters
+from fleetdistill.training.portable_noise import portable_noise, splitmix64
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.context import Setting

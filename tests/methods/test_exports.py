@@ -16,7 +16,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
 from fleetdistill.methods import device_class
 from fleetdistill.methods.base import GENERAL, OWN
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.simulation.device import build_device_model, load_arrays

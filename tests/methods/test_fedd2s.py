@@ -26,15 +26,15 @@ from wire_samples import make_contract, make_profile
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError, ModelError, QuorumNotReached, RefusedError
 from fleetdistill.knowledge import ModelParameters, Parts, Plan, RefinedKnowledge, SampleKnowledge
-from fleetdistill.local_training import TensorData, train_steps
-from fleetdistill.losses import distillation_loss, feature_distance
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
-from fleetdistill.model import SplitModel, check_local_model, parameter_count, split_sequential
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import model_parameters
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, train_steps
+from fleetdistill.training.losses import distillation_loss, feature_distance
+from fleetdistill.training.model import SplitModel, check_local_model, parameter_count, split_sequential
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
@@ -428,7 +428,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
 
     settings = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
     server, device = make_server(**settings), make_device(rows=800, **settings)
-    monkeypatch.setattr("fleetdistill.local_training.train_steps", counting)
+    monkeypatch.setattr("fleetdistill.training.local_training.train_steps", counting)
     monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
     run_round(server, Fleet({"d0": device}))
     assert reports == [updates, updates]  # the server's phase, the device's

@@ -19,11 +19,11 @@ from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import CUT, Ask, Local
 from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
-from fleetdistill.model import split_sequential
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.cohort import Cohort

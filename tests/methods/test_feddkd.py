@@ -33,16 +33,16 @@ from fleetdistill.errors import (
     RefusedError,
 )
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
-from fleetdistill.local_training import TensorData
-from fleetdistill.losses import activation_divergence, distillation_loss, soft_cross_entropy, soft_targets
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice, distillation_gradient
-from fleetdistill.model import SplitModel, check_local_model, parameter_count
 from fleetdistill.models import build_model
-from fleetdistill.onnx_export import export_onnx
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.losses import activation_divergence, distillation_loss, soft_cross_entropy, soft_targets
+from fleetdistill.training.model import SplitModel, check_local_model, parameter_count
+from fleetdistill.training.onnx_export import export_onnx
+from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
@@ -806,7 +806,7 @@ def test_a_batch_larger_than_the_data_is_clipped_and_said_once() -> None:
 
 
 def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fleetdistill import local_training
+    from fleetdistill.training import local_training
 
     calls, real = [], local_training.extract
 
@@ -814,7 +814,7 @@ def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch
         calls.append(1)
         return real(*args, **how)
 
-    monkeypatch.setattr("fleetdistill.local_training.extract", counting)
+    monkeypatch.setattr("fleetdistill.training.local_training.extract", counting)
     device = make_device(model="test_feddkd:norm_model")
     server = make_server("test_feddkd:norm_model")
     device.handle(teach(server=server))

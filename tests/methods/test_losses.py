@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
-from fleetdistill.losses import distillation_loss, soft_targets
+from fleetdistill.training.losses import distillation_loss, soft_targets
 
 
 def _pair(seed: int, batch: int, classes: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:

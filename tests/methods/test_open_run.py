@@ -17,7 +17,7 @@ from fleetdistill import Device
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.base import GENERAL
 from fleetdistill.models import build_model
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget

@@ -14,7 +14,7 @@ from support.fleets import RUN, RUNS, prepare, run_in_memory
 from torch import Tensor, nn
 
 from fleetdistill.methods import METHODS, device_class
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
 from fleetdistill_server.store.guards import verdict_rows, verdicts
 from fleetdistill_server.views import runs as views

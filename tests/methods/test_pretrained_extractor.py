@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fleetdistill import Device
 from fleetdistill.errors import ModelError, RefusedError
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine

@@ -14,7 +14,7 @@ from torch import nn
 
 from fleetdistill import Device
 from fleetdistill.errors import RefusedError
-from fleetdistill.model import split_sequential
+from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import DTYPES

@@ -37,7 +37,7 @@ from fleetdistill.methods.classstats.shared_statistics import (
 )
 from fleetdistill.models import build_model
 from fleetdistill.models.scattering import Scattering, low_pass, morlet, scales_of
-from fleetdistill.portable_noise import splitmix64
+from fleetdistill.training.portable_noise import splitmix64
 from fleetdistill.wire.codec import decode, encode
 
 A = np.array([[1, 0, 2], [3, 1, 2], [2, 2, 5], [0, 1, 3]], float)  # device A, class 0

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import DeviceMethod, Local
 from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
 from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice
@@ -27,9 +26,10 @@ from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
 from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
 from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
 from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice
-from fleetdistill.model import SplitModel, check_local_model
-from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import SplitModel, check_local_model
+from fleetdistill.training.portable_noise import portable_noise
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer

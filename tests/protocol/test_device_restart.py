@@ -16,9 +16,9 @@ from support.small_device import Events, small_device
 from wire_samples import data_of, make_payload
 
 from fleetdistill import Step
-from fleetdistill.grpc_link import GrpcLink
-from fleetdistill.storage import Storage
-from fleetdistill.transfer import Downloads
+from fleetdistill.link.downloads import Downloads
+from fleetdistill.link.grpc_link import GrpcLink
+from fleetdistill.state.directory import Storage
 from fleetdistill_server.store.store import Store
 
 ROWS = 150_000

@@ -28,14 +28,14 @@ from wire_samples import (
 
 from fleetdistill.errors import KnowledgeError, RefusedError, WireError
 from fleetdistill.knowledge import ProxyKnowledge, RefinedKnowledge, SampleKnowledge
+from fleetdistill.link.downloads import BytesSource
 from fleetdistill.models import build_model
-from fleetdistill.transfer import BytesSource
 from fleetdistill.wire import compression
-from fleetdistill.wire.channels import LARGEST, LARGEST_STEP, in_steps, numbers_of
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
 from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, digest, slots
+from fleetdistill.wire.quantize import LARGEST, LARGEST_STEP, in_steps, numbers_of
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest

@@ -30,7 +30,7 @@ from wire_samples import (
 
 from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
-from fleetdistill.tensors import part_shapes
+from fleetdistill.training.parameters import part_shapes
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots

@@ -44,13 +44,13 @@ from support.secured import (
 from support.virtual_time import run_in_virtual_time
 from wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
-from fleetdistill import x509 as device_x509
-from fleetdistill.credentials import Credentials
 from fleetdistill.device import Device
-from fleetdistill.enrolment import read_token
 from fleetdistill.errors import LinkError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
-from fleetdistill.transfer import Downloads
+from fleetdistill.link import x509 as device_x509
+from fleetdistill.link.credentials import Credentials
+from fleetdistill.link.downloads import Downloads
+from fleetdistill.link.enrolment import read_token
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.codes import AFTER_SECONDS, LONGEST_AFTER_SECONDS, Code, after_seconds
 from fleetdistill.wire.v1 import (
     enrolment_pb2,

@@ -12,8 +12,8 @@ from support.live_front import RUN, Client, LiveFront, as_messages, open_round, 
 from support.processes import PATIENCE_SECONDS, wait_until
 from wire_samples import data_of, make_payload
 
-from fleetdistill.grpc_link import GrpcLink
-from fleetdistill.transfer import download
+from fleetdistill.link.downloads import download
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2

@@ -24,7 +24,7 @@ from wire_samples import make_payload
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import LinkError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.store import Store
 

@@ -23,7 +23,7 @@ from support.live_front import live_front
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.errors import LinkError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.framing import framed

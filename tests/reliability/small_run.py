@@ -19,14 +19,15 @@ from typing import Any
 from support.forked import Forked, Pipe
 from support.processes import PATIENCE_SECONDS
 
-from fleetdistill import Device, Event, failpoints
-from fleetdistill import device as sdk
+from fleetdistill import Device, Event
+from fleetdistill.device import device as sdk
+from fleetdistill.device.compute import Work
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
 from fleetdistill.methods.base import Answer
+from fleetdistill.state import failpoints
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import Work
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.store.store import Store

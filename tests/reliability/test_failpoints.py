@@ -16,8 +16,8 @@ import pytest
 from reliability.small_run import DEVICES, FRAGILE, SmallRun, small_run, store_of
 from support.fleets import assert_no_upload_lost, record
 
-from fleetdistill import failpoints
-from fleetdistill.failpoints import FAILPOINTS, VARIABLE, FailpointError
+from fleetdistill.state import failpoints
+from fleetdistill.state.failpoints import FAILPOINTS, VARIABLE, FailpointError
 
 ROOT = Path(__file__).parents[2]
 WHO = {

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from support.recorded_disk import RecordedDisk, check_cut, check_every_cut
 from wire_samples import EXPECTS, data_of, make_contract, make_identity, make_payload, make_profile
 
-from fleetdistill import durable, failpoints
 from fleetdistill.errors import StoreError
-from fleetdistill.storage import Outcome, Pending, Storage
+from fleetdistill.state import durable, failpoints
+from fleetdistill.state.directory import Outcome, Pending, Storage
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import Desk

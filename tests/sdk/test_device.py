@@ -20,7 +20,8 @@ import torch
 from support.processes import PATIENCE_SECONDS
 from torch import nn
 
-from fleetdistill import Device, Event, Step, failpoints
+from fleetdistill import Device, Event, Step
+from fleetdistill.device.torch_compute import Worker
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -33,12 +34,12 @@ from fleetdistill.errors import (
     StateError,
 )
 from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
-from fleetdistill.model import split_sequential
-from fleetdistill.storage import Storage
+from fleetdistill.state import failpoints
+from fleetdistill.state.directory import Storage
+from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill.worker import Worker
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
 from fleetdistill_server.intake import device_api as desk
@@ -1108,7 +1109,7 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
         assert "torch" not in sys.modules and "onnx" not in sys.modules
         """
     )
-    from fleetdistill.storage import Storage
+    from fleetdistill.state.directory import Storage
     from fleetdistill.wire.v1 import contract_pb2
 
     storage = Storage(tmp_path)

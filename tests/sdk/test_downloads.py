@@ -12,9 +12,9 @@ import google_crc32c
 import pytest
 from wire_samples import data_of, in_pieces, make_knowledge, make_payload
 
-from fleetdistill import transfer
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
-from fleetdistill.transfer import Downloads, adopt_proxy_set, download
+from fleetdistill.link import downloads as transfer
+from fleetdistill.link.downloads import Downloads, adopt_proxy_set, download
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 

@@ -10,8 +10,8 @@ from wire_samples import make_knowledge, make_metrics
 
 from fleetdistill import COLUMNS
 from fleetdistill import knowledge as k
+from fleetdistill.device.consent import check_may_leave
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.gate import check_may_leave
 from fleetdistill.wire.codec import KINDS
 
 ROW = np.zeros((1, 3), np.float32)

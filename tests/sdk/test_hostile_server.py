@@ -16,9 +16,9 @@ from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event, Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, LinkError, WireError
-from fleetdistill.model import split_sequential
-from fleetdistill.terms import MAX_ATTEMPTS, pause_of, plain
-from fleetdistill.time_limit import check_time, time_limit
+from fleetdistill.link.terms import MAX_ATTEMPTS, pause_of, plain
+from fleetdistill.training.model import split_sequential
+from fleetdistill.training.time_limit import check_time, time_limit
 from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
 from fleetdistill.wire.payload import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2

@@ -29,18 +29,18 @@ from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
-from fleetdistill.failpoints import VARIABLE
 from fleetdistill.knowledge import Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
-from fleetdistill.light import LightWorker, light_worker
-from fleetdistill.light_answers import unpack_answers
-from fleetdistill.local_training import TensorData
+from fleetdistill.light.answers import unpack_answers
+from fleetdistill.light.light import LightWorker, light_worker
 from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge
-from fleetdistill.model import check_local_model, split_sequential
 from fleetdistill.models import build_model
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.failpoints import VARIABLE
+from fleetdistill.state.state_file import unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import check_local_model, split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
-from fleetdistill.local_training import (
+from fleetdistill.training.local_training import (
     TensorData,
     TrainingReport,
     as_tensor_data,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fleetdistill.errors import ModelError
-from fleetdistill.model import (
+from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
     evaluating,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.model import SplitModel, check_local_model, fingerprint, output_shape, parameter_count
 from fleetdistill.models import MODELS, build_model
+from fleetdistill.training.model import SplitModel, check_local_model, fingerprint, output_shape, parameter_count
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"

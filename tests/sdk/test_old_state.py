@@ -16,9 +16,9 @@ from torch import nn
 
 from fleetdistill import Device, Event, Step
 from fleetdistill.knowledge import ModelParameters, ProxySet
-from fleetdistill.model import split_sequential
-from fleetdistill.storage import FORMAT, Storage
-from fleetdistill.transfer import Downloads, adopt_proxy_set
+from fleetdistill.link.downloads import Downloads, adopt_proxy_set
+from fleetdistill.state.directory import FORMAT, Storage
+from fleetdistill.training.model import split_sequential
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import run_config

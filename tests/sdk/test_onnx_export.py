@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fleetdistill.errors import ExportError
 from fleetdistill.models import build_model
-from fleetdistill.onnx_export import export_onnx
+from fleetdistill.training.onnx_export import export_onnx
 
 METADATA = {"run": "digits", "round": "7", "method": "feddkc"}
 

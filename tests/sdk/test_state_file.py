@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from fleetdistill.errors import StateError
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 STATES = st.recursive(

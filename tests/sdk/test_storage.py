@@ -18,7 +18,7 @@ from wire_samples import data_of, make_payload
 
 from fleetdistill import Device
 from fleetdistill.errors import NoRoomError, StateError
-from fleetdistill.storage import FORMAT, Outcome, Pending, Storage
+from fleetdistill.state.directory import FORMAT, Outcome, Pending, Storage
 from fleetdistill.verdict import Verdict
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
@@ -54,7 +54,7 @@ def test_the_lock_holds_between_processes_and_ends_with_them(tmp_path: Path) -> 
     code = """
         import sys
         from pathlib import Path
-        from fleetdistill.storage import Storage
+        from fleetdistill.state.directory import Storage
         storage = Storage(Path(sys.argv[1]))
         print("held", flush=True)
         sys.stdin.read()

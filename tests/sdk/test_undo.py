@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
-from fleetdistill.undo import check_can_be_sent, reason_undone, way_back
+from fleetdistill.training.rollback import check_can_be_sent, reason_undone, way_back
 
 RATE = ("server_learning_rate", 0.1)
 

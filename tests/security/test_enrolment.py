@@ -28,10 +28,10 @@ from typer.testing import CliRunner
 from wire_samples import make_contract
 
 from fleetdistill import COLUMNS, Device, Step
-from fleetdistill import x509 as device_x509
-from fleetdistill.credentials import Credentials, load_credentials
-from fleetdistill.enrolment import Enrolment, read_token, write_token
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
+from fleetdistill.link import x509 as device_x509
+from fleetdistill.link.credentials import Credentials, load_credentials
+from fleetdistill.link.enrolment import Enrolment, read_token, write_token
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli import app
 from fleetdistill_server.security.pki import Authority, Role, holder_of

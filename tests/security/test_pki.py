@@ -20,9 +20,9 @@ from support.secured import device_credentials, make_pki, secured_front
 from typer.testing import CliRunner
 
 from fleetdistill import Device
-from fleetdistill.credentials import load_credentials
-from fleetdistill.enrolment import PREFIX, read_token
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.link.credentials import load_credentials
+from fleetdistill.link.enrolment import PREFIX, read_token
 from fleetdistill_server.cli import app
 from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.security.pki import (

@@ -13,7 +13,7 @@ from support.secured import make_pki, secured_front
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, LinkError
-from fleetdistill.tls_probe import speaks_tls
+from fleetdistill.link.tls_probe import speaks_tls
 
 
 def plain_device(port: int, state_dir: Path) -> Device:

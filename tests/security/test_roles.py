@@ -31,10 +31,10 @@ from support.secured import (
 )
 from wire_samples import in_pieces, make_contract, make_payload, make_profile
 
-from fleetdistill import x509 as device_x509
-from fleetdistill.credentials import Credentials
-from fleetdistill.enrolment import read_token
 from fleetdistill.errors import RefusedError
+from fleetdistill.link import x509 as device_x509
+from fleetdistill.link.credentials import Credentials
+from fleetdistill.link.enrolment import read_token
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import (
     contract_pb2,

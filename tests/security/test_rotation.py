@@ -26,11 +26,11 @@ from support.small_device import SmallWorker
 from wire_samples import in_pieces, make_payload, make_profile
 
 from fleetdistill import Device
-from fleetdistill import x509 as device_x509
-from fleetdistill.credentials import Credentials, load_credentials
-from fleetdistill.enrolment import Enrolment, read_token
 from fleetdistill.errors import LinkError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.link import x509 as device_x509
+from fleetdistill.link.credentials import Credentials, load_credentials
+from fleetdistill.link.enrolment import Enrolment, read_token
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc, knowledge_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.security.pki import SERVER, Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.store.store import Store

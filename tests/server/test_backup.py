@@ -16,9 +16,10 @@ from support.fleets import SMALL, assert_no_upload_lost, prepare
 from support.parroting import ParrotDevice
 from wire_samples import data_of, make_payload
 
-from fleetdistill import Step, failpoints
+from fleetdistill import Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
 from fleetdistill.knowledge import NetworkFile
+from fleetdistill.state import failpoints
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer

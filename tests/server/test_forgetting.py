@@ -28,10 +28,10 @@ from support.live_front import open_round, prepare_store, upload_name, write_ask
 from support.processes import wait_until
 from wire_samples import in_pieces, make_identity, make_payload, make_profile
 
-from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError, RefusedError, RunError
 from fleetdistill.knowledge import ClassStatistics
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state import failpoints
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine import forgetting

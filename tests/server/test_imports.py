@@ -30,11 +30,14 @@ def of_packages(modules: set[str], *packages: str) -> set[str]:
 def test_a_device_is_light_to_import() -> None:
     loaded = loaded_by("import fleetdistill")
     assert of_packages(loaded, *HEAVY) == set()
-    assert "fleetdistill.device" in loaded
+    assert "fleetdistill.device.device" in loaded
 
 
 def test_a_device_reaches_its_server_without_torch() -> None:
-    loaded = loaded_by("import fleetdistill.grpc_link, fleetdistill.transfer, fleetdistill.storage, fleetdistill.gate")
+    loaded = loaded_by(
+        "import fleetdistill.link.grpc_link, fleetdistill.link.downloads, fleetdistill.state.directory;"
+        "import fleetdistill.device.consent"
+    )
     assert of_packages(loaded, *HEAVY) == set()
 
 

@@ -16,7 +16,7 @@ from wire_samples import make_contract, make_identity, make_profile
 
 from fleetdistill.errors import ConfigurationError, DataError, RefusedError, RunError, WireError
 from fleetdistill.knowledge import EMBEDDING, ProxyKnowledge, ProxySet
-from fleetdistill.proxy import PART, proxy_data, proxy_of
+from fleetdistill.training.proxy_set import PART, proxy_data, proxy_of
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
@@ -346,7 +346,7 @@ def test_knowledge_about_the_proxy_set_that_does_not_fit_is_refused(
 
 
 def test_a_proxy_set_never_leaves_a_device() -> None:
-    from fleetdistill.gate import check_may_leave
+    from fleetdistill.device.consent import check_may_leave
 
     sent = ProxySet(name="p", licence="l", inputs=np.zeros((1, 4), np.float32), labels=np.zeros(1, np.int32))
     with pytest.raises(ConfigurationError, match="is a ProxySet, which never leaves"):

@@ -16,9 +16,9 @@ from support.fleets import SMALL, assert_no_upload_lost, prepare
 from support.parroting import ParrotDevice
 from wire_samples import make_payload
 
-from fleetdistill import failpoints
 from fleetdistill.errors import DamagedError, WireError
 from fleetdistill.knowledge import NetworkFile
+from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.engine.cohort import Cohort, RoundTerms

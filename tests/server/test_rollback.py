@@ -19,9 +19,9 @@ from support.fleets import RUNS, Prepared, assert_no_upload_lost, prepare
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DamagedError, RunError
-from fleetdistill.failpoints import VARIABLE
 from fleetdistill.methods import METHODS
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.failpoints import VARIABLE
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.cli import app
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.engine.engine import Engine

@@ -12,7 +12,7 @@ import torch
 from support.fleets import RUN, RUNS, Prepared, prepare
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.state_file import pack_state
+from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import preflight

@@ -20,7 +20,7 @@ from support.answering import AnsweringDevice, AnsweringFleet
 from support.processes import PATIENCE_SECONDS, children, is_alive, kill_in, wait_until
 
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
-from fleetdistill.grpc_link import GrpcLink
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import supervisor as supervisor_module
 from fleetdistill_server.service.supervisor import Supervisor

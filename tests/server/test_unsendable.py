@@ -20,7 +20,7 @@ from torch import nn
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Parts, RefinedKnowledge
 from fleetdistill.methods import METHODS
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer

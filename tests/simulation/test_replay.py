@@ -21,7 +21,7 @@ from support.fragile import Crash, Fragile, Fuse
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import NoSpaceError, RefusedError, RunError
-from fleetdistill.state_file import pack_state
+from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.local_training import evaluate
+from fleetdistill.training.local_training import evaluate
 from fleetdistill_server.engine import engine
 from fleetdistill_server.simulation.comparison import bytes_by_round
 from fleetdistill_server.simulation.fleet import simulate

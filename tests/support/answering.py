@@ -10,11 +10,11 @@ import threading
 
 import numpy as np
 
-from fleetdistill.arguments import DEFAULT_COLUMNS
+from fleetdistill.device.arguments import DEFAULT_COLUMNS
 from fleetdistill.errors import LinkError, RefusedError
-from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.knowledge import Array, SampleKnowledge
-from fleetdistill.link import Link
+from fleetdistill.link.base import Link
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES

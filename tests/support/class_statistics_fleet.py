@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
-from fleetdistill.local_training import TensorData
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
-from fleetdistill.model import check_local_model
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod

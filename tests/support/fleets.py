@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleetdistill.methods import METHODS
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.datasets import load_dataset

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from support.processes import wait_until
 
-from fleetdistill import Step, failpoints
+from fleetdistill import Step
+from fleetdistill.state import failpoints
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.simulation.links import as_toml
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = (
     *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
-    *("fleetdistill.worker", "fleetdistill_server.engine", "fleetdistill_server.front"),
+    *("fleetdistill.device.torch_compute", "fleetdistill_server.engine", "fleetdistill_server.front"),
     *("fleetdistill_server.simulation.device", "fleetdistill_server.simulation.links"),
 )
 _context.set_forkserver_preload([*_PRELOAD])

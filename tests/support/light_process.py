@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 from fleetdistill import Device, Event  # noqa: E402
 from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
-from fleetdistill.light import LightWorker, light_worker  # noqa: E402
+from fleetdistill.light.light import LightWorker, light_worker  # noqa: E402
 from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
 
 Pair = tuple[np.ndarray, np.ndarray]

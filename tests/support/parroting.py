@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 
-from fleetdistill.arguments import DEFAULT_COLUMNS
+from fleetdistill.device.arguments import DEFAULT_COLUMNS
 from fleetdistill.knowledge import Kind, Metric, Metrics, ModelParameters
-from fleetdistill.link import Link
-from fleetdistill.transfer import checked
+from fleetdistill.link.base import Link
+from fleetdistill.link.downloads import checked
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.payload import DTYPES

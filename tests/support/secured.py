@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from support.processes import PATIENCE_SECONDS
 
-from fleetdistill import x509 as device_x509
-from fleetdistill.credentials import Credentials, load_credentials, split
+from fleetdistill.link import x509 as device_x509
+from fleetdistill.link.credentials import Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.intake.limiter import Limits
 from fleetdistill_server.security.pki import SERVER, Authority, Role, make_authority, read_request

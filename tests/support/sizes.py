@@ -8,10 +8,10 @@ from math import prod
 import torch
 from torch import nn
 
-from fleetdistill.local_training import extract
-from fleetdistill.model import SplitModel
 from fleetdistill.models.discriminators import shared_features
-from fleetdistill.tensors import model_parameters
+from fleetdistill.training.local_training import extract
+from fleetdistill.training.model import SplitModel
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.context import Setting

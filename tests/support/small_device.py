@@ -11,13 +11,13 @@ from support.live_front import RUN
 from wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device, Event
+from fleetdistill.device.compute import Work
 from fleetdistill.errors import ExportError
-from fleetdistill.grpc_link import GrpcLink
 from fleetdistill.knowledge import Kind
+from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.methods.base import Answer
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import Work
 
 
 class SmallWorker:

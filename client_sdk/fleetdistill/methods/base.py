@@ -23,9 +23,9 @@ from fleetdistill.names import unknown_name
 if TYPE_CHECKING:
     import torch
 
-    from fleetdistill.local_training import TensorData, TrainingReport
-    from fleetdistill.model import FeatureModel
     from fleetdistill.models.space import MakePredictor
+    from fleetdistill.training.local_training import TensorData, TrainingReport
+    from fleetdistill.training.model import FeatureModel
 
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
@@ -255,7 +255,7 @@ def with_parameters(model: torch.nn.Module, ask: Ask, *, without: frozenset[str]
     Raises:
         WireError: The ask brings no model parameters, or others than the model has.
     """
-    from fleetdistill.tensors import take_weights
+    from fleetdistill.training.parameters import take_weights
 
     complete = copy.deepcopy(model)
     take_weights(complete, ask.part("parameters", ModelParameters), without=without)

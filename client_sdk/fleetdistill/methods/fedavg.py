@@ -43,8 +43,8 @@ class FedAvgDevice(DeviceMethod):
         import torch
         from torch.nn import functional
 
-        from fleetdistill.local_training import train_epochs
-        from fleetdistill.tensors import model_parameters, take_weights
+        from fleetdistill.training.local_training import train_epochs
+        from fleetdistill.training.parameters import model_parameters, take_weights
 
         local = self.local
         take_weights(local.model, ask.part("parameters", ModelParameters))
@@ -63,7 +63,7 @@ class FedAvgDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's."""
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))

@@ -117,7 +117,7 @@ def make_local_optimizer(config: LocalTraining, parameters: Iterable[torch.nn.Pa
     """The optimiser of a configuration, fresh."""
     import torch
 
-    from fleetdistill.local_training import make_optimizer
+    from fleetdistill.training.local_training import make_optimizer
 
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -15,8 +15,8 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.model import SplitModel, output_shape
 from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.training.model import SplitModel, output_shape
 
 _FASHION = (1, 28, 28)
 _CIFAR = (3, 32, 32)

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fleetdistill.model import FeatureModel
+from fleetdistill.training.model import FeatureModel
 
 
 class CombinedModel(nn.Module):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.model import SplitModel
 from fleetdistill.models.resnet import CIFAR_SHAPE, EXPANSION, Bottleneck, initialise_convolutions
 from fleetdistill.models.shapes import checked_classes, checked_image, checked_shape
+from fleetdistill.training.model import SplitModel
 
 _WIDTHS = (16, 32, 64)
 _IMAGE_WIDTHS = (32, 16)

@@ -12,8 +12,8 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.model import SplitModel, output_shape
 from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.training.model import SplitModel, output_shape
 
 DIGITS_SHAPE = (1, 8, 8)
 _EXTRACTOR_WIDTH = 8

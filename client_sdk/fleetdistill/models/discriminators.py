@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fleetdistill.model import FeatureModel, SplitModel
+from fleetdistill.training.model import FeatureModel, SplitModel
 
 
 class SharedHead(nn.Module):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fleetdistill.model import SplitModel
 from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.training.model import SplitModel
 
 _CIFAR = (3, 32, 32)
 _DIGITS = (1, 8, 8)

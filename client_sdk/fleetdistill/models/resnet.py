@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fleetdistill.model import SplitModel
 from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.training.model import SplitModel
 
 CIFAR_SHAPE = (3, 32, 32)
 _EXTRACTOR_WIDTH = 16

@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 from fleetdistill import knowledge
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.knowledge import Array, Kind, Parts
-from fleetdistill.wire.channels import LARGEST, in_steps
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
+from fleetdistill.wire.quantize import LARGEST, in_steps
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 KINDS: dict[str, type[Kind]] = {

@@ -18,8 +18,8 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
-from fleetdistill.wire.channels import numbers_of
 from fleetdistill.wire.compression import RAW, Packer, unpacked
+from fleetdistill.wire.quantize import numbers_of
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 CHUNK_BYTES = 1 << 20

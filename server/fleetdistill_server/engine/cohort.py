@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fleetdistill import failpoints
 from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, QuorumNotReached, StoreError, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
+from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.logs import about
@@ -206,7 +206,7 @@ class Cohort:
         return sorted(self.devices[number] for number in order[:count].tolist())
 
     def model_fingerprint(self, device: str) -> str:
-        """Which model a device has said that it runs, as `fleetdistill.model.fingerprint` names it."""
+        """Which model a device has said that it runs, as `fleetdistill.training.model.fingerprint` names it."""
         row = self._store.device(self._terms.run, device)
         assert row is not None  # the cohort consists of devices that checked in
         return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint

@@ -6,8 +6,8 @@ import numpy as np
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_to_plan
-from fleetdistill.model import fingerprint
-from fleetdistill.tensors import TypedShape
+from fleetdistill.training.model import fingerprint
+from fleetdistill.training.parameters import TypedShape
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2

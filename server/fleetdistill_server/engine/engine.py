@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill import failpoints
 from fleetdistill.errors import (
     ConfigurationError,
     DamagedError,
@@ -33,9 +32,10 @@ from fleetdistill.errors import (
     RunError,
     StoreError,
 )
-from fleetdistill.local_training import TensorData, evaluate
 from fleetdistill.seeds import derive_seed
-from fleetdistill.state_file import pack_state, unpack_state
+from fleetdistill.state import failpoints
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, evaluate
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, load_run_config

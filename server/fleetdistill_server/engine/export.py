@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, ExportError
 from fleetdistill.knowledge import SampleKnowledge
-from fleetdistill.onnx_export import export_onnx
-from fleetdistill.onnx_file import OnnxReport
-from fleetdistill.state_file import unpack_state
+from fleetdistill.state.state_file import unpack_state
+from fleetdistill.training.onnx_export import export_onnx
+from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.run_names import no_such_run
@@ -53,7 +53,7 @@ def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def
     """Rows of the proxy set, or noise in [0, 1): the server holds no other inputs."""
     import numpy as np
 
-    from fleetdistill.proxy import proxy_of
+    from fleetdistill.training.proxy_set import proxy_of
 
     contract = contract_pb2.Contract.FromString(contract_bytes)
     if contract.proxy_digest:

@@ -13,7 +13,7 @@ import torch
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
-from fleetdistill.state_file import pack_state
+from fleetdistill.state.state_file import pack_state
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.starting_model import check_in_store

@@ -10,12 +10,12 @@ import numpy as np
 
 from fleetdistill.errors import ConfigurationError, DataError, in_words
 from fleetdistill.knowledge import ProxySet
-from fleetdistill.proxy import PART, proxy_data
+from fleetdistill.training.proxy_set import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill_server.config.run_config import ProxySection, RunConfig
 
 if TYPE_CHECKING:
-    from fleetdistill.local_training import TensorData
+    from fleetdistill.training.local_training import TensorData
 
 logger = logging.getLogger("fleetdistill.server.proxy")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.state_file import unpack_state
-from fleetdistill.tensors import part_shapes
+from fleetdistill.state.state_file import unpack_state
+from fleetdistill.training.parameters import part_shapes
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config

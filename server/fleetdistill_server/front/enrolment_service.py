@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from fleetdistill.credentials import AUTHORITIES
 from fleetdistill.errors import RefusedError
+from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.front.errors import abort, ended, in_pool
 from fleetdistill_server.front.guard import holder_in

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.credentials import AUTHORITIES, split
 from fleetdistill.errors import ConfigurationError, StoreError
+from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill_server.config.tls import Tls, note_enrol_port
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.pki import SERVER, Authority

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fleetdistill import failpoints
 from fleetdistill.errors import DamagedError, NoSpaceError, RefusedError, StoreError
 from fleetdistill.knowledge import Metrics
 from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.state import failpoints
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code, is_final

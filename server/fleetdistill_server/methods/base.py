@@ -142,8 +142,8 @@ class ServerMethod:
     def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
 
-        Names are those of `fleetdistill.tensors.part_shapes`. For class statistics: what there is of one class; for
-        shared statistics: `means` and `variances`, both in the shape of one class's mean.
+        Names are those of `fleetdistill.training.parameters.part_shapes`. For class statistics: what there is of one
+        class; for shared statistics: `means` and `variances`, both in the shape of one class's mean.
         """
         return {}
 

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
-from fleetdistill.local_training import TensorData, extract, train_steps
 from fleetdistill.methods.cdkt.device import CDKTConfig
 from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import embedding_tap, logits_and_embedding
-from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
+from fleetdistill.training.local_training import TensorData, extract, train_steps
+from fleetdistill.training.model import embedding_tap, logits_and_embedding
+from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Notes, ServerMethod

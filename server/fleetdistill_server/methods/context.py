@@ -18,7 +18,7 @@ from fleetdistill_server.methods.evaluation import first_of_each_class, load_eva
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 
 if TYPE_CHECKING:
-    from fleetdistill.local_training import TensorData
+    from fleetdistill.training.local_training import TensorData
     from fleetdistill.wire.codec import Payload
 
 G = TypeVar("G", bound=nn.Module)

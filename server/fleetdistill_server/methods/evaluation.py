@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import ConfigurationError, DataError, in_words
-from fleetdistill.local_training import TensorData, as_tensor_data
+from fleetdistill.training.local_training import TensorData, as_tensor_data
 
 
 def first_of_each_class(data: TensorData, count: int) -> TensorData:

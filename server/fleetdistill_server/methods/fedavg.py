@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
+from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod

@@ -18,9 +18,9 @@ from torch import nn
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan
 from fleetdistill.methods.feddkd.device import FedDKDConfig
-from fleetdistill.model import embedding_tap
-from fleetdistill.tensors import batch_norm_names, load_parameters, model_parameters, part_shapes
-from fleetdistill.undo import reason_undone, way_back
+from fleetdistill.training.model import embedding_tap
+from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters, part_shapes
+from fleetdistill.training.rollback import reason_undone, way_back
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod

@@ -30,8 +30,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fleetdistill.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.errors import ConfigurationError, RefusedError, in_words
+from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import is_name
 from fleetdistill.wire.codes import Code
 

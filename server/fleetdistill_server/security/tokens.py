@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fleetdistill.enrolment import write_token
 from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.link.enrolment import write_token
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fleetdistill.errors import RunError
-from fleetdistill.file_lock import lock_file
+from fleetdistill.state.file_lock import lock_file
 from fleetdistill_server.store.blobs import disk_errors
 
 _FILE = "serve.lock"

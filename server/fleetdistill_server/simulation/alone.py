@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError, ModelError
-from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.local_training import TensorData, as_tensor_data, evaluate, train_epochs
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import check_local_model
 from fleetdistill.seeds import derive_seed
-from fleetdistill.tensors import load_parameters
+from fleetdistill.training.local_training import TensorData, as_tensor_data, evaluate, train_epochs
+from fleetdistill.training.model import check_local_model
+from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
 

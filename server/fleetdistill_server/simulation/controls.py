@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fleetdistill.figures import Counts
+from fleetdistill.device.figures import Counts
 from fleetdistill_server.simulation.comparison import Cost
 from fleetdistill_server.simulation.history import FleetHistory
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
-from fleetdistill.link import Link
+from fleetdistill.link.base import Link
 from fleetdistill.methods.base import RECEIVED, RESULT
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
@@ -196,8 +196,8 @@ def _load_all() -> None:
     import onnxruntime  # noqa: F401
     from torch import nn
 
-    from fleetdistill import models, worker  # noqa: F401
-    from fleetdistill.onnx_export import onnx_bytes
+    from fleetdistill.device import torch_compute as worker  # noqa: F401
+    from fleetdistill.training.onnx_export import onnx_bytes
 
     onnx_bytes(nn.Linear(1, 1), (1,))
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.figures import Counts
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.model import parameter_count
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.names import unknown_name
+from fleetdistill.training.model import parameter_count
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill.file_lock import lock_file
+from fleetdistill.state.file_lock import lock_file
 from fleetdistill_server.simulation.settings import Simulation
 
 IfThere = Literal["refuse", "overwrite", "resume"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fleetdistill.device.compute import Work
+from fleetdistill.device.torch_compute import Worker
 from fleetdistill.knowledge import (
     Array,
     ClassStatistics,
@@ -25,8 +27,6 @@ from fleetdistill.knowledge import (
     WeightedPredictions,
 )
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import Work
-from fleetdistill.worker import Worker
 
 DECLARED = 10**9
 """Samples that a device declares to have, where it lies about them and the run allows so many."""

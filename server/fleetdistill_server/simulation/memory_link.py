@@ -11,7 +11,7 @@ from fleetdistill_server.intake.device_api import Desk
 
 
 class MemoryLink:
-    """Implements `fleetdistill.link.Link` within one process. It never waits: `next_ask` answers at once."""
+    """Implements `fleetdistill.link.base.Link` within one process. It never waits: `next_ask` answers at once."""
 
     remote = False
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.figures import Counts
+from fleetdistill.device.figures import Counts
 from fleetdistill.methods.base import GENERAL
-from fleetdistill.onnx_file import cpu_session
+from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.methods.traffic import readable_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fleetdistill.figures import Counts
+from fleetdistill.device.figures import Counts
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.alone import train_alone

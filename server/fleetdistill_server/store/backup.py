@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetdistill import failpoints
-from fleetdistill.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
+from fleetdistill.state import failpoints
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import FileBlobs, disk_errors
 from fleetdistill_server.store.retention import alone, needed

@@ -30,10 +30,10 @@ from typing import IO, Protocol
 
 from google.protobuf.message import DecodeError
 
-from fleetdistill import failpoints
-from fleetdistill.durable import make_directory, rename_durably, sync_directory
 from fleetdistill.errors import DamagedError, NoSpaceError, StoreError, WireError, in_words
-from fleetdistill.file_lock import lock_file
+from fleetdistill.state import failpoints
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
+from fleetdistill.state.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2

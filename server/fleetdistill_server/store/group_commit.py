@@ -14,8 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
-from fleetdistill import failpoints
 from fleetdistill.errors import StoreError
+from fleetdistill.state import failpoints
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.store import Store
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
+from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.blobs import Held
 from fleetdistill_server.store.run_names import no_such_run

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetdistill import failpoints
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.state import failpoints
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store

@@ -25,9 +25,9 @@ from typing import Any
 
 import sqlite_utils
 
-from fleetdistill.durable import make_directory
 from fleetdistill.errors import NoSpaceError, RunError, StoreError
 from fleetdistill.knowledge import Metrics
+from fleetdistill.state.durable import make_directory
 from fleetdistill_server.config.run_changes import changes_between, refusal
 from fleetdistill_server.logs import log_event
 from fleetdistill_server.store.back_off import rounds_left_out

@@ -22,8 +22,8 @@ from fleetdistill.seeds import derive_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fleetdistill.local_training import TensorData
     from fleetdistill.methods.cdkt.transfer import Distance
+    from fleetdistill.training.local_training import TensorData
 
 METRICS = ("kl", "js", "norm2")
 CHOICES = {
@@ -167,7 +167,7 @@ class CDKTDevice(DeviceMethod):
         """Eq. (4): each private mini-batch with the next proxy mini-batch, both in one pass of the model."""
         import torch
 
-        from fleetdistill.local_training import train_steps
+        from fleetdistill.training.local_training import train_steps
 
         self.trained = train_steps(
             self.local.model,
@@ -210,7 +210,7 @@ class CDKTDevice(DeviceMethod):
         """Logits for both mini-batches, and embeddings for the proxy's where a term needs them."""
         import torch
 
-        from fleetdistill.model import logits_and_embedding
+        from fleetdistill.training.model import logits_and_embedding
 
         model, first = self.local.model, len(own_x)
         own = None if self.config.joint_pass else model(own_x)
@@ -255,8 +255,8 @@ class CDKTDevice(DeviceMethod):
 
     def _knowledge(self) -> ProxyKnowledge:
         """Message 2: L_n and H_n on the whole proxy set, in its order."""
-        from fleetdistill.local_training import extract
-        from fleetdistill.model import logits_and_embedding
+        from fleetdistill.training.local_training import extract
+        from fleetdistill.training.model import logits_and_embedding
 
         (outcomes, embeddings), model, inputs = self.config.up, self.local.model, self._proxy.inputs
         say: dict[str, Callable[[Tensor], Tensor]] = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fleetdistill.losses import distillation_loss, euclidean_distance, js_divergence
+from fleetdistill.training.losses import distillation_loss, euclidean_distance, js_divergence
 
 
 def with_labels(outcomes_pc: Tensor, labels_p: Tensor) -> Tensor:

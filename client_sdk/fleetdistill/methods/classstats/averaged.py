@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fleetdistill.local_training import TrainingReport
+    from fleetdistill.training.local_training import TrainingReport
 
 _MOST_RANK = 64
 _MOST_ROWS = 10_000
@@ -257,8 +257,8 @@ class AveragedDevice(DeviceMethod):
         import torch
         from torch.nn import functional
 
-        from fleetdistill.local_training import train_epochs
-        from fleetdistill.tensors import model_parameters
+        from fleetdistill.training.local_training import train_epochs
+        from fleetdistill.training.parameters import model_parameters
 
         self._load_extractor(ask)
         self.trained = train_epochs(
@@ -299,8 +299,8 @@ class AveragedDevice(DeviceMethod):
     @answers("agree")
     def agree(self, ask: Ask) -> Answer:
         """Soft predictions of the general predictor on the round's drawn rows."""
-        from fleetdistill.local_training import extract
-        from fleetdistill.losses import soft_targets
+        from fleetdistill.training.local_training import extract
+        from fleetdistill.training.losses import soft_targets
 
         lesson = self._take_classes(ask)
         drawn, _ = self._draw(lesson)
@@ -323,7 +323,7 @@ class AveragedDevice(DeviceMethod):
         return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _load_extractor(self, ask: Ask) -> None:
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         take_weights(self.local.taps.extractor, ask.part("extractor", ModelParameters))
 
@@ -338,7 +338,7 @@ class AveragedDevice(DeviceMethod):
 
     def _copy_of_model(self) -> torch.nn.Module:
         """For the personal predictor: with the very tensors of an extractor that is frozen, so that there is one."""
-        from fleetdistill.tensors import state_tensors
+        from fleetdistill.training.parameters import state_tensors
 
         shared = [] if self._personal_has_own_extractor else state_tensors(self.local.taps.extractor)
         return copy.deepcopy(self.local.model, {id(one): one for one in shared})
@@ -369,7 +369,7 @@ class AveragedDevice(DeviceMethod):
 
     def _features(self) -> Tensor:
         """Features of all own rows behind the frozen extractor, where training is."""
-        from fleetdistill.local_training import extract
+        from fleetdistill.training.local_training import extract
 
         found = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         return found.to(self.local.torch_device)
@@ -389,7 +389,7 @@ class AveragedDevice(DeviceMethod):
 
     @cached_property
     def _features_shape(self) -> tuple[int, ...]:
-        from fleetdistill.local_training import extract
+        from fleetdistill.training.local_training import extract
 
         first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
         return tuple(first.shape[1:])
@@ -436,7 +436,7 @@ class AveragedDevice(DeviceMethod):
     def _loss_of_drawn(self, logits_bc: Tensor, drawn: DrawnRows, taken: list[int]) -> Tensor:
         from torch.nn import functional
 
-        from fleetdistill.losses import distillation_loss
+        from fleetdistill.training.losses import distillation_loss
 
         loss = self.config.drawn_weight * functional.cross_entropy(logits_bc, drawn.labels[taken])
         if drawn.soft is not None:
@@ -448,7 +448,7 @@ class AveragedDevice(DeviceMethod):
         """Whether it came to nothing finite and is as before: the fleet learns from the general predictor alone."""
         from torch.nn import functional
 
-        from fleetdistill.undo import reason_undone
+        from fleetdistill.training.rollback import reason_undone
 
         personal, labels = self._personal, self.local.data.labels.to(features.device)
         assert personal is not None
@@ -476,7 +476,7 @@ class AveragedDevice(DeviceMethod):
     def _train(self, model: torch.nn.Module, name: str, losses: Any, seed: int) -> TrainingReport:
         import torch
 
-        from fleetdistill.local_training import train_steps
+        from fleetdistill.training.local_training import train_steps
 
         return train_steps(
             model,
@@ -570,7 +570,7 @@ def _check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
 
 
 def packed(sent: ClassStatistics) -> list[Any]:
-    """Class statistics as `fleetdistill.state_file` keeps them: a tensor for each array, no larger than it travels."""
+    """Class statistics as `fleetdistill.state.state_file` keeps them: tensors in their types on the wire."""
     import torch
 
     def tensor(array: Array | None) -> Tensor | None:
@@ -599,7 +599,7 @@ def _digest(module: torch.nn.Module) -> str:
 
 def _above_extractor(model: torch.nn.Module) -> dict[str, Tensor]:
     """A model's state but for its extractor, which is frozen and kept once, with the general model."""
-    from fleetdistill.tensors import state_tensors
+    from fleetdistill.training.parameters import state_tensors
 
     below = {id(one) for one in state_tensors(model.extractor)}  # type: ignore[arg-type]
     return {name: one.detach() for name, one in model.state_dict(keep_vars=True).items() if id(one) not in below}

@@ -386,8 +386,8 @@ class ClassStatsDevice(DeviceMethod):
     @cached_property
     def _fixed(self) -> FixedFeatures:
         from fleetdistill.methods.classstats.kept_features import FixedFeatures
-        from fleetdistill.model import output_shape
         from fleetdistill.models import build_model
+        from fleetdistill.training.model import output_shape
 
         shape = tuple(self.local.data.inputs.shape[1:])
         given = self.config.features == "model"
@@ -464,7 +464,7 @@ def copied(space: ClassSpace) -> ClassSpace:
 
 
 def packed(space: ClassSpace) -> dict[str, Any]:
-    """A space as `fleetdistill.state_file` keeps it."""
+    """A space as `fleetdistill.state.state_file` keeps it."""
     import torch
 
     arrays = {name: torch.from_numpy(np.array(value)) for name, value in vars(space).items() if name != "labels"}

@@ -13,8 +13,8 @@ import numpy as np
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassStatistics
-from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
+from fleetdistill.training.portable_noise import portable_noise
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _LARGEST_COUNT = 2**31 - 1

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import Array
-from fleetdistill.local_training import extract
 from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.training.local_training import extract
 
 MOST_BYTES = 512 << 20
 """Of all that is kept; what was used longest ago goes first."""

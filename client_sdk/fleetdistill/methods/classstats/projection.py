@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleetdistill.knowledge import Array
-from fleetdistill.portable_noise import splitmix64
+from fleetdistill.training.portable_noise import splitmix64
 
 SEED = 1
 """One for all runs, so that a summary serves every run."""

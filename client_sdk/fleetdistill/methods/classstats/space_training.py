@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.knowledge import Array, ClassSpace
-from fleetdistill.local_training import TrainingReport, train_steps
-from fleetdistill.losses import distillation_loss, soft_targets
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.portable_noise import portable_noise
 from fleetdistill.seeds import derive_seed
-from fleetdistill.time_limit import check_time
+from fleetdistill.training.local_training import TrainingReport, train_steps
+from fleetdistill.training.losses import distillation_loss, soft_targets
+from fleetdistill.training.portable_noise import portable_noise
+from fleetdistill.training.time_limit import check_time
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import Local

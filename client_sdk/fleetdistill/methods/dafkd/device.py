@@ -28,7 +28,7 @@ from fleetdistill.methods.base import (
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.models import GENERATORS
 from fleetdistill.names import unknown_name
-from fleetdistill.portable_noise import portable_noise
+from fleetdistill.training.portable_noise import portable_noise
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ def distillation_samples(generator: NoiseGenerator, noise_seed: int, count: int,
     """
     import torch
 
-    from fleetdistill.local_training import extract
+    from fleetdistill.training.local_training import extract
 
     noise_md = torch.from_numpy(portable_noise(noise_seed, count, generator.noise_dim))
     rows = torch.arange(count)
@@ -239,8 +239,8 @@ class DaFKDDevice(DeviceMethod):
     metrics_steps = ("train",)
 
     def __init__(self, config: DaFKDConfig, local: Local) -> None:
-        from fleetdistill.local_training import TensorData, extract
         from fleetdistill.models.discriminators import shared_features
+        from fleetdistill.training.local_training import TensorData, extract
 
         super().__init__(config, local)
         if config.exact:
@@ -255,7 +255,7 @@ class DaFKDDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Eqs. (9) and (3) over the local epochs; with it, predictions on samples of the generator as it was sent."""
-        from fleetdistill.tensors import model_parameters, take_weights
+        from fleetdistill.training.parameters import model_parameters, take_weights
 
         adversarial = ask.setting("adversarial", bool)
         if "parameters" in ask.parts:  # stays away from a device whose classifier is its own
@@ -276,7 +276,7 @@ class DaFKDDevice(DeviceMethod):
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
         """The second exchange of `exact`: predictions on samples of the round's mean generator."""
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         take_weights(self._generator, ask.part("generator", Generator).parameters)
         return Answer(parts={"predictions": self._predictions(self._samples(ask), ask)}, samples=len(self.local.data))
@@ -284,7 +284,7 @@ class DaFKDDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global classifier becomes the device's."""
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
@@ -294,8 +294,8 @@ class DaFKDDevice(DeviceMethod):
     def _train(self, seed: int, *, adversarial: bool) -> None:
         import torch
 
-        from fleetdistill.local_training import train_steps
         from fleetdistill.methods.dafkd.training import AdversarialTraining
+        from fleetdistill.training.local_training import train_steps
 
         judged, discriminator_optimizer = self._ready()
         judged.discriminator.train()
@@ -345,7 +345,7 @@ class DaFKDDevice(DeviceMethod):
     # --- what is sent
 
     def _discriminator(self) -> Discriminator:
-        from fleetdistill.tensors import model_parameters
+        from fleetdistill.training.parameters import model_parameters
 
         sharing = self.config.sharing
         scope = "head" if sharing else "discriminator"
@@ -359,9 +359,9 @@ class DaFKDDevice(DeviceMethod):
 
     def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
         """u = f * s, in eval mode; the discriminator stays here."""
-        from fleetdistill.local_training import extract
-        from fleetdistill.losses import soft_targets
         from fleetdistill.methods.dafkd.losses import weighted_predictions
+        from fleetdistill.training.local_training import extract
+        from fleetdistill.training.losses import soft_targets
 
         judged, _ = self._ready()
         verdict_m = extract(judged.judge, samples) if self.config.correlation else None

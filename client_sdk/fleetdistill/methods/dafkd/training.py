@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.local_training import TensorData
 from fleetdistill.methods.dafkd.device import DaFKDConfig
 from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty
-from fleetdistill.model import frozen_batch_norm
 from fleetdistill.models.dafkd import NoiseGenerator
 from fleetdistill.models.discriminators import JudgedClassifier
 from fleetdistill.seeds import derive_seed
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import frozen_batch_norm
 
 
 def adam(config: DaFKDConfig, module: torch.nn.Module, learning_rate: float) -> torch.optim.Adam:

@@ -176,7 +176,7 @@ class FedD2SDevice(DeviceMethod):
     metrics_steps = ("learn",)
 
     def __init__(self, config: FedD2SConfig, local: Local) -> None:
-        from fleetdistill.model import SplitModel
+        from fleetdistill.training.model import SplitModel
 
         super().__init__(config, local)
         if not isinstance(local.model, SplitModel):
@@ -216,7 +216,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _columns(self, layer: int) -> dict[str, Array]:
         """H_1 and H_l by the names of their layers; one column where l is 1."""
-        from fleetdistill.local_training import extract
+        from fleetdistill.training.local_training import extract
 
         model, names = self._model, self._model.stage_names
         first = extract(lambda x: model.features(x, 1), self._inputs, model=model)
@@ -235,7 +235,7 @@ class FedD2SDevice(DeviceMethod):
     def _train(self, epochs: int, losses: Callable[[int, Tensor], Iterator[Tensor]], seed: int) -> None:
         import torch
 
-        from fleetdistill.local_training import train_steps
+        from fleetdistill.training.local_training import train_steps
 
         self.trained = train_steps(
             self._model,
@@ -288,7 +288,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _head(self, layer: int, sent: ModelParameters | None) -> nn.Module:
         """The global network's layers l+1 to L, frozen and in eval mode; nothing above the last layer."""
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         head = copy.deepcopy(self._model.stages[layer:])
         if sent is not None:
@@ -297,7 +297,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _through_head(self, layer: int, head: nn.Module, probs: Tensor, valid: Tensor) -> Term:
         """tau^2 * KL(t || v): v is what the head makes of the own layers 1 to l."""
-        from fleetdistill.losses import distillation_loss
+        from fleetdistill.training.losses import distillation_loss
 
         def term(rows_b: Tensor) -> Tensor:
             logits_bc = head(self._model.features(self._inputs[rows_b], layer))
@@ -316,7 +316,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _towards_features(self, layer: int, target: Tensor, valid: Tensor) -> Term:
         """The ablation's mean squared distance to the global network's features at layer l."""
-        from fleetdistill.losses import feature_distance
+        from fleetdistill.training.losses import feature_distance
 
         def term(rows_b: Tensor) -> Tensor:
             features = self._model.features(self._inputs[rows_b], layer)

@@ -144,7 +144,7 @@ class FedDKCDevice(DeviceMethod):
     def _teacher(self, knowledge: RefinedKnowledge) -> _Teacher:
         import torch
 
-        from fleetdistill.losses import soft_targets
+        from fleetdistill.training.losses import soft_targets
 
         shape = (len(self.local.data), self.local.classes)
         if not knowledge.valid or knowledge.sample_ids is None or knowledge.values is None:
@@ -162,8 +162,8 @@ class FedDKCDevice(DeviceMethod):
         import torch
         from torch.nn import functional
 
-        from fleetdistill.local_training import train_epochs
-        from fleetdistill.losses import distillation_loss
+        from fleetdistill.training.local_training import train_epochs
+        from fleetdistill.training.losses import distillation_loss
 
         probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
 
@@ -186,7 +186,7 @@ class FedDKCDevice(DeviceMethod):
         )
 
     def _knowledge(self) -> SampleKnowledge:
-        from fleetdistill.local_training import extract
+        from fleetdistill.training.local_training import extract
 
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)

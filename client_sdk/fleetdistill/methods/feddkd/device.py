@@ -155,8 +155,8 @@ class FedDKDDevice(DeviceMethod):
     metrics_steps = ("train",)
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
-        from fleetdistill.model import embedding_tap
-        from fleetdistill.tensors import batch_norm_names
+        from fleetdistill.training.model import embedding_tap
+        from fleetdistill.training.parameters import batch_norm_names
 
         super().__init__(config, local)
         if config.variant == "max" and embedding_tap(local.model) is None:
@@ -173,8 +173,8 @@ class FedDKDDevice(DeviceMethod):
         """Alg. 1, line 5: local training from the global model; the result is this round's teacher."""
         import torch
 
-        from fleetdistill.local_training import train_steps
-        from fleetdistill.tensors import model_parameters, take_weights
+        from fleetdistill.training.local_training import train_steps
+        from fleetdistill.training.parameters import model_parameters, take_weights
 
         local, config = self.local, self.config
         take_weights(local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
@@ -199,8 +199,8 @@ class FedDKDDevice(DeviceMethod):
         """Cross-entropy; for FedDKD_MAX (Alg. 3) with the entropy term on the last layer's input."""
         from torch.nn import functional
 
-        from fleetdistill.losses import activation_divergence
-        from fleetdistill.model import logits_and_embedding
+        from fleetdistill.training.losses import activation_divergence
+        from fleetdistill.training.model import logits_and_embedding
 
         if self.config.variant != "max":
             return functional.cross_entropy(self.local.model(inputs_b), labels_b)
@@ -221,7 +221,7 @@ class FedDKDDevice(DeviceMethod):
         """
         import torch
 
-        from fleetdistill.losses import soft_targets
+        from fleetdistill.training.losses import soft_targets
 
         self._take_step(ask)
         local, config = self.local, self.config
@@ -247,7 +247,7 @@ class FedDKDDevice(DeviceMethod):
         """The student's loss on this round's judging rows, in eval mode, in nats; infinite where it has diverged."""
         import torch
 
-        from fleetdistill.losses import soft_cross_entropy, soft_targets
+        from fleetdistill.training.losses import soft_cross_entropy, soft_targets
 
         local, temperature = self.local, self.config.temperature
         order = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(self._round))
@@ -274,7 +274,7 @@ class FedDKDDevice(DeviceMethod):
 
     def _teacher(self) -> Tensor:
         """The teacher's logits for all own samples `[N, C]`, in eval mode, on the CPU."""
-        from fleetdistill.local_training import extract
+        from fleetdistill.training.local_training import extract
 
         if self._teacher_logits is None:
             self._teacher_logits = extract(self.local.model, self.local.data.inputs)
@@ -283,7 +283,7 @@ class FedDKDDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's; for FedDKD_BN with the batch-norm of its own."""
-        from fleetdistill.tensors import take_weights
+        from fleetdistill.training.parameters import take_weights
 
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
         self._round, self._step, self._teacher_logits = _NO_ROUND, 0, None  # the model is no teacher any more
@@ -333,8 +333,8 @@ def distillation_gradient(
     """
     import torch
 
-    from fleetdistill.losses import soft_cross_entropy
-    from fleetdistill.tensors import tensors_of
+    from fleetdistill.training.losses import soft_cross_entropy
+    from fleetdistill.training.parameters import tensors_of
 
     where = inputs_b.device
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
@@ -365,8 +365,8 @@ def _student_logits(
     """
     from torch.func import functional_call
 
-    from fleetdistill.model import in_mode
-    from fleetdistill.tensors import tensors_of
+    from fleetdistill.training.model import in_mode
+    from fleetdistill.training.parameters import tensors_of
 
     where = inputs_b.device
     sent = tensors_of(student.parameters) if parameters is None else parameters

@@ -18,17 +18,17 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.local_training import extract, train_steps
-from fleetdistill.losses import soft_targets
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.classstats.averaged import AveragedConfig, packed, unpacked
 from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import output_shape
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed
-from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill.undo import reason_undone
+from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.losses import soft_targets
+from fleetdistill.training.model import output_shape
+from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
+from fleetdistill.training.rollback import reason_undone
 from fleetdistill.wire.codec import decode, encode, float_type
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean

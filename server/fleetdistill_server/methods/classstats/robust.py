@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fleetdistill.knowledge import Array
-from fleetdistill.local_training import TensorData
+from fleetdistill.training.local_training import TensorData
 
 MOST_ROWS = 3.0
 """Rows that a device counts for, as a multiple of the median device's."""

@@ -30,12 +30,12 @@ from fleetdistill.methods.classstats.device import (
 )
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
-from fleetdistill.model import output_shape
 from fleetdistill.models import build_model
 from fleetdistill.models.space import SpaceModel
-from fleetdistill.onnx_export import onnx_bytes
 from fleetdistill.seeds import derive_seed
-from fleetdistill.tensors import model_parameters
+from fleetdistill.training.model import output_shape
+from fleetdistill.training.onnx_export import onnx_bytes
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.base import Notes, ServerMethod

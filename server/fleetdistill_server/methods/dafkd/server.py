@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
-from fleetdistill.local_training import extract, train_steps
-from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.dafkd.device import DaFKDConfig, distillation_samples, make_generator
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import fingerprint, frozen_batch_norm
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
-from fleetdistill.tensors import load_parameters, model_parameters, part_shapes
-from fleetdistill.undo import reason_undone
+from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.losses import distillation_loss
+from fleetdistill.training.model import fingerprint, frozen_batch_norm
+from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
+from fleetdistill.training.rollback import reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod

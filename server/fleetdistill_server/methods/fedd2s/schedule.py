@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.model import SplitModel
+from fleetdistill.training.model import SplitModel
 
 
 def distillation_layer(participation: int, layers: int, drop_every: int, l_min: int) -> int:

@@ -30,13 +30,13 @@ from fleetdistill.knowledge import (
     RefinedKnowledge,
     SampleKnowledge,
 )
-from fleetdistill.local_training import extract, train_steps
-from fleetdistill.losses import distillation_loss, feature_distance, soft_targets
 from fleetdistill.methods.fedd2s.device import FedD2SConfig, Term, phase_epochs, scheduled
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.model import SplitModel, evaluating
-from fleetdistill.tensors import load_parameters, model_parameters
-from fleetdistill.undo import Rate, check_can_be_sent, reason_undone
+from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.losses import distillation_loss, feature_distance, soft_targets
+from fleetdistill.training.model import SplitModel, evaluating
+from fleetdistill.training.parameters import load_parameters, model_parameters
+from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Notes, ServerMethod

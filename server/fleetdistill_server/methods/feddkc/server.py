@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.knowledge import ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.local_training import extract, make_optimizer, smallest_batch
-from fleetdistill.losses import distillation_loss
 from fleetdistill.methods.base import CUT
 from fleetdistill.methods.feddkc.device import FedDKCConfig
-from fleetdistill.model import output_shape
-from fleetdistill.tensors import model_parameters
-from fleetdistill.undo import Rate, check_can_be_sent, reason_not_sent, reason_undone
+from fleetdistill.training.local_training import extract, make_optimizer, smallest_batch
+from fleetdistill.training.losses import distillation_loss
+from fleetdistill.training.model import output_shape
+from fleetdistill.training.parameters import model_parameters
+from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Notes, ServerMethod

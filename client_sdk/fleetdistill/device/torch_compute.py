@@ -14,26 +14,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetdistill.data_version import digest_of
+from fleetdistill.device.compute import Work, faults_decline
+from fleetdistill.device.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
-from fleetdistill.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
-from fleetdistill.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import CUT, DELIVER, RECEIVED, RESULT, Ask, DeviceMethod, Local
-from fleetdistill.model import SplitModel, check_local_model, embedding_tap, evaluating, fingerprint, parameter_count
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.models.space import MakePredictor, SpaceModel
-from fleetdistill.onnx_export import export_onnx
-from fleetdistill.onnx_file import OnnxReport, copy_onnx
-from fleetdistill.proxy import proxy_data, proxy_of
-from fleetdistill.state_file import pack_state, unpack_state
-from fleetdistill.tensors import state_tensors, take_weights
+from fleetdistill.state.data_version import digest_of
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
+from fleetdistill.training.model import (
+    SplitModel,
+    check_local_model,
+    embedding_tap,
+    evaluating,
+    fingerprint,
+    parameter_count,
+)
+from fleetdistill.training.onnx_export import export_onnx
+from fleetdistill.training.onnx_file import OnnxReport, copy_onnx
+from fleetdistill.training.parameters import state_tensors, take_weights
+from fleetdistill.training.proxy_set import proxy_data, proxy_of
 from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import Work, faults_decline
 
 _PARITY_SAMPLES = 64
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from fleetdistill.errors import DataError
 from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.light.onnx_extractor import OnnxExtractor
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.projection import projection
-from fleetdistill.onnx_extractor import OnnxExtractor
 
 _SPACE_FIELDS = tuple(one.name for one in fields(ClassSpace) if one.name != "labels")
 

@@ -22,10 +22,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from fleetdistill.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY, Credentials, split, write_private
-from fleetdistill.disk import disk_errors
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError, WireError
-from fleetdistill.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.link.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY, Credentials, split, write_private
+from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.state.disk import disk_errors
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 
@@ -205,7 +205,7 @@ def _damaged(path: Path, what: str) -> StateError:
 
 def _cryptography() -> Any:
     try:
-        from fleetdistill import x509
+        from fleetdistill.link import x509
     except ImportError as error:
         raise ConfigurationError("TLS needs the package cryptography: pip install 'fleetdistill[tls]'") from error
     return x509

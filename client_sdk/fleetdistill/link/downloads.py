@@ -23,10 +23,10 @@ from typing import IO
 import google_crc32c
 from google.protobuf.message import DecodeError
 
-from fleetdistill.disk import disk_errors, free_bytes
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
-from fleetdistill.link import Link
-from fleetdistill.storage import MAX_SPOOL_BYTES
+from fleetdistill.link.base import Link
+from fleetdistill.state.directory import MAX_SPOOL_BYTES
+from fleetdistill.state.disk import disk_errors, free_bytes
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from fleetdistill import failpoints
+from fleetdistill.state import failpoints
 
 try:
     import fcntl

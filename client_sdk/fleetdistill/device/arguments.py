@@ -71,7 +71,7 @@ def check_columns(allow: Sequence[str]) -> None:
 
 def check_way(server: str, insecure: bool, tls: bool) -> None:
     """Raises ConfigurationError for plain text to another machine that the app has not allowed."""
-    from fleetdistill.grpc_link import is_loopback
+    from fleetdistill.link.grpc_link import is_loopback
 
     if not (tls or insecure or is_loopback(server)):
         raise ConfigurationError(

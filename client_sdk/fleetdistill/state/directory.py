@@ -31,11 +31,11 @@ from typing import IO, Any
 
 from google.protobuf.message import DecodeError
 
-from fleetdistill import failpoints
-from fleetdistill.disk import disk_errors, free_bytes
-from fleetdistill.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.errors import NoRoomError, StateError, WireError
-from fleetdistill.file_lock import lock_file
+from fleetdistill.state import failpoints
+from fleetdistill.state.disk import disk_errors, free_bytes
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
+from fleetdistill.state.file_lock import lock_file
 from fleetdistill.verdict import Verdict
 from fleetdistill.version import VERSION
 from fleetdistill.wire import payload as wire

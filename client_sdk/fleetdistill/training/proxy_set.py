@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetdistill.errors import DataError, WireError
 from fleetdistill.knowledge import Kind, ProxySet
-from fleetdistill.local_training import TensorData, as_tensor_data
+from fleetdistill.training.local_training import TensorData, as_tensor_data
 
 PART = "proxy"
 """Name of the only part of the payload that carries a proxy set."""

@@ -15,9 +15,9 @@ import numpy as np
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from fleetdistill.credentials import Credentials
 from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError
-from fleetdistill.tls_probe import speaks_tls
+from fleetdistill.link.credentials import Credentials
+from fleetdistill.link.tls_probe import speaks_tls
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.framing import framed
@@ -63,7 +63,7 @@ def is_loopback(address: str) -> bool:
 
 
 class CredentialsSource(Protocol):
-    """Where a link gets its certificate: `fleetdistill.enrolment.Enrolment`."""
+    """Where a link gets its certificate: `fleetdistill.link.enrolment.Enrolment`."""
 
     def current(self) -> Credentials:
         """Credentials that are valid now, the same object until they change."""

@@ -17,8 +17,8 @@ import numpy as np
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import Array, NetworkFile, Parts
 from fleetdistill.methods.classstats.projection import projection
-from fleetdistill.onnx_file import cpu_session
-from fleetdistill.time_limit import check_time
+from fleetdistill.training.onnx_file import cpu_session
+from fleetdistill.training.time_limit import check_time
 
 PART = "extractor"
 """Name of the only part of the payload that carries an extractor's file."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
+from fleetdistill.state.durable import rename_durably
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
-from fleetdistill.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
+from fleetdistill.state.durable import rename_durably
+from fleetdistill.training.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
 
 _FEATURES_TOLERANCE = 1e-3  # logarithms of numbers near 0 differ more than logits
 _OPSET = 18  # fixed, so that a newer torch does not shut out the onnxruntime that a fleet already has

@@ -1,4 +1,4 @@
-"""What a `Device` needs of whatever computes for it. `fleetdistill.worker` does it with PyTorch.
+"""What a `Device` needs of whatever computes for it. `fleetdistill.device.torch_compute` does it with PyTorch.
 
 An app that computes with something else gives `Device(worker=...)`: a function that takes the run's contract and
 returns an object with this protocol.
@@ -20,8 +20,8 @@ from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.figures import Counts
-    from fleetdistill.onnx_file import OnnxReport
+    from fleetdistill.device.figures import Counts
+    from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf.message import DecodeError
 
-from fleetdistill import failpoints
-from fleetdistill.app_models import AppModels
-from fleetdistill.arguments import (
+from fleetdistill.device.app_models import AppModels
+from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
     check_bounds,
     check_columns,
@@ -35,9 +34,10 @@ from fleetdistill.arguments import (
     check_export,
     check_way,
 )
-from fleetdistill.credentials import is_enrolled
-from fleetdistill.data_version import data_version, digest_of_given
-from fleetdistill.declines import MAX_REASON, Declines
+from fleetdistill.device.consent import check_may_leave
+from fleetdistill.device.declines import MAX_REASON, Declines
+from fleetdistill.device.guard import Guard
+from fleetdistill.device.notes import in_words
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -50,17 +50,17 @@ from fleetdistill.errors import (
     StateError,
     WireError,
 )
-from fleetdistill.gate import check_may_leave
-from fleetdistill.guard import Guard
-from fleetdistill.link import Link
+from fleetdistill.link.base import Link
+from fleetdistill.link.credentials import is_enrolled
+from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
+from fleetdistill.link.terms import beat_seconds, check_ask, check_terms, known_compression, pause_of, plain
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.names import NAME_RULE, is_name
-from fleetdistill.notes import in_words
 from fleetdistill.printable import printable
-from fleetdistill.storage import MAX_SPOOL_BYTES, Outcome, Pending, Storage
-from fleetdistill.terms import beat_seconds, check_ask, check_terms, known_compression, pause_of, plain
-from fleetdistill.time_limit import time_limit
-from fleetdistill.transfer import DOWNLOADS, Downloads, adopt_proxy_set
+from fleetdistill.state import failpoints
+from fleetdistill.state.data_version import data_version, digest_of_given
+from fleetdistill.state.directory import MAX_SPOOL_BYTES, Outcome, Pending, Storage
+from fleetdistill.training.time_limit import time_limit
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
@@ -71,10 +71,10 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 if TYPE_CHECKING:
     from torch import nn
 
+    from fleetdistill.device.compute import DeviceWorker, MakeWorker
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer
     from fleetdistill.models.space import MakePredictor
-    from fleetdistill.work import DeviceWorker, MakeWorker
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +128,11 @@ class Device:
     Args:
         server: `host:port` of the aggregation server, or a `Link`.
         model: The local model, or a function that builds it: a module with `extractor`, `features` and `predict`
-            (see `fleetdistill.model.split_sequential`).
+            (see `fleetdistill.training.model.split_sequential`).
         data: Private training data: `(inputs, labels)` as tensors or numpy arrays, a map-style torch Dataset, or a
             function that returns one of these.
         worker: Instead of model, data and what goes with them, for an app that computes with something else than
-            PyTorch: a function that takes the run's contract and returns a `fleetdistill.work.DeviceWorker`.
+            PyTorch: a function that takes the run's contract and returns a `fleetdistill.device.compute.DeviceWorker`.
         state_dir: Directory of this device alone; keeps identity, model and what is under way.
         run: Name of the run; may be left out where the server has only one.
         device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
@@ -391,12 +391,12 @@ class Device:
 
     def _open_link(self, server: str, token: str | Path | None) -> Link:
         """TLS for a device that is enrolled or has a token; plain text is never fallen back to."""
-        from fleetdistill.grpc_link import GrpcLink
+        from fleetdistill.link.grpc_link import GrpcLink
 
         directory = self._storage.directory
         if token is None and not is_enrolled(directory):
             return GrpcLink(server)
-        from fleetdistill.enrolment import Enrolment
+        from fleetdistill.link.enrolment import Enrolment
 
         return GrpcLink(server, Enrolment(server, directory, self._identity.device, token))
 
@@ -439,7 +439,7 @@ class Device:
 
     def _profile_of(self, worker: DeviceWorker) -> contract_pb2.DeviceProfile:
         # Not above: it loads methods, and the front, which imports this package, must know none.
-        from fleetdistill.work import NamesRows
+        from fleetdistill.device.compute import NamesRows
 
         profile = worker.profile(self._allow)
         _set_compressions(profile)
@@ -463,7 +463,7 @@ class Device:
         return self._worker
 
     def _torch_worker(self, contract: contract_pb2.Contract) -> DeviceWorker:
-        from fleetdistill.worker import Worker
+        from fleetdistill.device.torch_compute import Worker
 
         assert self._model is not None  # checked by __init__
         return Worker(

@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.data_version import digest_of
+from fleetdistill.device.compute import MakeWorker, Work, faults_decline
+from fleetdistill.device.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
-from fleetdistill.light_answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
+from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
+from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
 from fleetdistill.methods.classstats.device import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
-from fleetdistill.onnx_extractor import OnnxExtractor, extractor_of
+from fleetdistill.state.data_version import digest_of
 from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill.work import MakeWorker, Work, faults_decline
 
 if TYPE_CHECKING:
-    from fleetdistill.onnx_file import OnnxReport
+    from fleetdistill.training.onnx_file import OnnxReport
 
 METHOD = "classstats"
 _MODEL_NAME = "light"
@@ -66,7 +66,7 @@ class LabelledArrays:
 
 
 class LightWorker:
-    """Does a device's computing in numpy: a `fleetdistill.work.DeviceWorker`. See `light_worker`.
+    """Does a device's computing in numpy: a `fleetdistill.device.compute.DeviceWorker`. See `light_worker`.
 
     Attributes:
         contract: The run's terms.
@@ -296,7 +296,7 @@ class LightWorker:
         Raises:
             ExportError: The package `onnx` is not installed, or a file would not answer like the device.
         """
-        from fleetdistill.light_export import export_answers
+        from fleetdistill.light.export import export_answers
 
         metadata = {
             "run": self.contract.run,

@@ -19,10 +19,10 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
-from fleetdistill.figures import Counts
-from fleetdistill.model import in_mode
-from fleetdistill.time_limit import check_time
+from fleetdistill.training.model import in_mode
+from fleetdistill.training.time_limit import check_time
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
@@ -152,7 +152,7 @@ def train_epochs(
         ConfigurationError: `epochs` or `batch_size` is out of range.
         DataError: There is no sample, or only one and the model has batch-norm.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
-        CannotAnswer: The time of a `fleetdistill.time_limit` is over.
+        CannotAnswer: The time of a `fleetdistill.training.time_limit` is over.
     """
     inputs, labels = data.inputs.to(device), data.labels.to(device)
     return train_steps(

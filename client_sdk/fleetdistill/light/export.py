@@ -12,12 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
-from fleetdistill.light_answers import LightModel
+from fleetdistill.light.answers import LightModel
 from fleetdistill.methods.classstats.class_space import BELOW_ALL
-from fleetdistill.onnx_file import OnnxReport, Reference, compare, copy_onnx, doing, facts, finish, temporary_beside
+from fleetdistill.state.durable import rename_durably
+from fleetdistill.training.onnx_file import (
+    OnnxReport,
+    Reference,
+    compare,
+    copy_onnx,
+    doing,
+    facts,
+    finish,
+    temporary_beside,
+)
 
 _TOLERANCE = 1e-4
 _LEAST_OPSET = 18  # of ReduceMin with its axes as an input; the server's exports have it
@@ -39,7 +48,7 @@ def export_answers(
         in_use: One of these names.
         path: File to write; its directory must exist.
         samples: Real inputs, `[n, *input_shape]`, n >= 1, on which each file is compared with its answer.
-        metadata: As `fleetdistill.onnx_export.export_onnx`.
+        metadata: As `fleetdistill.training.onnx_export.export_onnx`.
 
     Returns:
         About the file at `path`, with the largest difference of all.

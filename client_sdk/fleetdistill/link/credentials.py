@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.durable import rename_durably
 from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.state.durable import rename_durably
 
 IDENTITY = "identity.pem"
 AUTHORITIES = "ca.pem"

@@ -1,0 +1,1 @@
+"""PyTorch: models, losses, training loops, ONNX export. Imports `state` and `wire`."""
