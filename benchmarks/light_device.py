@@ -127,7 +127,7 @@ def measured(kind: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, float]
     """One device's exchange with a server of its own."""
     from fleetdistill_server.config.run_config import run_config
     from fleetdistill_server.service.supervisor import Supervisor
-    from fleetdistill_server.simulation.links import as_toml
+    from fleetdistill_server.simulation.links.links import as_toml
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

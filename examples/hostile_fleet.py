@@ -3,7 +3,7 @@
     python examples/hostile_fleet.py --attack reversed --rounds 6
 
 The same data, partition and first weights each time. Shown is the global model's accuracy after every round, and whom
-the server named. The attacks are those of `fleetdistill_server.simulation.hostile`.
+the server named. The attacks are those of `fleetdistill_server.simulation.spec.hostile`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.hostile import ATTACKS
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.hostile import ATTACKS
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def main() -> None:

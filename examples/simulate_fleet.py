@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report import FleetReport
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 REFINEMENTS = ("none", "kkr", "skr")
 

@@ -25,8 +25,8 @@ from compare_tables import Headline, print_tables
 
 from fleetdistill.methods import config_class
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report import FleetReport
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 @dataclass(frozen=True)

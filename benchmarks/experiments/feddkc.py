@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"refinement": "none"},

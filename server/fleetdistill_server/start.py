@@ -11,6 +11,6 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))
-    from fleetdistill_server.cli import app
+    from fleetdistill_server.cli.app import app
 
     app()

@@ -24,7 +24,7 @@ from fleetdistill import COLUMNS, Device, FleetDistillError
 from fleetdistill.state import failpoints
 
 if TYPE_CHECKING:
-    from fleetdistill_server.simulation.device import DeviceSpec
+    from fleetdistill_server.simulation.spec.device import DeviceSpec
 
 _PRELOAD = (
     *(
@@ -170,7 +170,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
             device_id=terms.name,
             export_onnx="never",
         )
-    from fleetdistill_server.simulation.device import build_device_model, load_arrays
+    from fleetdistill_server.simulation.spec.device import build_device_model, load_arrays
 
     spec, data = terms.spec, load_arrays(terms.spec.data_file)
     return Device(

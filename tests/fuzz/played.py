@@ -17,9 +17,9 @@ from fleetdistill.light import light_worker
 from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.simulation import links
-from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links import links
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
 
 LIGHT = "classstats in one exchange"
 """The run that a device without PyTorch takes part in too."""

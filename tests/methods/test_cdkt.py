@@ -44,8 +44,8 @@ from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.simulation.metrics import c_per
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.metrics import c_per
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7

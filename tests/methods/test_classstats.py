@@ -53,8 +53,8 @@ from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.context import Setting
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

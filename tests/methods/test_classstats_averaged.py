@@ -58,13 +58,13 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.classstats.averaged import _least_recognised
-from fleetdistill_server.simulation.device import load_arrays
-from fleetdistill_server.simulation.device import make_device as make_simulated
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
-from fleetdistill_server.simulation.report import report_table
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.report.report import report_table
+from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.device import make_device as make_simulated
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

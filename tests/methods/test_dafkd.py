@@ -47,7 +47,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
 )
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 CLASSES, SHAPE = 10, (1, 8, 8)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.methods import SERVER_METHODS, server_class
 from fleetdistill_server.methods.traffic import Sizes, in_round
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fleetdistill.methods import METHODS, device_class
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
 from fleetdistill_server.store.guards import verdict_rows, verdicts
 from fleetdistill_server.views import runs as views
 

@@ -17,7 +17,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 PAPER: dict[str, dict[str, Any]] = {
     "cdkt": {

@@ -29,8 +29,8 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 RUN = "given"
@@ -82,7 +82,7 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
-    server = started(folder, "-c", "from fleetdistill_server.cli import app; app()", "serve", "run.toml")
+    server = started(folder, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", "run.toml")
     try:
         devices = [started(folder, "app.py", str(part)) for part in range(3)]
         said = [device.communicate(timeout=PATIENCE_SECONDS)[0] for device in devices]

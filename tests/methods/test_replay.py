@@ -21,9 +21,9 @@ from support.fleets import (
 from fleetdistill import Device, Step
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Store
 
 MOST_RESTARTS = 1000

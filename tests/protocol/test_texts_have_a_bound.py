@@ -21,7 +21,7 @@ from wire_samples import make_knowledge, make_profile
 from fleetdistill import knowledge as k
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import operations_pb2, service_pb2
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import PAGE_BYTES, pages
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store

@@ -44,7 +44,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
 from fleetdistill_server.intake import device_api as desk
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 RUN = "sdk"

@@ -47,9 +47,9 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.links import as_toml, device_processes
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import as_toml, device_processes
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.store.store import Store
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 GOLDEN = Path(__file__).parent / "golden"

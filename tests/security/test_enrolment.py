@@ -33,7 +33,7 @@ from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.enrolment import Enrolment, read_token, write_token
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.pki import Authority, Role, holder_of
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens

@@ -23,7 +23,7 @@ from fleetdistill import Device
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.enrolment import PREFIX, read_token
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.security.pki import (
     Authority,
@@ -326,7 +326,7 @@ def test_serve_speaks_tls_on_every_address_and_keeps_its_ports(tmp_path: Path) -
     authority = make_pki(tmp_path / "pki")
     authority.issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
     path = run_toml(tmp_path, "0.0.0.0:0", pki=str(tmp_path / "pki"))
-    command = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "serve", str(path)]
+    command = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

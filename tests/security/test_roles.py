@@ -45,8 +45,8 @@ from fleetdistill.wire.v1 import (
     service_pb2_grpc,
     tensor_pb2,
 )
+from fleetdistill_server.cli.method_table import methods as methods_view
 from fleetdistill_server.front.guard import WHO_MAY, Caller, Guard
-from fleetdistill_server.method_table import methods as methods_view
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.security.pki import Authority, Role
 from fleetdistill_server.security.revocation import revoke_device

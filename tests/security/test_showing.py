@@ -21,9 +21,9 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.verdict import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.front.operations_service import MOST_ROWS
-from fleetdistill_server.people import RemoteServer
 from fleetdistill_server.security.pki import Authority, Role
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted

@@ -18,7 +18,7 @@ from support.secured import make_pki, secured_front
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import MOST_ROWS
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store
@@ -97,7 +97,7 @@ def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["the run", "Ctrl-C"])
 def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) -> None:
-    code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
+    code = "import sys; from fleetdistill_server.cli.app import app; app(sys.argv[1:])"
     command = [sys.executable, "-c", code, "runs", "watch", RUN, *watched.there]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -23,8 +23,8 @@ from fleetdistill.state import failpoints
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.backup import backup, restore
 from fleetdistill_server.store.retention import needed, sweep
 from fleetdistill_server.store.store import Store

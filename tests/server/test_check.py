@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.serve_checks import check_new_run
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.serve_checks import check_new_run
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.store import Store
 
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "serve"]
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "serve"]
 
 
 def write(folder: Path, **changes: Any) -> Path:

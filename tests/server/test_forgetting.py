@@ -42,9 +42,9 @@ from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.service.run_endings import cancel
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.retention import sweep_all
 from fleetdistill_server.store.store import Row, Store

@@ -20,7 +20,7 @@ from support.answering import AnsweringFleet
 from support.processes import PATIENCE_SECONDS, is_alive, wait_until
 from typer.testing import CliRunner
 
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import heartbeat, serve_lock, supervisor
 from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, forget_beats, served

@@ -48,7 +48,7 @@ def test_the_front_knows_neither_torch_nor_methods() -> None:
     assert methods == set()
 
 
-@pytest.mark.parametrize("module", ["fleetdistill_server.cli", "fleetdistill_server.service.supervisor"])
+@pytest.mark.parametrize("module", ["fleetdistill_server.cli.app", "fleetdistill_server.service.supervisor"])
 def test_commands_start_without_torch(module: str) -> None:
     assert of_packages(loaded_by(f"import {module}"), "torch", "torchvision", "onnx", "onnxruntime") == set()
 

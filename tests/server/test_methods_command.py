@@ -26,10 +26,10 @@ from fleetdistill.methods.fedd2s.device import FedD2SConfig
 from fleetdistill.methods.feddkc.device import FedDKCConfig
 from fleetdistill.methods.feddkd.device import FedDKDConfig
 from fleetdistill.wire.codec import KINDS
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.method_table import method_row, methods
 from fleetdistill_server.config.run_config import ContractSection
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.method_table import method_row, methods
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
@@ -43,7 +43,7 @@ from fleetdistill_server.methods.traffic import (
     round_bytes,
 )
 from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

@@ -16,7 +16,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
 from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

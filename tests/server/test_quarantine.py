@@ -25,9 +25,9 @@ from fleetdistill_server.engine.cohort import Cohort, RoundTerms
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Row, Store
 
 

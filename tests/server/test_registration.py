@@ -20,9 +20,9 @@ from fleetdistill_server.config.run_config import RunConfig, completed_part, run
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Row, Store
 
 OPERATED: dict[str, Any] = {

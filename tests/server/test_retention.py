@@ -14,7 +14,7 @@ from wire_samples import make_contract, make_metrics, make_payload
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.simulation.fleet import RUN, simulate
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.blobs import FileBlobs, Held
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep

@@ -22,17 +22,17 @@ from fleetdistill.errors import ConfigurationError, DamagedError, RunError
 from fleetdistill.methods import METHODS
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.simulation.device import make_device
 from fleetdistill_server.simulation.fleet import RUN
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.store import Row, Store
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[
 @pytest.mark.parametrize("point", ["rollback.before-commit", "rollback.after-commit"])
 def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tuple[Prepared, Path]) -> None:
     given = ["runs", "rollback", RUN, "--to", "1", "--store", str(played[1])]
-    command = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", *given]
+    command = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", *given]
     killed = subprocess.run(command, env={**os.environ, VARIABLE: f"{point}=kill"}, check=False)
     assert killed.returncode == -signal.SIGKILL
     store = Store.open(played[1])

@@ -26,10 +26,10 @@ from wire_samples import make_payload
 from fleetdistill.errors import ConfigurationError, LinkError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.people import RemoteServer
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
@@ -251,7 +251,7 @@ def test_the_command_asks_before_it_deletes(directory: Path) -> None:
 
 @pytest.mark.parametrize("point", ["engine.gc.before-drop", "engine.gc.after-drop"])
 def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, point: str) -> None:
-    command = ["-c", "from fleetdistill_server.cli import app; app()", "runs", "delete", RUN, "--yes"]
+    command = ["-c", "from fleetdistill_server.cli.app import app; app()", "runs", "delete", RUN, "--yes"]
     killed = subprocess.run(
         [sys.executable, *command, "--store", str(directory)],
         env={**os.environ, "FLEETDISTILL_FAILPOINTS": f"{point}=kill@2"},

@@ -12,7 +12,7 @@ from support.processes import PATIENCE_SECONDS
 from typer.testing import CliRunner
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service.supervisor import Supervisor
 
@@ -55,7 +55,7 @@ def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -
 @pytest.mark.slow
 def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: Path) -> None:
     path = write_run(tmp_path, "0.0.0.0:0")
-    code = "from fleetdistill_server.cli import app; app()"
+    code = "from fleetdistill_server.cli.app import app; app()"
     for _ in range(2):
         with subprocess.Popen(
             [sys.executable, "-c", code, "serve", str(path), "--insecure"],

@@ -23,9 +23,9 @@ from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
-from fleetdistill_server.simulation.device import make_device
-from fleetdistill_server.simulation.links import DriveDevices
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Row, Store
 
 TRAINED = ["cdkt", "classstats averaged", "dafkd", "fedavg", "fedd2s", "feddkc", "feddkd"]

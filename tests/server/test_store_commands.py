@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from wire_samples import make_payload
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store

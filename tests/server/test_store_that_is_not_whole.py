@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
 
 PAGE = 4096

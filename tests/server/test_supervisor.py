@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 RUN = "served"
 ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()"]
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()"]
 MANY_ROUNDS = 100_000
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, watch
@@ -222,7 +222,7 @@ def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -
 def test_ctrl_c_ends_it_cleanly_in_mid_run(store: Store, tmp_path: Path) -> None:
     moves = Played(store).moves()
     next(moves)
-    code = "import sys; from fleetdistill_server.cli import app; app(sys.argv[1:])"
+    code = "import sys; from fleetdistill_server.cli.app import app; app(sys.argv[1:])"
     command = [sys.executable, "-c", code, "runs", "watch", RUN, "--store", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.simulation.comparison import (
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.report.comparison import (
     Candidate,
     ComparisonRow,
     Cost,
@@ -22,11 +23,10 @@ from fleetdistill_server.simulation.comparison import (
     comparison_table,
     trained_alone,
 )
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.history import FleetHistory
-from fleetdistill_server.simulation.report import FleetReport
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.history import FleetHistory
+from fleetdistill_server.simulation.report.report import FleetReport
 from fleetdistill_server.simulation.show import expected_lines, verdict
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 ROOT = Path(__file__).parents[2]
 KNOWS_0 = np.array([[10, 0], [10, 0]])  # says 0 of everything: half of all, all of class 0

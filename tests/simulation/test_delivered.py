@@ -10,13 +10,13 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from fleetdistill_server.simulation.datasets import load_dataset
-from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.fleet import RUN, simulate
-from fleetdistill_server.simulation.history import read_history
-from fleetdistill_server.simulation.report import FleetReport
-from fleetdistill_server.simulation.scores import START, append_scores
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.history import read_history
+from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.report.scores import START, append_scores
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 SMALL: dict[str, Any] = {"devices": 2, "train_limit": 120, "alpha": 0.3, "with_alone": False, "with_fedavg": False}

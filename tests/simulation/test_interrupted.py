@@ -17,16 +17,16 @@ from support.processes import PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.cli import app
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.simulation.fleet import RUN, Interrupted, Progress, simulate
 from fleetdistill_server.simulation.folder import open_folder, saved_simulation
-from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.simulation.show import interrupted_line
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
 OPTIONS = ["--devices", "2", "--rounds", "3", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()", "simulate"]
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "simulate"]
 
 
 def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:

@@ -24,7 +24,7 @@ from support.live_front import live_front
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.simulation.fleet import RUN, simulate
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 SMALL = Simulation(

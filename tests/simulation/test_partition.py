@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.partition import (
+from fleetdistill_server.simulation.data.partition import (
     PARTITIONS,
     Ints,
     Partition,

@@ -15,10 +15,10 @@ from hypothesis.extra import numpy as hnp
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.training.local_training import evaluate
 from fleetdistill_server.engine import engine
-from fleetdistill_server.simulation.comparison import bytes_by_round
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.metrics import accuracy
-from fleetdistill_server.simulation.scores import (
+from fleetdistill_server.simulation.report.comparison import bytes_by_round
+from fleetdistill_server.simulation.report.metrics import accuracy
+from fleetdistill_server.simulation.report.scores import (
     START,
     after_rounds,
     append_scores,
@@ -27,8 +27,8 @@ from fleetdistill_server.simulation.scores import (
     late_figures,
     read_scores,
 )
-from fleetdistill_server.simulation.settings import Simulation
 from fleetdistill_server.simulation.show import fedavg_lines, global_lines
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 SURE_OF_0 = np.array([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
 SURE_OF_1 = np.array([[2, 8], [0, 5]])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MODELS = ("digits_linear", "digits_mlp_small", "digits_cnn_small")
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli import app; app()"]
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()"]
 
 
 class Program:

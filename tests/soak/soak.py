@@ -32,7 +32,7 @@ from soak.slope import Point, theil_sen
 from support.forked import Forked
 
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.simulation.links import as_toml
+from fleetdistill_server.simulation.links.links import as_toml
 from fleetdistill_server.store.store import Store
 
 RUN = "soak"

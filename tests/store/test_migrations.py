@@ -13,7 +13,7 @@ from store.record_schema import DEVICES, RUN, recorded_config
 from support.parroting import ParrotDevice
 
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("schema-*.sql"))

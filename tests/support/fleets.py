@@ -15,12 +15,12 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.simulation.datasets import load_dataset
-from fleetdistill_server.simulation.device import DeviceSpec
+from fleetdistill_server.simulation.data.datasets import load_dataset
+from fleetdistill_server.simulation.data.partition import partition
 from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_config, make_specs
-from fleetdistill_server.simulation.links import run_over_memory
-from fleetdistill_server.simulation.partition import partition
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Row, Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]

@@ -22,9 +22,9 @@ from support.processes import wait_until
 from fleetdistill import Step
 from fleetdistill.state import failpoints
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
-from fleetdistill_server.simulation.links import as_toml
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.links import as_toml
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.store.store import Store
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOAD = (
     *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
     *("fleetdistill.device.torch_compute", "fleetdistill_server.engine", "fleetdistill_server.front"),
-    *("fleetdistill_server.simulation.device", "fleetdistill_server.simulation.links"),
+    *("fleetdistill_server.simulation.spec.device", "fleetdistill_server.simulation.links.links"),
 )
 _context.set_forkserver_preload([*_PRELOAD])
 
@@ -154,7 +154,7 @@ def forked_grpc_device(spec: DeviceSpec, port: int) -> Forked:
 
 
 def _run_grpc_device(points: str, spec: Path, port: int) -> None:
-    from fleetdistill_server.simulation.device import main
+    from fleetdistill_server.simulation.spec.device import main
 
     failpoints.switch_on(points)
     sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]

@@ -27,16 +27,10 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.simulation.alone import score_start
-from fleetdistill_server.simulation.comparison import cost_of
-from fleetdistill_server.simulation.controls import Controls, FedAvgControl
-from fleetdistill_server.simulation.datasets import Dataset, load_dataset, stratified_rows
-from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.folder import IfThere, open_folder
-from fleetdistill_server.simulation.history import read_history
-from fleetdistill_server.simulation.hostile import ATTACKS
-from fleetdistill_server.simulation.links import Watch, run_over_grpc, run_over_memory
-from fleetdistill_server.simulation.partition import (
+from fleetdistill_server.simulation.controls.local_only import score_start
+from fleetdistill_server.simulation.controls.run_controls import fedavg_specs, run_fedavg, train_fleet_alone
+from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset, stratified_rows
+from fleetdistill_server.simulation.data.partition import (
     Ints,
     Partition,
     hold_out_validation,
@@ -44,11 +38,17 @@ from fleetdistill_server.simulation.partition import (
     partition_parameters,
     proxy_rows,
 )
-from fleetdistill_server.simulation.plots import load_matplotlib
-from fleetdistill_server.simulation.report import FleetReport, Outcome, make_report
-from fleetdistill_server.simulation.run_controls import fedavg_specs, run_fedavg, train_fleet_alone
-from fleetdistill_server.simulation.scores import START, append_scores
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.folder import IfThere, open_folder
+from fleetdistill_server.simulation.links.links import Watch, run_over_grpc, run_over_memory
+from fleetdistill_server.simulation.report.comparison import cost_of
+from fleetdistill_server.simulation.report.controls import Controls, FedAvgControl
+from fleetdistill_server.simulation.report.history import read_history
+from fleetdistill_server.simulation.report.plots import load_matplotlib
+from fleetdistill_server.simulation.report.report import FleetReport, Outcome, make_report
+from fleetdistill_server.simulation.report.scores import START, append_scores
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.hostile import ATTACKS
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 RUN = "simulation"

@@ -10,7 +10,7 @@ from typing import IO, Any, Literal
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 IfThere = Literal["refuse", "overwrite", "resume"]
 _MARKER = "made-by-fleetdistill"

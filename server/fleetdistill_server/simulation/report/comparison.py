@@ -12,9 +12,9 @@ import numpy as np
 
 from fleetdistill.methods.base import GENERAL
 from fleetdistill_server.methods.traffic import readable_bytes
-from fleetdistill_server.simulation.history import FleetHistory
-from fleetdistill_server.simulation.metrics import Ints, accuracy
-from fleetdistill_server.simulation.scores import in_class_mix
+from fleetdistill_server.simulation.report.history import FleetHistory
+from fleetdistill_server.simulation.report.metrics import Ints, accuracy
+from fleetdistill_server.simulation.report.scores import in_class_mix
 from fleetdistill_server.store.store import Row, Store
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetdistill_server.simulation.metrics import (
+from fleetdistill_server.simulation.report.metrics import (
     Cells,
     Ints,
     Score,

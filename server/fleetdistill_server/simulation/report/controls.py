@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.device.figures import Counts
-from fleetdistill_server.simulation.comparison import Cost
-from fleetdistill_server.simulation.history import FleetHistory
+from fleetdistill_server.simulation.report.comparison import Cost
+from fleetdistill_server.simulation.report.history import FleetHistory
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fleetdistill.training.local_training import TensorData, as_tensor_data, eva
 from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.simulation.device import DeviceSpec, build_device_model, load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
 
 
 def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: tuple[int, ...]) -> nn.Module:

@@ -19,7 +19,9 @@ from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.methods.traffic import readable_bytes
-from fleetdistill_server.simulation.comparison import (
+from fleetdistill_server.simulation.data.datasets import Dataset
+from fleetdistill_server.simulation.data.partition import Partition
+from fleetdistill_server.simulation.report.comparison import (
     Candidate,
     ComparisonRow,
     Cost,
@@ -29,16 +31,20 @@ from fleetdistill_server.simulation.comparison import (
     total_bytes,
     trained_alone,
 )
-from fleetdistill_server.simulation.controls import Controls, FedAvgControl
-from fleetdistill_server.simulation.datasets import Dataset
-from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.device_plots import DeviceCurves
-from fleetdistill_server.simulation.history import FleetHistory
-from fleetdistill_server.simulation.metrics import Ints, accuracy, confusion
-from fleetdistill_server.simulation.partition import Partition
-from fleetdistill_server.simulation.plots import save_report_figure
-from fleetdistill_server.simulation.scores import Figures, FleetFigures, fleet_figures, in_class_mix, late_figures
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.report.controls import Controls, FedAvgControl
+from fleetdistill_server.simulation.report.device_plots import DeviceCurves
+from fleetdistill_server.simulation.report.history import FleetHistory
+from fleetdistill_server.simulation.report.metrics import Ints, accuracy, confusion
+from fleetdistill_server.simulation.report.plots import save_report_figure
+from fleetdistill_server.simulation.report.scores import (
+    Figures,
+    FleetFigures,
+    fleet_figures,
+    in_class_mix,
+    late_figures,
+)
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.store.suspects import named

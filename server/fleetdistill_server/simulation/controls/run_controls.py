@@ -13,13 +13,13 @@ import torch
 from fleetdistill.device.figures import Counts
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.simulation.alone import train_alone
-from fleetdistill_server.simulation.comparison import cost_of
-from fleetdistill_server.simulation.controls import FedAvgControl
-from fleetdistill_server.simulation.device import DeviceSpec
-from fleetdistill_server.simulation.history import FleetHistory, read_history
-from fleetdistill_server.simulation.links import Watch, run_over_memory
-from fleetdistill_server.simulation.settings import Simulation
+from fleetdistill_server.simulation.controls.local_only import train_alone
+from fleetdistill_server.simulation.links.links import Watch, run_over_memory
+from fleetdistill_server.simulation.report.comparison import cost_of
+from fleetdistill_server.simulation.report.controls import FedAvgControl
+from fleetdistill_server.simulation.report.history import FleetHistory, read_history
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def train_fleet_alone(

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from fleetdistill.errors import DataError
 from fleetdistill_server.methods.traffic import readable_bytes
-from fleetdistill_server.simulation.comparison import Curve
-from fleetdistill_server.simulation.device_plots import (
+from fleetdistill_server.simulation.report.comparison import Curve
+from fleetdistill_server.simulation.report.device_plots import (
     ALONE,
     FEDAVG,
     FLEET,

@@ -19,8 +19,8 @@ from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.device import DeviceSpec, make_device, save_spec
-from fleetdistill_server.simulation.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
@@ -133,7 +133,7 @@ def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subpro
     On Linux they are forks of one process, which is what is returned: torch is loaded once. Elsewhere forks of a
     process that has loaded it are not safe, or not possible.
     """
-    command = [sys.executable, "-m", "fleetdistill_server.simulation.device", "--server", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "fleetdistill_server.simulation.spec.device", "--server", f"127.0.0.1:{port}"]
     command += ["--parent", str(os.getpid())]
     files = [str(save_spec(spec)) for spec in specs]
     groups = [files] if sys.platform == "linux" else [[file] for file in files]

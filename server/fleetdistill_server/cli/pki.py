@@ -13,7 +13,7 @@ import typer
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import IDENTITY, write_private
 from fleetdistill.names import is_name
-from fleetdistill_server.command_line import (
+from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
     JsonOption,
@@ -25,8 +25,8 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
+from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.config.tls import ENROL_PORT, known_enrol_port
-from fleetdistill_server.people import connect
 from fleetdistill_server.security.pki import (
     PERSON_DAYS,
     SERVER_DAYS,

@@ -1,6 +1,6 @@
 """One simulated device: the SDK's own `Device` on files, in this process or in one of its own.
 
-python -m fleetdistill_server.simulation.device SPEC.json... --server 127.0.0.1:PORT
+python -m fleetdistill_server.simulation.spec.device SPEC.json... --server 127.0.0.1:PORT
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fleetdistill.methods.base import RECEIVED, RESULT
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
-from fleetdistill_server.simulation.scores import append_scores
+from fleetdistill_server.simulation.report.scores import append_scores
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
 
 
 def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:
-    from fleetdistill_server.simulation.hostile import HostileWorker, flipped
+    from fleetdistill_server.simulation.spec.hostile import HostileWorker, flipped
 
     inputs, labels = computes["data"]
     given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
-from fleetdistill_server.command_line import (
+from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
     JsonOption,
@@ -27,17 +27,17 @@ from fleetdistill_server.command_line import (
     seconds_of,
     show,
 )
+from fleetdistill_server.cli.pki import devices_revoke, enrol, pki_app
+from fleetdistill_server.cli.remote import connect
+from fleetdistill_server.cli.runs import runs_cancel, runs_delete
+from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.methods.traffic import Sizes, Weights, readable_bytes
-from fleetdistill_server.people import connect
-from fleetdistill_server.run_commands import runs_cancel, runs_delete
-from fleetdistill_server.security_commands import devices_revoke, enrol, pki_app
-from fleetdistill_server.serve_command import serve
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.views import runs as views
 
 if TYPE_CHECKING:
-    from fleetdistill_server.simulation.settings import Simulation
+    from fleetdistill_server.simulation.spec.settings import Simulation
     from fleetdistill_server.store.retention import Freed
 
 app = typer.Typer(
@@ -130,8 +130,8 @@ def simulate(
     """
     from fleetdistill_server.simulation.fleet import Interrupted
     from fleetdistill_server.simulation.folder import saved_simulation
-    from fleetdistill_server.simulation.settings import Simulation
     from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
+    from fleetdistill_server.simulation.spec.settings import Simulation
 
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
@@ -214,7 +214,7 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """Lists the methods: what leaves, what they need, bytes. Example: fleetdistill methods --parameters 25000"""
-    from fleetdistill_server.method_table import methods as methods_view
+    from fleetdistill_server.cli.method_table import methods as methods_view
 
     sizes = Sizes(
         samples=samples,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.command_line import one_sentence
+from fleetdistill_server.cli.options import one_sentence
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before all that takes a while
             signal.signal(number, lambda signum, frame: stopped.set())
+    from fleetdistill_server.cli.serve_checks import check_new_run, check_security
     from fleetdistill_server.config.run_config import load_run_config
-    from fleetdistill_server.serve_checks import check_new_run, check_security
 
     loaded = load_run_config(config)
     _check_until_finished(loaded, until_finished)
@@ -91,7 +91,7 @@ def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
 
 
 def _say_check(config: RunConfig, path: Path, insecure: bool) -> None:
-    from fleetdistill_server.serve_checks import problems, summary
+    from fleetdistill_server.cli.serve_checks import problems, summary
 
     found = problems(config, insecure)
     for one in found:

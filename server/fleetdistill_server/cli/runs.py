@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fleetdistill_server.command_line import (
+from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
     ServerOption,
@@ -15,8 +15,8 @@ from fleetdistill_server.command_line import (
     one_sentence,
     open_store,
 )
+from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.methods.traffic import readable_bytes
-from fleetdistill_server.people import connect
 from fleetdistill_server.store.run_names import no_such_run
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]

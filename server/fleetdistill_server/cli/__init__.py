@@ -1,0 +1,1 @@
+"""The command line: options in, one call, a table or JSON out."""

@@ -1,0 +1,1 @@
+"""What a fleet is compared with: devices that train alone, and FedAvg."""

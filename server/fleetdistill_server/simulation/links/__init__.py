@@ -1,0 +1,1 @@
+"""How a simulation runs its fleet: in memory or over gRPC."""

@@ -1,0 +1,1 @@
+"""What is simulated: settings, devices, attacks."""
