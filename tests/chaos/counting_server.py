@@ -11,8 +11,8 @@ from chaos import counting
 from fleetdistill.knowledge import Kind, ModelParameters, Plan
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server import methods
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import Setting
 
 

@@ -36,7 +36,7 @@ from fleetdistill.training.model import SplitModel, parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.averaging import TensorMean
@@ -117,7 +117,7 @@ class FakeCohort:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    sample = Cohort.sample
+    sample = StoreCohort.sample
 
     async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
         assert step == "train"

@@ -38,7 +38,7 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import Cohort, with_columns
+from fleetdistill_server.engine.cohort import StoreCohort, with_columns
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
@@ -122,7 +122,7 @@ class Fleet:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    sample = Cohort.sample
+    sample = StoreCohort.sample
 
     async def ask(
         self,

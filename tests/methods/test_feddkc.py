@@ -26,7 +26,7 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
 
@@ -43,7 +43,7 @@ class FakeCohort:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    sample = Cohort.sample
+    sample = StoreCohort.sample
 
     async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
         assert step == "train"

@@ -46,7 +46,7 @@ from fleetdistill.training.parameters import batch_norm_names, load_parameters, 
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
@@ -143,7 +143,7 @@ class Fleet:
         self.events: list[tuple[str, str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    sample = Cohort.sample
+    sample = StoreCohort.sample
 
     def needed(self, asked: int) -> int:
         return math.ceil(2 / 3 * asked - 1e-9)

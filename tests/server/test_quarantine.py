@@ -21,7 +21,7 @@ from fleetdistill.knowledge import NetworkFile
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.engine.cohort import Cohort, RoundTerms
+from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.fedavg import FedAvgServer
@@ -373,11 +373,11 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
         steps={},
     )
 
-    async def play(cohort: Cohort) -> list[list[str]]:
+    async def play(cohort: StoreCohort) -> list[list[str]]:
         return [[answer.device async for answer in cohort.ask(step)] for step in ("one", "two")]
 
-    def cohort() -> Cohort:
-        return Cohort(store, terms, waker, number=1, completed=0, devices=names)
+    def cohort() -> StoreCohort:
+        return StoreCohort(store, terms, waker, number=1, completed=0, devices=names)
 
     assert asyncio.run(play(cohort())) == [names, names]
     store.blobs.path_of(waker.answers[1, "d1"]).unlink()  # type: ignore[attr-defined]

@@ -23,10 +23,10 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.simulation.fleet import RUN

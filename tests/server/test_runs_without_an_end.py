@@ -29,11 +29,11 @@ from support.processes import wait_until
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import engine as engine_module
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Store

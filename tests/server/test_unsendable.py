@@ -23,11 +23,12 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
@@ -50,16 +51,16 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
     """In round 1 nobody's can, in round 2 all but one device's: of two the quorum wants both, so both fall short."""
     with pytest.raises(KnowledgeError, match="does not fit float"):
         encode(TOO_LARGE, np.float16)
-    honest = Cohort.ask
+    honest = StoreCohort.ask
 
-    async def ask(self: Cohort, step: str, payload: Any = None, **how: Any) -> AsyncIterator[DeviceAnswer]:
+    async def ask(self: StoreCohort, step: str, payload: Any = None, **how: Any) -> AsyncIterator[DeviceAnswer]:
         def fits(device: str) -> bool:
             return self.round > 2 or (self.round == 2 and device == self.devices[0])
 
         async for answer in honest(self, step, poisoned(payload, fits), **how):
             yield answer
 
-    monkeypatch.setattr(Cohort, "ask", ask)
+    monkeypatch.setattr(StoreCohort, "ask", ask)
     wanted = RUNS[name]
     config, specs, work = prepare(wanted, tmp_path / "work")
     in_float16 = config.contract.model_copy(update={"knowledge_type": "float16"})

@@ -16,7 +16,7 @@ from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd.device import FedDKDDevice
-from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.data.partition import hold_out_validation
 from fleetdistill_server.simulation.fleet import RUN, simulate
@@ -118,12 +118,12 @@ def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
 # --- guards, counted
 
 
-def cohort_of(store: Store, number: int) -> Cohort:
+def cohort_of(store: Store, number: int) -> StoreCohort:
     knowledge_type: Any = np.dtype("float32")
     terms: Any = SimpleNamespace(
         run="r", seed=1, quorum=0.5, deadline_seconds=60.0, devices_per_round=0, knowledge_type=knowledge_type, steps={}
     )
-    return Cohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
+    return StoreCohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
 
 
 def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -> None:

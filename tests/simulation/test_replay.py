@@ -26,10 +26,10 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import engine as engine_module
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device

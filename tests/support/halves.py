@@ -12,7 +12,7 @@ from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Ask, DeviceMethod
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.engine.cohort import Cohort
+from fleetdistill_server.engine.cohort import StoreCohort
 
 SEED = 1
 
@@ -43,7 +43,7 @@ class Halves:
         self.events: list[tuple[str, str]] = []
         self.figures: dict[str, Any] = {}
 
-    sample = Cohort.sample
+    sample = StoreCohort.sample
 
     def needed(self, asked: int) -> int:
         return asked

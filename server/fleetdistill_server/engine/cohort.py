@@ -1,4 +1,4 @@
-"""The devices of one round, as a method sees them: `ask` a step, iterate over the answers.
+"""The devices of one round over the store: what a method's `Cohort` is in a run.
 
 Asks are rows of the store and answers are read from it, so a round that starts again after a crash finds what it asked
 and what was answered. Answers come in device-id order, each as soon as it and every earlier one is in or out.
@@ -11,26 +11,23 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, QuorumNotReached, StoreError, WireError
-from fleetdistill.knowledge import Kind, Parts
-from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
-from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.logs import about
+from fleetdistill_server.methods.cohort import ColumnsFor, DeviceAnswer, PayloadFor
 from fleetdistill_server.store.guards import GUARD
 from fleetdistill_server.store.store import Row, Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
-PayloadFor = Parts | Callable[[str], Parts] | None
-ColumnsFor = Callable[[str], Sequence[str]]
 _LONGEST_EVENT = 1000
 
 
@@ -75,43 +72,12 @@ def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, 
     return {**kinds, **dict.fromkeys(paths, "tensor")}
 
 
-class DeviceAnswer:
-    """One device's accepted answer; its arrays are read from the store when they are used.
+class StoreCohort:
+    """A `fleetdistill_server.methods.cohort.Cohort` whose asks and answers are rows of the store.
 
     Attributes:
-        device: Who answered.
-        samples: Local samples behind it, the weight in averages.
-    """
-
-    def __init__(self, device: str, samples: int, payload: Payload) -> None:
-        self.device = device
-        self.samples = samples
-        self._payload = payload
-
-    @cached_property
-    def parts(self) -> Mapping[str, Kind]:
-        """All parts by name."""
-        return decode(self._payload)
-
-    def part(self, name: str, kind: type[PartKind]) -> PartKind:
-        """The part of that name; the front has checked that it is there and of this kind."""
-        found = self.parts[name]
-        assert isinstance(found, kind)
-        return found
-
-
-class Cohort:
-    """The devices of one round. See the module's docstring.
-
-    Attributes:
-        round: Number of the round, from 1, short rounds included.
-        completed: Rounds completed before this one.
-        devices: Ids of the cohort in bytewise order.
-        data_versions: For each device of the cohort the version of its data, hex; empty where it names none. It is
-            what its profile said when the round was started, also when the round is played again, so an answer of this
-            round is made of the rows of that version or of newer ones: a method that keeps it with the answer's part
-            may ask once more than is needed, never once less.
-        figures: What `report` was told.
+        round, completed, devices, data_versions: As in `Cohort`.
+        figures: What `report` was given.
         used: Asks whose answers were handed to the method.
     """
 
@@ -147,22 +113,7 @@ class Cohort:
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of the cohort and yields the answers in device-id order.
-
-        Args:
-            step: Name of the device half's handler.
-            payload: Parts for all devices, or a function of the device id that gives each its own.
-            to: Devices to ask; by default those that answered every earlier ask of this round.
-            quorum: Part of the asked devices that must answer; by default the run's.
-            columns: For a step that wants other feature columns of each device: those of the contract that its
-                answer must have, and no others. By default all of them.
-
-        With `devices_per_round` a step ends with that many answers: who has not answered by then is out for the round.
-        A device whose payload cannot be encoded is not asked, with an event: it is out for the round too.
-
-        Raises:
-            QuorumNotReached: Too few answered before the deadline.
-        """
+        """Asks a step of the cohort and yields the answers in device-id order; see `Cohort.ask`."""
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
         await self._when_there_is_room(step, partial(self._write_asks, step, self._steps, asked, payload, columns))

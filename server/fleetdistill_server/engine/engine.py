@@ -39,7 +39,7 @@ from fleetdistill.training.local_training import TensorData, evaluate
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.engine.cohort import Cohort, RoundTerms, Waker
+from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
 from fleetdistill_server.engine.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.engine.forgetting import forget_asked
 from fleetdistill_server.engine.starting_model import begin_with
@@ -153,7 +153,7 @@ class Engine:
         if self._most_short_rounds is None:
             await self._pause(short)
 
-    async def _after_round_without_end(self, cohort: Cohort) -> None:
+    async def _after_round_without_end(self, cohort: StoreCohort) -> None:
         """Pauses after rounds that nobody answered: a device that never does must not make round after round."""
         self._unanswered = 0 if cohort.used else self._unanswered + 1
         if self._unanswered:
@@ -247,7 +247,7 @@ class Engine:
         self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
         self._checkpoint = checkpoint
 
-    async def _next_cohort(self) -> Cohort:
+    async def _next_cohort(self) -> StoreCohort:
         """The open round of before a crash, or a new one as soon as enough devices are present and it is due."""
         row = self._store.open_round(self._name)
         if row is not None:
@@ -321,8 +321,8 @@ class Engine:
         seed = derive_seed(settings.seed, self._row()["next_round"], "devices", "server")
         return sorted(random.Random(seed).sample(present, count))
 
-    def _cohort(self, number: int, devices: list[str], data_versions: Mapping[str, str]) -> Cohort:
-        return Cohort(
+    def _cohort(self, number: int, devices: list[str], data_versions: Mapping[str, str]) -> StoreCohort:
+        return StoreCohort(
             self._store,
             self._terms,
             self._waker,
@@ -332,7 +332,7 @@ class Engine:
             data_versions=data_versions,
         )
 
-    async def _round(self, cohort: Cohort) -> bool:
+    async def _round(self, cohort: StoreCohort) -> bool:
         """One round; True if it completed, False if it fell short and was taken back."""
         torch.manual_seed(derive_seed(self._config.run.seed, cohort.round, "round", "server"))
         try:
@@ -356,14 +356,14 @@ class Engine:
         self._close(cohort)
         return True
 
-    def _check_usable(self, cohort: Cohort) -> None:
+    def _check_usable(self, cohort: StoreCohort) -> None:
         """No state becomes a checkpoint from which no later round could go on."""
         reason = reason_not_usable(self.method.state_dict())
         if reason:
             raise _NotUsable(f"{reason} after it; the state of before the round is kept")
         self._score(cohort)
 
-    def _close(self, cohort: Cohort) -> None:
+    def _close(self, cohort: StoreCohort) -> None:
         failpoints.hit("engine.checkpoint.before-write")
         state = pack_state(self.method.state_dict())
         self._checkpoint = self._store.blobs.put_state(state)
@@ -382,7 +382,7 @@ class Engine:
         done = cohort.completed + 1
         logger.info("round closed, %d%s completed", done, of, extra=about(run=self._name, round=cohort.round))
 
-    def _score(self, cohort: Cohort) -> None:
+    def _score(self, cohort: StoreCohort) -> None:
         """Scores the global model on the operator's data, where the run has both."""
         model = self.method.global_model()
         if model is None or not self._config.evaluation.data:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fleetdistill.knowledge import Array, ModelParameters
-from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.store.suspects import MOST_OF_THE_WEIGHT
 
 OFF = "off"

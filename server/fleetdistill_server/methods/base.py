@@ -11,33 +11,15 @@ last checkpoint, and asks that have answers yield those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Exchange, Sizes
-
-if TYPE_CHECKING:
-    from fleetdistill_server.engine.cohort import Cohort
-
-
-class Notes(Protocol):
-    """What a method tells of its work: a round's `Cohort`, or whoever calls it between rounds."""
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        """Notes something out of the ordinary; with `once` only where the run has no such event of the device yet."""
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        """Notes that a guard fired."""
-
-    def report(self, name: str, value: Any) -> None:
-        """Adds a figure."""
-
-    def generator(self, name: str) -> torch.Generator:
-        """Random numbers for one named purpose."""
 
 
 class ServerMethod:

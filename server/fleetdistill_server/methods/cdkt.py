@@ -23,9 +23,9 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import TensorData, extract, train_steps
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
-from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

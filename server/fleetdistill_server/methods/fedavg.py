@@ -12,9 +12,9 @@ import torch
 
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

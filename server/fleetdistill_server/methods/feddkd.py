@@ -21,9 +21,9 @@ from fleetdistill.methods.feddkd.device import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone, way_back
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

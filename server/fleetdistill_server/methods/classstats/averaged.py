@@ -30,9 +30,8 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone
 from fleetdistill.wire.codec import decode, encode, float_type
-from fleetdistill_server.engine.cohort import Cohort
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     Classes,
     LeftOutOfMerge,
@@ -43,6 +42,7 @@ from fleetdistill_server.methods.classstats.merge import (
     too_large,
 )
 from fleetdistill_server.methods.classstats.robust import trusted_centres
+from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

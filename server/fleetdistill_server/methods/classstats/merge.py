@@ -13,8 +13,8 @@ from fleetdistill.methods.classstats.gaussians import ClassSummary, from_wire, m
 from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.methods.classstats.shared_statistics import from_wire as from_wire_shared
 from fleetdistill.methods.classstats.shared_statistics import merge as merge_shared
-from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats.robust import MOST_ROWS, Fleet, LeftOut, Sent, capped, judge
+from fleetdistill_server.methods.cohort import Notes
 
 Classes = dict[int, ClassSummary]
 

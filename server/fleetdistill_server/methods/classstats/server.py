@@ -37,8 +37,7 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.engine.cohort import Cohort
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutOfMerge,
     Rules,
@@ -47,6 +46,7 @@ from fleetdistill_server.methods.classstats.merge import (
     note_no_class,
 )
 from fleetdistill_server.methods.classstats.robust import trusted_centres
+from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 

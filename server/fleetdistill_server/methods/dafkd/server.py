@@ -24,9 +24,9 @@ from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import fingerprint, frozen_batch_norm
 from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone
-from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,

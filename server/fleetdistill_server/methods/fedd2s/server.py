@@ -37,9 +37,9 @@ from fleetdistill.training.losses import distillation_loss, feature_distance, so
 from fleetdistill.training.model import SplitModel, evaluating
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_undone
-from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Content, Exchange, Sizes

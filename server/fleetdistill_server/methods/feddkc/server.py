@@ -25,9 +25,9 @@ from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
-from fleetdistill_server.engine.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.averaging import OFF, capped
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import Setting
 from fleetdistill_server.methods.feddkc.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
