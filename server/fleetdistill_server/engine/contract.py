@@ -12,15 +12,37 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import Setting, pick_torch_device
 
 
 def build_method(config: RunConfig) -> ServerMethod:
     """The server half of a run, with models drawn from the run's seed."""
     settings = config.method_config()
-    return server_class(config.run.method, settings)(settings, Setting.of(config))
+    return server_class(config.run.method, settings)(settings, method_context(config))
+
+
+def method_context(config: RunConfig) -> Setting:
+    """What the server half of a run works with.
+
+    Raises:
+        ConfigurationError: The proxy set or the torch device cannot be used.
+    """
+    proxy, proxy_payload = register_proxy(config)
+    return Setting(
+        classes=len(config.contract.class_names()),
+        input_shape=tuple(config.contract.input_shape),
+        models=config.model,
+        torch_device=pick_torch_device(config.server.torch_device),
+        seed=config.run.seed,
+        knowledge_type=config.contract.knowledge_type,
+        proxy=proxy,
+        proxy_payload=proxy_payload,
+        evaluation_file=config.evaluation.data,
+        trusted_rows=config.evaluation.trusted_rows,
+    )
 
 
 def initial_payload(method: ServerMethod) -> Payload | None:

@@ -12,8 +12,7 @@ from torch import nn
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
-from fleetdistill_server.config.run_config import ModelSection, RunConfig
-from fleetdistill_server.engine.proxy_set import register_proxy
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 
@@ -51,23 +50,6 @@ class Setting:
     proxy_payload: Payload | None = None
     evaluation_file: str = ""
     trusted_rows: int = 5
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Setting:
-        """The setting of a run.toml."""
-        proxy, proxy_payload = register_proxy(config)
-        return cls(
-            classes=len(config.contract.class_names()),
-            input_shape=tuple(config.contract.input_shape),
-            models=config.model,
-            torch_device=pick_torch_device(config.server.torch_device),
-            seed=config.run.seed,
-            knowledge_type=config.contract.knowledge_type,
-            proxy=proxy,
-            proxy_payload=proxy_payload,
-            evaluation_file=config.evaluation.data,
-            trusted_rows=config.evaluation.trusted_rows,
-        )
 
     def trusted_data(self) -> TensorData | None:
         """The first trusted rows of each class; None for none. Raises ConfigurationError if the file is unreadable."""
