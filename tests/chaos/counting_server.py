@@ -13,7 +13,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_server import methods
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 
 
 class CountingServer(ServerMethod):
@@ -22,8 +22,8 @@ class CountingServer(ServerMethod):
     summary = "counts answers, for tests"
     steps = {"count": {"count": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
 
-    def __init__(self, config: Any, setting: Setting) -> None:
-        super().__init__(config, setting)
+    def __init__(self, config: Any, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.used: list[list[Any]] = []
 
     @classmethod
@@ -43,7 +43,7 @@ class CountingServer(ServerMethod):
         plan = Plan(values={"round": number, "step": step})
         if number % 2:
             return {"plan": plan}
-        rng = np.random.default_rng(derive_seed(self.setting.seed, number, "ballast", step))
+        rng = np.random.default_rng(derive_seed(self.context.seed, number, "ballast", step))
         ballast = rng.random(self.config.ballast_bytes // 4, np.float32)
         return {"plan": plan, "ballast": ModelParameters(parameters={"ballast": ballast})}
 

@@ -41,7 +41,7 @@ from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.report.metrics import c_per
@@ -65,7 +65,7 @@ def make_proxy(rows: int = PROXY) -> TensorData:
 
 def make_server(**settings: Any) -> CDKTServer:
     sys.modules["test_cdkt"] = sys.modules[__name__]
-    setting = Setting(
+    context = MethodContext(
         classes=CLASSES,
         input_shape=(INPUTS,),
         models=ModelSection(server="test_cdkt:tiny_model"),
@@ -73,7 +73,7 @@ def make_server(**settings: Any) -> CDKTServer:
         seed=3,
         proxy=make_proxy(),
     )
-    return CDKTServer(CDKTConfig(**settings).for_classes(CLASSES), setting)
+    return CDKTServer(CDKTConfig(**settings).for_classes(CLASSES), context)
 
 
 def make_device(rows: int = 20, **settings: Any) -> CDKTDevice:

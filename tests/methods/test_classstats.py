@@ -52,7 +52,7 @@ from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
@@ -66,14 +66,14 @@ def config_of(**settings: Any) -> ClassStatsConfig:
 
 
 def make_server(shape: tuple[int, ...] = SHAPE, extractor: str = "scattering", **settings: Any) -> ClassStatsServer:
-    setting = Setting(
+    context = MethodContext(
         classes=CLASSES,
         input_shape=shape,
         models=ModelSection(extractor=extractor, server="digits_server"),
         torch_device=CPU,
         seed=3,
     )
-    return ClassStatsServer(config_of(**settings), setting)
+    return ClassStatsServer(config_of(**settings), context)
 
 
 def images_of(counts: Sequence[int], seed: int) -> TensorData:

@@ -31,7 +31,7 @@ from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 
 Statistics = SharedStatistics | ClassStatistics
 Lie = Callable[[Statistics], Statistics]
@@ -150,10 +150,10 @@ def config(**settings: Any) -> ClassStatsConfig:
 
 def server(averaged: bool, **settings: Any) -> ClassStatsServer | AveragedServer:
     models = ModelSection(extractor="digits_extractor", server="digits_server")
-    setting = Setting(classes=CLASSES, input_shape=SHAPE, models=models, torch_device=CPU, seed=3)
+    context = MethodContext(classes=CLASSES, input_shape=SHAPE, models=models, torch_device=CPU, seed=3)
     if averaged:
-        return AveragedServer(averaged_config(**AVERAGED, **settings), setting)
-    return ClassStatsServer(config(**settings), setting)
+        return AveragedServer(averaged_config(**AVERAGED, **settings), context)
+    return ClassStatsServer(config(**settings), context)
 
 
 def played(attack: Attack, averaged: bool, **settings: Any) -> Rounds:
@@ -240,7 +240,7 @@ def outvoted(averaged: bool, evaluation: str = "", trusted_rows: int = 5) -> Rou
     halves = {name: device(counts, seed, averaged) for seed, (name, counts) in enumerate(SKEWED.items())}
     halves |= {name: Lying(device(counts, 100, averaged), claims_all) for name, counts in KNOW_MORE.items()}
     half = server(averaged)
-    half.setting = replace(half.setting, evaluation_file=evaluation, trusted_rows=trusted_rows)
+    half.context = replace(half.context, evaluation_file=evaluation, trusted_rows=trusted_rows)
     return Rounds(half, dict(sorted(halves.items()))).play(2 if averaged else 1)
 
 

@@ -795,7 +795,7 @@ def test_a_class_that_training_does_not_survive_is_left_out_alone(guard: bool) -
     honest = {label: replace(alike(label), mean=means[label]) for label in (1, 2, 3)}
     far = replace(alike(0), mean=np.full(128, 1e15), variance=np.full(128, 1e20))
     for one, parts in ((rounds, parts_of(a={0: far}, b=honest)), (without, parts_of(b=honest))):
-        one.server.setting = replace(one.server.setting, knowledge_type="float32")
+        one.server.context = replace(one.server.context, knowledge_type="float32")
         one.server._parts = parts
         one.server._merge(one)  # type: ignore[arg-type]
     left_out = [text for kind, text in rounds.events if kind == "class-left-out"]

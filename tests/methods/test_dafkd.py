@@ -36,7 +36,7 @@ from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.portable_noise import portable_noise, splitmix64
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,
@@ -74,8 +74,10 @@ def config_of(**settings: Any) -> DaFKDConfig:
 
 
 def make_server(model: str = "digits_mlp_small", **settings: Any) -> DaFKDServer:
-    setting = Setting(classes=CLASSES, input_shape=SHAPE, models=ModelSection(device=model), torch_device=CPU, seed=3)
-    return DaFKDServer(config_of(**settings), setting)
+    context = MethodContext(
+        classes=CLASSES, input_shape=SHAPE, models=ModelSection(device=model), torch_device=CPU, seed=3
+    )
+    return DaFKDServer(config_of(**settings), context)
 
 
 def make_device(seed: int = 1, rows: int = 40, model: str = "digits_mlp_small", **settings: Any) -> DaFKDDevice:
@@ -267,10 +269,10 @@ def test_with_many_classes_half_of_those_in_view_must_be_seen() -> None:
 
 def test_the_guard_opens_at_104_classes_for_a_generator_that_covers_what_the_ensemble_has_in_view() -> None:
     """17 best classes of 34 in view, as measured in round 5 of a fleet with 104 classes; half of all would be 52."""
-    setting = Setting(
+    context = MethodContext(
         classes=104, input_shape=SHAPE, models=ModelSection(device="digits_mlp_small"), torch_device=CPU, seed=3
     )
-    server = DaFKDServer(DaFKDConfig.from_settings(QUICK).for_classes(104), setting)
+    server = DaFKDServer(DaFKDConfig.from_settings(QUICK).for_classes(104), context)
     teacher = torch.full((340, 104), 0.1 / 70, dtype=torch.float64)
     teacher[:, :34] = 0.9 / 34
     teacher[torch.arange(340), torch.arange(340) % 17] += 0.001
@@ -973,7 +975,9 @@ def test_features_below_0_are_refused_at_feature_level(monkeypatch: pytest.Monke
     """The feature generator ends in a ReLU, so a cut behind a tanh would get a useless one in silence."""
     body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh())
     monkeypatch.setattr(
-        Setting, "device_model", lambda self: SplitModel({"body": body, "last": nn.Linear(8, CLASSES)}, cut="body")
+        MethodContext,
+        "device_model",
+        lambda self: SplitModel({"body": body, "last": nn.Linear(8, CLASSES)}, cut="body"),
     )
     with pytest.raises(ConfigurationError, match=r"features of SplitModel reach -0\.\d+ and the generator"):
         make_server(**VARIANTS["feature level"])

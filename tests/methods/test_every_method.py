@@ -182,4 +182,4 @@ def words_in(state: Any) -> Iterator[str]:
 def test_a_server_half_knows_the_type_that_its_knowledge_travels_in(knowledge_type: str) -> None:
     config = small_run("feddkc")
     contract = config.contract.model_copy(update={"knowledge_type": knowledge_type})
-    assert build_method(config.model_copy(update={"contract": contract})).setting.knowledge_type == knowledge_type
+    assert build_method(config.model_copy(update={"contract": contract})).context.knowledge_type == knowledge_type

@@ -43,7 +43,7 @@ from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
@@ -71,7 +71,7 @@ def plain_model(input_shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Linear(INPUTS, classes)
 
 
-def make_setting(model: str = "test_fedd2s:tiny_model", **changes: Any) -> Setting:
+def make_context(model: str = "test_fedd2s:tiny_model", **changes: Any) -> MethodContext:
     sys.modules["test_fedd2s"] = sys.modules[__name__]
     settings: dict[str, Any] = {
         "classes": CLASSES,
@@ -80,7 +80,7 @@ def make_setting(model: str = "test_fedd2s:tiny_model", **changes: Any) -> Setti
         "torch_device": torch.device("cpu"),
         "seed": 3,
     }
-    return Setting(**{**settings, **changes})
+    return MethodContext(**{**settings, **changes})
 
 
 def make_config(**settings: Any) -> FedD2SConfig:
@@ -88,12 +88,12 @@ def make_config(**settings: Any) -> FedD2SConfig:
     return FedD2SConfig(**{**defaults, **settings}).for_classes(CLASSES)
 
 
-def make_server(setting: Setting | None = None, **settings: Any) -> FedD2SServer:
-    return FedD2SServer(make_config(**settings), setting or make_setting())
+def make_server(context: MethodContext | None = None, **settings: Any) -> FedD2SServer:
+    return FedD2SServer(make_config(**settings), context or make_context())
 
 
 def make_device(seed: int = 0, rows: int = 20, config: FedD2SConfig | None = None, **settings: Any) -> FedD2SDevice:
-    model = make_setting().device_model()
+    model = make_context().device_model()
     generator = torch.Generator().manual_seed(seed)
     data = TensorData(torch.randn(rows, INPUTS, generator=generator), torch.arange(rows) % CLASSES)
     return device_of(model, data, CLASSES, config or make_config(**settings))
@@ -247,9 +247,9 @@ def test_the_dropping_set_is_by_default_the_fully_connected_layers() -> None:
     ],
 )
 def test_a_dropping_set_that_is_none_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    setting = make_setting("fedd2s_m1", input_shape=(3, 32, 32))
+    context = make_context("fedd2s_m1", input_shape=(3, 32, 32))
     with pytest.raises(ConfigurationError) as error:
-        FedD2SServer(FedD2SConfig(**settings).for_classes(CLASSES), setting)
+        FedD2SServer(FedD2SConfig(**settings).for_classes(CLASSES), context)
     assert sentence in str(error.value)
 
 
@@ -257,8 +257,8 @@ def test_a_dropping_set_that_is_none_is_refused(settings: dict[str, Any], senten
 
 
 def test_d2s_4_head_on_body_is_the_whole_network() -> None:
-    server = make_server(make_setting("fedd2s_m1", input_shape=(3, 32, 32)))
-    model = server.setting.device_model().eval()
+    server = make_server(make_context("fedd2s_m1", input_shape=(3, 32, 32)))
+    model = server.context.device_model().eval()
     x = torch.randn(5, 3, 32, 32)
     with torch.no_grad():
         whole = model(x)
@@ -392,10 +392,10 @@ def test_d2s_9_parameters_and_sizes_of_the_models(
 )
 def test_d2s_10_bytes_of_a_round(layer: int, mode: str, up: int, down: int) -> None:
     rows = 800
-    setting = make_setting("fedd2s_m1", input_shape=(3, 32, 32), classes=10)
-    server = make_server(setting, s2c_mode=mode, l_min=layer)
+    context = make_context("fedd2s_m1", input_shape=(3, 32, 32), classes=10)
+    server = make_server(context, s2c_mode=mode, l_min=layer)
     data = TensorData(torch.rand(rows, 3, 32, 32), torch.arange(rows) % 10)
-    device = device_of(setting.device_model(), data, 10, make_config(warmup_epochs=0, s2c_mode=mode))
+    device = device_of(context.device_model(), data, 10, make_config(warmup_epochs=0, s2c_mode=mode))
     ids = 8 * rows  # the specification counts them apart
     plan = {"plan": Plan(values={"layer": layer, "participation": 1})}
     knowledge = device.handle(Ask(round=1, step="extract", seed=1, parts=plan)).parts
@@ -791,7 +791,7 @@ def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str
 
 def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
     for knowledge_type, kinds in (("float16", ["knowledge-left-out"]), ("float32", [])):
-        server, fleet = make_server(make_setting(knowledge_type=knowledge_type), distance="mse"), Fleet({})
+        server, fleet = make_server(make_context(knowledge_type=knowledge_type), distance="mse"), Fleet({})
         sent = triplets_of(server, make_device(distance="mse"), 2)
         with torch.no_grad():
             for weight in server.network.parameters():
@@ -873,7 +873,7 @@ def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
     with pytest.raises(ModelError, match="OneCut has only one cut; build it as a SplitModel"):
         device_of(OneCut(), data, CLASSES, make_config())
     with pytest.raises(ConfigurationError, match=r"\[model\] device is a Linear"):
-        make_server(make_setting("test_fedd2s:plain_model"))
+        make_server(make_context("test_fedd2s:plain_model"))
     device_of(split_sequential(nn.Sequential(nn.Linear(INPUTS, 4), nn.Linear(4, CLASSES)), 1), data, 3, make_config())
 
 

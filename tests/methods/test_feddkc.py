@@ -27,7 +27,7 @@ from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.cohort import StoreCohort
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
 
 CLASSES, FEATURES = 3, 4
@@ -74,14 +74,14 @@ def small_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def make_server(**settings: Any) -> FedDKCServer:
     sys.modules["test_feddkc"] = sys.modules[__name__]
-    setting = Setting(
+    context = MethodContext(
         classes=CLASSES,
         input_shape=(FEATURES,),
         models=ModelSection(extractor="test_feddkc:identity_extractor", server="test_feddkc:small_predictor"),
         torch_device=torch.device("cpu"),
         seed=3,
     )
-    return FedDKCServer(FedDKCConfig(**settings).for_classes(CLASSES), setting)
+    return FedDKCServer(FedDKCConfig(**settings).for_classes(CLASSES), context)
 
 
 def make_knowledge(seed: int, rows: int = 12, right: bool = True) -> SampleKnowledge:

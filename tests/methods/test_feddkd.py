@@ -53,7 +53,7 @@ from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
 from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
@@ -84,7 +84,7 @@ def scalar_model(input_shape: Sequence[int] = (1,), classes: int = CLASSES) -> n
     return nn.Linear(1, classes, bias=False)
 
 
-def make_setting(model: str = "test_feddkd:tiny_model", **changes: Any) -> Setting:
+def make_context(model: str = "test_feddkd:tiny_model", **changes: Any) -> MethodContext:
     sys.modules["test_feddkd"] = sys.modules[__name__]
     settings: dict[str, Any] = {
         "classes": CLASSES,
@@ -93,7 +93,7 @@ def make_setting(model: str = "test_feddkd:tiny_model", **changes: Any) -> Setti
         "torch_device": torch.device("cpu"),
         "seed": 3,
     }
-    return Setting(**{**settings, **changes})
+    return MethodContext(**{**settings, **changes})
 
 
 def make_config(**settings: Any) -> FedDKDConfig:
@@ -101,7 +101,7 @@ def make_config(**settings: Any) -> FedDKDConfig:
 
 
 def make_server(model: str = "test_feddkd:tiny_model", **settings: Any) -> FedDKDServer:
-    return FedDKDServer(make_config(**settings), make_setting(model))
+    return FedDKDServer(make_config(**settings), make_context(model))
 
 
 def make_data(seed: int, rows: int = 20) -> TensorData:
@@ -111,7 +111,7 @@ def make_data(seed: int, rows: int = 20) -> TensorData:
 
 
 def make_device(seed: int = 0, rows: int = 20, model: str = "test_feddkd:tiny_model", **settings: Any) -> FedDKDDevice:
-    module = make_setting(model).device_model()
+    module = make_context(model).device_model()
     local = Local(
         model=module,
         taps=check_local_model(module),
@@ -233,7 +233,7 @@ def scripted(
 
 
 def scalar_server(**settings: Any) -> FedDKDServer:
-    return FedDKDServer(make_config(**settings), make_setting("test_feddkd:scalar_model", input_shape=(1,)))
+    return FedDKDServer(make_config(**settings), make_context("test_feddkd:scalar_model", input_shape=(1,)))
 
 
 def weight_of(server: FedDKDServer) -> float:

@@ -41,7 +41,7 @@ def open_run(prepared: Prepared) -> tuple[Store, Contract]:
     config, store = prepared[0], Store.in_memory()
     method = build_method(config)
     contract, initial, extractor = make_contract(config, method)
-    for payload in (initial, extractor, method.setting.proxy_payload):
+    for payload in (initial, extractor, method.context.proxy_payload):
         if payload is not None:
             store.blobs.put(payload)
     store.begin_run(RUN, config.fixed_part())

@@ -33,7 +33,7 @@ from fleetdistill.training.portable_noise import portable_noise
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer
@@ -64,14 +64,14 @@ def small_predictor(feature_shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(nn.Linear(CUT, 7), nn.Tanh(), nn.Linear(7, classes))
 
 
-def make_setting(**more: Any) -> Setting:
+def make_context(**more: Any) -> MethodContext:
     here = "test_two_rounds"
     sys.modules[here] = sys.modules[__name__]
     models = ModelSection(
         device=f"{here}:small_model", extractor=f"{here}:small_extractor", server=f"{here}:small_predictor"
     )
     given: dict[str, Any] = {"classes": CLASSES, "input_shape": (INPUTS,), "models": models}
-    return Setting(**{**given, "torch_device": CPU, "seed": 3, "knowledge_type": "float32", **more})
+    return MethodContext(**{**given, "torch_device": CPU, "seed": 3, "knowledge_type": "float32", **more})
 
 
 def data_of(device: str) -> TensorData:
@@ -149,7 +149,7 @@ def train_on_labels(model: nn.Module, device: str, optimizer: Any, epochs: int, 
 def test_fedavg() -> None:
     """Local training with a fresh optimiser each round, then the mean by samples."""
     config = FedAvgConfig(local_epochs=2, batch_size=4, **SGD)
-    server = FedAvgServer(config, make_setting())
+    server = FedAvgServer(config, make_context())
     members = {name: FedAvgDevice(config, local_of(name, new_model(9))) for name in ROWS}
     expected: nn.Module = copy.deepcopy(server.model)
     for number in (1, 2):
@@ -176,7 +176,7 @@ def test_feddkc() -> None:
     config = FedDKCConfig(
         refinement="kkr", target_peak=0.36, local_epochs=2, server_epochs=2, teacher_guard=False, **shared, **SGD
     ).for_classes(CLASSES)
-    server = FedDKCServer(config, make_setting())
+    server = FedDKCServer(config, make_context())
     members = {name: FedDKCDevice(config, local_of(name, new_model(ord(name)))) for name in ROWS}
     models = {name: copy.deepcopy(half.local.model) for name, half in members.items()}
     predictor = copy.deepcopy(server.predictor)
@@ -220,7 +220,7 @@ def test_feddkd() -> None:
         temperature=TAU,
         **SGD,
     )
-    server = FedDKDServer(config, make_setting())
+    server = FedDKDServer(config, make_context())
     members = {name: FedDKDDevice(config, local_of(name, new_model(9))) for name in ROWS}
     expected: nn.Module = copy.deepcopy(server.model)
     for number in (1, 2, 3):
@@ -275,7 +275,7 @@ def test_cdkt() -> None:
         **SGD,
     )
     proxy = proxy_set()
-    server = CDKTServer(config, make_setting(proxy=proxy, models=ModelSection(server="test_two_rounds:small_model")))
+    server = CDKTServer(config, make_context(proxy=proxy, models=ModelSection(server="test_two_rounds:small_model")))
     members = {name: CDKTDevice(config, local_of(name, new_model(ord(name)), proxy=proxy)) for name in ROWS}
     models = {name: copy.deepcopy(half.local.model) for name, half in members.items()}
     world = copy.deepcopy(server.model)
@@ -318,7 +318,7 @@ def test_fedd2s() -> None:
         warmup_epochs=1,
         teacher_guard=False,
     ).for_classes(CLASSES)
-    server = FedD2SServer(config, make_setting())
+    server = FedD2SServer(config, make_context())
     members = {name: FedD2SDevice(config, local_of(name, new_model(9))) for name in ROWS}
     models = {name: copy.deepcopy(half.local.model) for name, half in members.items()}
     adam = lambda module: torch.optim.Adam(module.parameters(), lr=0.003)  # noqa: E731
@@ -371,7 +371,7 @@ def test_dafkd() -> None:
             **SGD,
         }
     ).for_classes(CLASSES)
-    server = DaFKDServer(config, make_setting())
+    server = DaFKDServer(config, make_context())
     members = {name: DaFKDDevice(config, local_of(name, new_model(9))) for name in ROWS}
     judges, own = dict[str, nn.Module](), dict[str, torch.optim.Optimizer]()
     for name, half in members.items():

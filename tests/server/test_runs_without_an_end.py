@@ -50,7 +50,7 @@ class Keeping(ServerMethod):
     picks_devices = True
 
     def __init__(self, other: ServerMethod) -> None:
-        super().__init__(other.config, other.setting)
+        super().__init__(other.config, other.context)
         self.parts: dict[str, str] = {}
         self.merged: list[str] = []
         self.looks = 0

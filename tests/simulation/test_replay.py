@@ -198,7 +198,7 @@ class Adding(ServerMethod):
     steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012
 
     def __init__(self, other: ServerMethod) -> None:
-        super().__init__(other.config, other.setting)
+        super().__init__(other.config, other.context)
         self.total = torch.zeros((), dtype=torch.int64)
 
     @staticmethod

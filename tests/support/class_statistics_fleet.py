@@ -25,7 +25,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 
 CLASSES, SHAPE = 4, (1, 8, 8)
 CPU = torch.device("cpu")
@@ -38,8 +38,8 @@ def config_of(**settings: Any) -> AveragedConfig:
 
 def make_server(extractor: str = "digits_extractor", shape: tuple[int, ...] = SHAPE, **settings: Any) -> AveragedServer:
     models = ModelSection(extractor=extractor, server="digits_server")
-    setting = Setting(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
-    return AveragedServer(config_of(**settings), setting)
+    context = MethodContext(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
+    return AveragedServer(config_of(**settings), context)
 
 
 def rows_of(counts: Sequence[int], seed: int) -> TensorData:

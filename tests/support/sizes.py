@@ -14,7 +14,7 @@ from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes, Weights
 
 
@@ -25,18 +25,18 @@ def weights(module: nn.Module) -> Weights:
 
 def sizes_of(half: ServerMethod, samples: int) -> Sizes:
     """The sizes of a run for a device with so many samples; at FedD2S's last layer."""
-    setting = half.setting
+    context = half.context
     generator = getattr(half, "generator", None)
     fixed = getattr(half, "fixed", None)  # an extractor with its projection, whose numbers are what travels
-    model = setting.device_model() if setting.models.device else nn.Module()
+    model = context.device_model() if context.models.device else nn.Module()
     return Sizes(
         samples=samples,
         features=fixed.dimensions if fixed else next((prod(shape) for shape in half.features().values()), 1),
         channels=next((shape[0] for shape in half.features().values()), 1),
-        classes=setting.classes,
+        classes=context.classes,
         model=weights(model),
-        proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
-        embedding=_shared_numbers(model, setting) if generator is not None else 0,
+        proxy_samples=len(context.proxy) if context.proxy is not None else 0,
+        embedding=_shared_numbers(model, context) if generator is not None else 0,
         extractor=weights(half.extractor) if isinstance(half, AveragedServer) else Weights(0),
         generator=Weights(0) if generator is None else weights(generator),
     )
@@ -51,6 +51,6 @@ def at_layer(sizes: Sizes, model: SplitModel, cut: str, input_shape: tuple[int, 
     return replace(sizes, layer_features=prod(shape), layer_channels=shape[0], head=weights(above))
 
 
-def _shared_numbers(model: nn.Module, setting: Setting) -> int:
-    zeros = torch.zeros(1, *setting.input_shape)
+def _shared_numbers(model: nn.Module, context: MethodContext) -> int:
+    zeros = torch.zeros(1, *context.input_shape)
     return prod(extract(lambda x: shared_features(model, x), zeros, model=model).shape[1:])

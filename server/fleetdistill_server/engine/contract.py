@@ -15,7 +15,7 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import Setting, pick_torch_device
+from fleetdistill_server.methods.context import MethodContext, pick_torch_device
 
 
 def build_method(config: RunConfig) -> ServerMethod:
@@ -24,14 +24,14 @@ def build_method(config: RunConfig) -> ServerMethod:
     return server_class(config.run.method, settings)(settings, method_context(config))
 
 
-def method_context(config: RunConfig) -> Setting:
+def method_context(config: RunConfig) -> MethodContext:
     """What the server half of a run works with.
 
     Raises:
         ConfigurationError: The proxy set or the torch device cannot be used.
     """
     proxy, proxy_payload = register_proxy(config)
-    return Setting(
+    return MethodContext(
         classes=len(config.contract.class_names()),
         input_shape=tuple(config.contract.input_shape),
         models=config.model,
@@ -68,8 +68,8 @@ def make_contract(
     initial = initial_payload(method)
     extractor = extractor_payload(method)
     needs = method.requirements()
-    setting = method.setting
-    if needs.proxy_set and setting.proxy is None:
+    context = method.context
+    if needs.proxy_set and context.proxy is None:
         text = "needs a labelled proxy set on the server and every device; register one as [proxy] in run.toml"
         raise ConfigurationError(f"{config.run.method} {text}")
     contract = contract_pb2.Contract(
@@ -81,11 +81,11 @@ def make_contract(
         features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.features().items()],
         knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
         requirements=needs,
-        extractor_fingerprint=fingerprint(setting.extractor()) if needs.same_extractor else "",
-        model_fingerprint=fingerprint(setting.device_model()) if needs.same_architecture else "",
+        extractor_fingerprint=fingerprint(context.extractor()) if needs.same_extractor else "",
+        model_fingerprint=fingerprint(context.device_model()) if needs.same_architecture else "",
         initial_weights=initial.sha256 if initial else b"",
-        proxy_digest=setting.proxy_digest,
-        proxy_samples=len(setting.proxy) if setting.proxy is not None else 0,
+        proxy_digest=context.proxy_digest,
+        proxy_samples=len(context.proxy) if context.proxy is not None else 0,
         rounds=config.run.rounds,
         seed=config.run.seed,
         threads=config.run.threads,

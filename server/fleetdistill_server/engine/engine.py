@@ -186,7 +186,7 @@ class Engine:
         if row["contract"] is None:
             contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # who deletes what nothing names yet holds the same lock
-                for payload in (initial, extractor, self.method.setting.proxy_payload):
+                for payload in (initial, extractor, self.method.context.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
                 self._store.assert_owner(self._name, self._token)
@@ -207,7 +207,7 @@ class Engine:
     def _check_proxy(self) -> None:
         """A run keeps the proxy set that it began with: all knowledge is about its rows."""
         began = contract_pb2.Contract.FromString(self._row()["contract"]).proxy_digest
-        now = self.method.setting.proxy_digest
+        now = self.method.context.proxy_digest
         if began != now:
             raise RunError(
                 f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, the file is "
@@ -217,8 +217,8 @@ class Engine:
     def _check_readable(self) -> None:
         """What every new device fetches must be whole; nobody else would find out but they."""
         contract = contract_pb2.Contract.FromString(self._row()["contract"])
-        if self.method.setting.proxy_payload is not None:
-            self._store.blobs.put(self.method.setting.proxy_payload)  # mends it
+        if self.method.context.proxy_payload is not None:
+            self._store.blobs.put(self.method.context.proxy_payload)  # mends it
         if contract.initial_weights:
             self._mend(contract.initial_weights, initial_payload)
         if contract.extractor_file:
@@ -388,9 +388,9 @@ class Engine:
         if model is None or not self._config.evaluation.data:
             return
         if self._evaluation is None:
-            self._evaluation = load_evaluation(self._config.evaluation.data, self.method.setting.classes)
+            self._evaluation = load_evaluation(self._config.evaluation.data, self.method.context.classes)
         try:
-            counts = evaluate(model, self._evaluation, self.method.setting.classes)
+            counts = evaluate(model, self._evaluation, self.method.context.classes)
         except KnowledgeError as error:
             raise _NotUsable(
                 f"the global model cannot be scored: {error}; the state of before the round is kept"

@@ -42,7 +42,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     exported = method.export()
     if exported is None:
         raise ConfigurationError(f"{config.run.method} keeps no model on the server")
-    reads_inputs = tuple(exported[1]) == method.setting.input_shape
+    reads_inputs = tuple(exported[1]) == method.context.input_shape
     rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
     metadata = {"run": run, "round": str(store.checkpoints(run)[-1]["round"]), "method": config.run.method}

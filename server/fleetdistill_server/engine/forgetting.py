@@ -95,7 +95,7 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
     row = store.run(run)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
-    notes = BetweenRounds(method.setting.seed)
+    notes = BetweenRounds(method.context.seed)
     for device in devices:
         method.forget(device, notes)
     state = pack_state(method.state_dict())

@@ -18,7 +18,7 @@ import torch
 from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
@@ -30,7 +30,7 @@ class ServerMethod:
 
     Args:
         config: The method's configuration, complete for the run's number of classes.
-        setting: Models, shapes and where to compute.
+        context: Models, shapes and where to compute.
     """
 
     summary: ClassVar[str]
@@ -70,9 +70,9 @@ class ServerMethod:
 
     given_initial: ModelParameters | None = None
 
-    def __init__(self, config: Any, setting: Setting) -> None:
+    def __init__(self, config: Any, context: MethodContext) -> None:
         self.config = config
-        self.setting = setting
+        self.context = context
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:

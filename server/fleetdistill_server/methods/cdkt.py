@@ -26,7 +26,7 @@ from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_s
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
@@ -43,9 +43,9 @@ class CDKTServer(ServerMethod):
         "cdkt_digits_small, or use knowledge = 'full' for the run, which takes models of any size"
     }
 
-    def __init__(self, config: CDKTConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
-        self.model = setting.global_model().to(setting.torch_device)
+    def __init__(self, config: CDKTConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.model = context.global_model().to(context.torch_device)
         self._held_back: set[str] = set()
 
     @classmethod
@@ -68,7 +68,7 @@ class CDKTServer(ServerMethod):
             return {}
         if embedding_tap(self.model) is None:
             raise ConfigurationError("[model] server has no embedding(x), the input of its last layer; name another")
-        probe = torch.zeros(1, *self.setting.input_shape)
+        probe = torch.zeros(1, *self.context.input_shape)
         return {EMBEDDING: tuple(extract(self._embeddings, probe, model=self.model).shape[1:])}
 
     async def round(self, cohort: Cohort) -> None:
@@ -94,7 +94,7 @@ class CDKTServer(ServerMethod):
 
     def _knowledge_for(self, cohort: Cohort) -> Any:
         """Message 1: what w_s says about the proxy set; nothing in round 1 or where the guard fired."""
-        nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.setting.proxy_digest)}
+        nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.context.proxy_digest)}
         if not self.config.exchange or not cohort.completed:
             return nothing
         said = self._knowledge()
@@ -107,7 +107,7 @@ class CDKTServer(ServerMethod):
 
     def _reason_not_sent(self, said: ProxyKnowledge) -> str | None:
         values = [torch.from_numpy(one) for one in (said.logits, said.embeddings) if one is not None]
-        reasons = [reason_not_sent(one, self.setting.knowledge_type) for one in values]
+        reasons = [reason_not_sent(one, self.context.knowledge_type) for one in values]
         return next(filter(None, reasons), None)
 
     def _knowledge(self) -> ProxyKnowledge:
@@ -115,7 +115,7 @@ class CDKTServer(ServerMethod):
         outcomes, embeddings = self.config.down
         return ProxyKnowledge(
             valid=True,
-            proxy_digest=self.setting.proxy_digest,
+            proxy_digest=self.context.proxy_digest,
             logits=extract(self.model, self._proxy.inputs).numpy() if outcomes else None,
             embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
         )
@@ -124,11 +124,11 @@ class CDKTServer(ServerMethod):
         """z̄ and h̄ of section 3.3, from the means over the devices that answered."""
         if outcomes_pc is not None and self.config.label_average:
             outcomes_pc = with_labels(outcomes_pc, self._proxy.labels)
-        return Knowledge(outcomes_pc, embeddings_pf).to(self.setting.torch_device)
+        return Knowledge(outcomes_pc, embeddings_pf).to(self.context.torch_device)
 
     def _transfer(self, knowledge: Knowledge, generator: torch.Generator) -> None:
         """Eq. (7): CE + beta * R_s over the proxy set."""
-        where, proxy, distance = self.setting.torch_device, self._proxy, self.config.distance(self.config.server_metric)
+        where, proxy, distance = self.context.torch_device, self._proxy, self.config.distance(self.config.server_metric)
         training = replace(self.config, learning_rate=self.config.server_learning_rate)
         inputs, labels = proxy.inputs.to(where), proxy.labels.to(where)
 
@@ -152,7 +152,7 @@ class CDKTServer(ServerMethod):
         said = self._knowledge()
         for values in (said.logits, said.embeddings):
             if values is not None:
-                check_can_be_sent(torch.from_numpy(values), self.setting.knowledge_type, self._rate)
+                check_can_be_sent(torch.from_numpy(values), self.context.knowledge_type, self._rate)
 
     @property
     def _rate(self) -> Rate:
@@ -169,7 +169,7 @@ class CDKTServer(ServerMethod):
         teacher = self._accuracy(extract(self.model, self._proxy.inputs))
         cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
         self._held_back -= own.keys()
-        if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.setting.classes:
+        if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.context.classes:
             return
         for device, accuracy in own.items():
             if accuracy is None or teacher < accuracy:
@@ -183,8 +183,8 @@ class CDKTServer(ServerMethod):
 
     @property
     def _proxy(self) -> TensorData:
-        assert self.setting.proxy is not None  # make_contract refuses a run without it
-        return self.setting.proxy
+        assert self.context.proxy is not None  # make_contract refuses a run without it
+        return self.context.proxy
 
     def forget(self, device: str, notes: Notes) -> None:
         """That knowledge was held back from it; what the model has learned from it stays."""
@@ -204,7 +204,7 @@ class CDKTServer(ServerMethod):
         return self.model
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
-        return self.model, self.setting.input_shape
+        return self.model, self.context.input_shape
 
 
 def _said(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:

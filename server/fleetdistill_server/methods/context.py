@@ -24,7 +24,7 @@ G = TypeVar("G", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class MethodContext:
     """The run as a method sees it.
 
     Attributes:

@@ -15,7 +15,7 @@ from fleetdistill.training.parameters import load_parameters, model_parameters, 
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
@@ -26,9 +26,9 @@ class FedAvgServer(ServerMethod):
     same_architecture = True
     steps = {"train": {"parameters": "model_parameters"}}  # noqa: RUF012  (a ClassVar of the base)
 
-    def __init__(self, config: Any, setting: Setting) -> None:
-        super().__init__(config, setting)
-        self.model = setting.device_model().to(setting.torch_device)
+    def __init__(self, config: Any, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.model = context.device_model().to(context.torch_device)
 
     @classmethod
     def columns(cls, config: Any) -> Sequence[str]:
@@ -69,4 +69,4 @@ class FedAvgServer(ServerMethod):
         return self.model
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
-        return self.model, self.setting.input_shape
+        return self.model, self.context.input_shape

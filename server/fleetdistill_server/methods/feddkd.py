@@ -24,7 +24,7 @@ from fleetdistill.training.rollback import reason_undone, way_back
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
@@ -76,11 +76,11 @@ class FedDKDServer(ServerMethod):
         "distil": {"gradient": "distillation_gradient"},
     }
 
-    def __init__(self, config: FedDKDConfig, setting: Setting) -> None:
-        model = setting.device_model().to(setting.torch_device)
+    def __init__(self, config: FedDKDConfig, context: MethodContext) -> None:
+        model = context.device_model().to(context.torch_device)
         norms = batch_norm_names(model)
         _check_variant(config, model, bool(norms))
-        super().__init__(config.for_batch_norm(bool(norms)), setting)
+        super().__init__(config.for_batch_norm(bool(norms)), context)
         self.model = model
         self._stays_on_devices = norms if config.variant == "bn" else frozenset[str]()
 
@@ -203,7 +203,7 @@ class FedDKDServer(ServerMethod):
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         """As `global_model`."""
-        return None if self._stays_on_devices else (self.model, self.setting.input_shape)
+        return None if self._stays_on_devices else (self.model, self.context.input_shape)
 
 
 def descend(model: nn.Module, gradients: Mapping[str, Array], rate: float) -> None:

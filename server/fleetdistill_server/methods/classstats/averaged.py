@@ -43,7 +43,7 @@ from fleetdistill_server.methods.classstats.merge import (
 )
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _PROBES = 64
@@ -69,14 +69,14 @@ class AveragedServer(ServerMethod):
         "learn": {},
     }
 
-    def __init__(self, config: AveragedConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
+    def __init__(self, config: AveragedConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.steps = dict(self.steps_for(config))  # type: ignore[misc]  # which steps there are is a setting
-        _check_trained(config, setting)
-        self.extractor = setting.extractor().to(setting.torch_device)
-        self._feature_shape = output_shape(self.extractor, setting.input_shape)
-        self._nonnegative = _is_nonnegative(self.extractor, setting)
-        self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
+        _check_trained(config, context)
+        self.extractor = context.extractor().to(context.torch_device)
+        self._feature_shape = output_shape(self.extractor, context.input_shape)
+        self._nonnegative = _is_nonnegative(self.extractor, context)
+        self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
         self._parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self._classes: Classes = {}
         self._left_out: LeftOutOfMerge = {}
@@ -295,11 +295,11 @@ class AveragedServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
-        self._trusted = trusted_centres(self.setting.trusted_data(), self._features_of) or self._trusted
+        self._trusted = trusted_centres(self.context.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
         whole, self._left_out = merged(self._parts, self.config.rank, rules, notes)
         classes = self._worth_learning(whole, notes)
-        payload = encode({"classes": self._wire(classes)}, np.dtype(self.setting.knowledge_type))
+        payload = encode({"classes": self._wire(classes)}, np.dtype(self.context.knowledge_type))
         sent = decode(payload)["classes"]
         assert isinstance(sent, ClassStatistics)
         self._classes = from_wire(sent)
@@ -317,7 +317,7 @@ class AveragedServer(ServerMethod):
 
         So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
         """
-        limit = float(np.finfo(float_type(self.setting.knowledge_type)).max)
+        limit = float(np.finfo(float_type(self.context.knowledge_type)).max)
         least = _least_recognised(max(len(whole), 1))  # of all: it must not rise with each class that goes
         while True:
             classes = shrink(whole, self.config.shrinkage)
@@ -332,7 +332,7 @@ class AveragedServer(ServerMethod):
     def _untrainable(self, classes: Classes, notes: Notes) -> list[int]:
         """Trains the server's own predictor; where that fails, the class whose rows are longest is at fault."""
         # From the first weights again: of who is not in the merge any more nothing may stay.
-        self.predictor.load_state_dict(self.setting.server_model(self._feature_shape).state_dict())
+        self.predictor.load_state_dict(self.context.server_model(self._feature_shape).state_dict())
         if not classes:
             return []
         train = partial(self._train_predictor, classes, notes.generator("predictor").initial_seed())
@@ -372,7 +372,7 @@ class AveragedServer(ServerMethod):
                 optimizer=optimizer,
                 losses=partial(self._losses, rows, labels),
                 generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")),
-                device=self.setting.torch_device,
+                device=self.context.torch_device,
             )
 
     def _losses(self, rows: Tensor, labels: Tensor, epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -386,7 +386,7 @@ class AveragedServer(ServerMethod):
 
     def _draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
         rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self._nonnegative)
-        where = self.setting.torch_device
+        where = self.context.torch_device
         return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
 
     # --- state
@@ -430,11 +430,11 @@ class AveragedServer(ServerMethod):
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()
-        return None if model is None else (model, self.setting.input_shape)
+        return None if model is None else (model, self.context.input_shape)
 
 
-def _check_trained(config: AveragedConfig, setting: Setting) -> None:
-    name = setting.models.extractor
+def _check_trained(config: AveragedConfig, context: MethodContext) -> None:
+    name = context.models.extractor
     if not config.extractor_rounds and name in MODELS:
         raise ConfigurationError(
             f"extractor_rounds = 0, and the weights of [model] extractor = {name!r} are random; train it for a few "
@@ -442,9 +442,9 @@ def _check_trained(config: AveragedConfig, setting: Setting) -> None:
         )
 
 
-def _is_nonnegative(extractor: nn.Module, setting: Setting) -> bool:
+def _is_nonnegative(extractor: nn.Module, context: MethodContext) -> bool:
     """Whether features end in a ReLU or the like: then nothing below 0 is drawn."""
-    probe = torch.randn(_PROBES, *setting.input_shape, generator=torch.Generator().manual_seed(0))
+    probe = torch.randn(_PROBES, *context.input_shape, generator=torch.Generator().manual_seed(0))
     return float(extract(extractor, probe).min()) >= 0
 
 

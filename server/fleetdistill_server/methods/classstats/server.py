@@ -47,7 +47,7 @@ from fleetdistill_server.methods.classstats.merge import (
 )
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 
@@ -66,13 +66,13 @@ class ClassStatsServer(ServerMethod):
     picks_devices = True
     steps = {"summarise": {"statistics": "shared_statistics"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
-    def __init__(self, config: ClassStatsConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
+    def __init__(self, config: ClassStatsConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.same_extractor = config.features == "model"  # type: ignore[misc]  # the other one is the SDK's own
         self.extractor = self._extractor().cpu().eval()  # nothing here is worth a GPU
-        self._feature_shape = output_shape(self.extractor, setting.input_shape)
+        self._feature_shape = output_shape(self.extractor, context.input_shape)
         features = prod(self._feature_shape)
-        self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(setting.input_shape, features))
+        self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(context.input_shape, features))
         self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
         self._counted: dict[str, list[int]] = {}  # of each device the classes that are in the merge
         self._left_out: LeftOutOfMerge = {}
@@ -94,9 +94,9 @@ class ClassStatsServer(ServerMethod):
         return AveragedServer
 
     def _extractor(self) -> nn.Module:
-        shape = self.setting.input_shape
+        shape = self.context.input_shape
         if self.config.features != SCATTERING:
-            return self.setting.extractor()
+            return self.context.extractor()
         try:
             check_images(np.zeros((1, *shape), np.float32), shape)
         except DataError as error:
@@ -133,7 +133,7 @@ class ClassStatsServer(ServerMethod):
     def extractor_file(self) -> NetworkFile | None:
         """The extractor for devices without PyTorch; None where it cannot be exported."""
         try:
-            data = onnx_bytes(self.extractor, self.setting.input_shape)
+            data = onnx_bytes(self.extractor, self.context.input_shape)
         except ExportError:
             return None
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
@@ -227,7 +227,7 @@ class ClassStatsServer(ServerMethod):
             merge=self._merge_name,
             counted=bool(self._counted.get(device)),
             left_out=self._left_out_of(device),
-            draw_seed=derive_seed(self.setting.seed, "space", self._merge_name),
+            draw_seed=derive_seed(self.context.seed, "space", self._merge_name),
         )
         return {"plan": plan.to_wire(), "space": self._space}
 
@@ -270,7 +270,7 @@ class ClassStatsServer(ServerMethod):
 
     def _merge(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
-        self._trusted = trusted_centres(self.setting.trusted_data(), self.fixed.of) or self._trusted
+        self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
         moments, self._counted, self._left_out = merged_moments(parts, rules, notes)
@@ -328,11 +328,11 @@ class ClassStatsServer(ServerMethod):
         """The general answer (3.7), once there is a space."""
         if self._space is None:
             return None
-        return SpaceModel(self.fixed, self.setting.classes).take(self._space)
+        return SpaceModel(self.fixed, self.context.classes).take(self._space)
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()
-        return None if model is None else (model, self.setting.input_shape)
+        return None if model is None else (model, self.context.input_shape)
 
 
 def _add_up(figures: dict[int, list[float]], parts: Parts, counted: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from fleetdistill.training.rollback import reason_undone
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,
@@ -54,24 +54,24 @@ class DaFKDServer(ServerMethod):
         "predict": {"predictions": "weighted_predictions"},
     }
 
-    def __init__(self, config: DaFKDConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
+    def __init__(self, config: DaFKDConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
         self.steps = _steps(config)  # type: ignore[misc]  # what an answer holds is a setting
         self.same_architecture = config.upload_model or config.feature_level  # type: ignore[misc]
-        self.model = setting.device_model().to(setting.torch_device)
+        self.model = context.device_model().to(context.torch_device)
         features = self._feature_shape()
         if config.feature_level:
-            _check_range_of_features(self.model, setting.input_shape)
-        sample_shape = features if config.feature_level else setting.input_shape
-        self.generator = setting.generator(lambda: make_generator(config, sample_shape, setting.classes))
-        self.generator.to(setting.torch_device)
+            _check_range_of_features(self.model, context.input_shape)
+        sample_shape = features if config.feature_level else context.input_shape
+        self.generator = context.generator(lambda: make_generator(config, sample_shape, context.classes))
+        self.generator.to(context.torch_device)
         sharing, feature_level = config.sharing, config.feature_level
         self._student = JudgedClassifier(self.model, features, sharing=sharing, feature_level=feature_level)
-        self._member = JudgedClassifier(setting.device_model(), features, sharing=sharing, feature_level=feature_level)
-        self._member.to(setting.torch_device)
+        self._member = JudgedClassifier(context.device_model(), features, sharing=sharing, feature_level=feature_level)
+        self._member.to(context.torch_device)
 
     def _feature_shape(self) -> tuple[int, ...]:
-        zeros = torch.zeros(1, *self.setting.input_shape)
+        zeros = torch.zeros(1, *self.context.input_shape)
         return tuple(extract(lambda x: shared_features(self.model, x), zeros, model=self.model).shape[1:])
 
     @classmethod
@@ -105,7 +105,7 @@ class DaFKDServer(ServerMethod):
             "parameters": part_shapes(model_parameters(self.model)),
             "generator": part_shapes(self._generator_part()),
             "discriminator": part_shapes(discriminator),
-            "predictions": {"values": (self.config.kd_samples, self.setting.classes)},
+            "predictions": {"values": (self.config.kd_samples, self.context.classes)},
         }
 
     async def round(self, cohort: Cohort) -> None:
@@ -171,7 +171,7 @@ class DaFKDServer(ServerMethod):
     # --- the ensemble
 
     def _samples(self, noise_seed: int) -> Tensor:
-        return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.setting.torch_device)
+        return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.context.torch_device)
 
     def _judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, cohort: Cohort) -> Teacher | None:
         """Eqs. (7) and (8) with the devices' models and discriminators, which are heard one after the other."""
@@ -199,7 +199,7 @@ class DaFKDServer(ServerMethod):
         self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, cohort: Cohort
     ) -> Teacher | None:
         """Eqs. (7) and (8) with predictions that the devices have weighted themselves."""
-        total_mc = torch.zeros(len(samples), self.setting.classes, dtype=torch.float64)
+        total_mc = torch.zeros(len(samples), self.context.classes, dtype=torch.float64)
         importance = list[Tensor]()
         for answer in answers:
             sent = answer.part("predictions", WeightedPredictions)
@@ -228,7 +228,7 @@ class DaFKDServer(ServerMethod):
         needed = classes_needed(teacher_mc)
         if classes >= needed or not self.config.maturity_guard:
             return True
-        text = f"the ensemble sees {classes} of {self.setting.classes} classes in the generated samples"
+        text = f"the ensemble sees {classes} of {self.context.classes} classes in the generated samples"
         cohort.guard("maturity", f"{text}, {needed} are needed; nothing is distilled from them")
         return False
 
@@ -239,7 +239,7 @@ class DaFKDServer(ServerMethod):
         if not self.config.kd_epochs or len(samples) < 2:
             return
         optimizer = make_local_optimizer(replace(self.config, learning_rate=self.config.kd_lr), self.model.parameters())
-        student, teacher_bc = self._student, teacher_mc.float().to(self.setting.torch_device)
+        student, teacher_bc = self._student, teacher_mc.float().to(self.context.torch_device)
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
             with frozen_batch_norm(student, self.config.freeze_batch_norm):
@@ -254,7 +254,7 @@ class DaFKDServer(ServerMethod):
             optimizer=optimizer,
             losses=losses,
             generator=generator,
-            device=self.setting.torch_device,
+            device=self.context.torch_device,
         )
 
     # --- state
@@ -273,7 +273,7 @@ class DaFKDServer(ServerMethod):
         return self.model
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
-        return self.model, self.setting.input_shape
+        return self.model, self.context.input_shape
 
 
 def _check_range_of_features(model: torch.nn.Module, input_shape: tuple[int, ...]) -> None:

@@ -40,7 +40,7 @@ from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_undon
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Content, Exchange, Sizes
 
@@ -68,14 +68,14 @@ class FedD2SServer(ServerMethod):
     same_architecture = True
     steps = {"extract": {"knowledge": "sample_knowledge"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
-    def __init__(self, config: FedD2SConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
-        model = _layered(setting.device_model())
+    def __init__(self, config: FedD2SConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
+        model = _layered(context.device_model())
         self.names = model.stage_names
         self.l_min = shallowest_layer(model, l_min=config.l_min, dropping_set=config.dropping_set)
-        self.network = model.stages[1:].to(setting.torch_device)
+        self.network = model.stages[1:].to(context.torch_device)
         self.participations: dict[str, int] = {}
-        self._shapes = model.stage_shapes(setting.input_shape)
+        self._shapes = model.stage_shapes(context.input_shape)
 
     @classmethod
     def columns(cls, config: FedD2SConfig) -> Sequence[str]:
@@ -100,7 +100,7 @@ class FedD2SServer(ServerMethod):
         """One model for all devices, the one whose layers 2 to L the global network starts as."""
         if not self.config.shared_initial:
             return None
-        return self.given_initial or model_parameters(self.setting.device_model())
+        return self.given_initial or model_parameters(self.context.device_model())
 
     async def round(self, cohort: Cohort) -> None:
         layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}
@@ -153,7 +153,7 @@ class FedD2SServer(ServerMethod):
         )
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self.setting.torch_device)
+        return torch.from_numpy(np.array(array)).to(self.context.torch_device)
 
     def head(self, layer: int) -> nn.Sequential:
         """theta^g_{+l}: layers l+1 to L, nothing for l = L. The paper prints l to L, which runs layer l twice."""
@@ -175,7 +175,7 @@ class FedD2SServer(ServerMethod):
             optimizer=make_local_optimizer(self.config, trained.parameters()),
             losses=scheduled(self.config, self._distillation(trained, sent, p_bc), _labels_term(trained, sent)),
             generator=cohort.generator(f"clients to server {sent.device}"),
-            device=self.setting.torch_device,
+            device=self.context.torch_device,
         )
         failure = reason_undone(training, trained, rate=self._rate)
         if failure:
@@ -191,7 +191,7 @@ class FedD2SServer(ServerMethod):
         """
         if sent.layer == 1:
             return None
-        p_bc = p_bc.to(self.setting.torch_device)
+        p_bc = p_bc.to(self.context.torch_device)
         if self.config.distance == "head":
             return lambda rows: distillation_loss(trained(sent.first[rows]), p_bc[rows], self.config.temperature)
         below = trained[: sent.layer - 1]  # layers 2 to l
@@ -238,7 +238,7 @@ class FedD2SServer(ServerMethod):
         return SampleKnowledge(sample_ids=sent.sample_ids, features={self.names[sent.layer - 1]: values.numpy()})
 
     def _check(self, values: Tensor) -> None:
-        check_can_be_sent(values, self.setting.knowledge_type, self._rate)
+        check_can_be_sent(values, self.context.knowledge_type, self._rate)
 
     @property
     def _rate(self) -> Rate:
@@ -247,7 +247,7 @@ class FedD2SServer(ServerMethod):
     def _feature_gradient(self, sent: Triplets, t_bc: Tensor) -> Tensor:
         """dJ/dH_l at the uploaded H_l, of each row by itself, with tau^2 in it: `[K, ...]`."""
         head, parts = self.head(sent.layer), []
-        t_bc = t_bc.to(self.setting.torch_device)
+        t_bc = t_bc.to(self.context.torch_device)
         with evaluating(head):
             for rows in torch.arange(len(sent.labels)).split(_GRADIENT_ROWS):
                 features = sent.at_layer[rows].requires_grad_()
@@ -258,7 +258,7 @@ class FedD2SServer(ServerMethod):
     def _teaches(self, sent: Triplets, teacher: float, own: float, cohort: Cohort) -> bool:
         """The guard: a network that is no better than chance and worse than the device's own layers has no say."""
         cohort.report("teacher_accuracy", {sent.device: teacher})
-        useless = teacher <= 1 / self.setting.classes and teacher < own
+        useless = teacher <= 1 / self.context.classes and teacher < own
         if useless and self.config.teacher_guard:
             text = f"the global network scores {teacher:.3f} on the rows of {sent.device}, its own layers {own:.3f}"
             cohort.guard("teacher", f"{text}; its knowledge is held back", sent.device)

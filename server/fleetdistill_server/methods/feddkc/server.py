@@ -28,7 +28,7 @@ from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_s
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import Setting
+from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.refinement import Refined, kkr, kkr_kernel, no_refinement, skr
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
@@ -62,10 +62,10 @@ class FedDKCServer(ServerMethod):
     same_extractor = True
     steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
 
-    def __init__(self, config: FedDKCConfig, setting: Setting) -> None:
-        super().__init__(config, setting)
-        self._feature_shape = output_shape(setting.extractor(), setting.input_shape)
-        self.predictor = setting.server_model(self._feature_shape).to(setting.torch_device)
+    def __init__(self, config: FedDKCConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self._feature_shape = output_shape(context.extractor(), context.input_shape)
+        self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
         self._optimizer = make_optimizer(
             self.predictor.parameters(),
             learning_rate=config.server_learning_rate,
@@ -96,7 +96,7 @@ class FedDKCServer(ServerMethod):
         """The shared extractor: with extractors of their own the server learns next to nothing."""
         if not self.config.shared_initial:
             return None
-        return self.given_initial or model_parameters(self.setting.extractor(), scope="extractor")
+        return self.given_initial or model_parameters(self.context.extractor(), scope="extractor")
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
@@ -126,7 +126,7 @@ class FedDKCServer(ServerMethod):
         assert sent.labels is not None
         tensors = (sent.sample_ids, sent.features[CUT], sent.logits, sent.labels.astype(np.int64))
         ids, features, logits, labels = (torch.from_numpy(np.array(one)) for one in tensors)
-        where = self.setting.torch_device
+        where = self.context.torch_device
         return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
 
     def _of_one_scale(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
@@ -190,7 +190,7 @@ class FedDKCServer(ServerMethod):
         for _ in range(self.config.server_epochs):
             for rows in self._batches([len(upload.labels) for upload in uploads], generator):
                 self._step(features[rows].float(), labels[rows], targets[rows])
-        check_can_be_sent(self._predict(features), self.setting.knowledge_type, self._rate)
+        check_can_be_sent(self._predict(features), self.context.knowledge_type, self._rate)
 
     @property
     def _rate(self) -> Rate:
@@ -205,7 +205,7 @@ class FedDKCServer(ServerMethod):
             shuffled = first + torch.randperm(size, generator=generator)
             batches.extend(batch for batch in shuffled.split(self.config.batch_size) if len(batch) >= smallest)
             first += size
-        return [batch.to(self.setting.torch_device) for batch in batches]
+        return [batch.to(self.context.torch_device) for batch in batches]
 
     def _step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
         logits_bc = self.predictor(features_b)
@@ -223,7 +223,7 @@ class FedDKCServer(ServerMethod):
     def _answer(self, upload: Upload, cohort: Cohort) -> None:
         """z^S = W^S(H) in eval mode after training; the guard holds back a teacher that is worse than no teacher."""
         logits = self._predict(upload.features)
-        reason = reason_not_sent(logits, self.setting.knowledge_type)
+        reason = reason_not_sent(logits, self.context.knowledge_type)
         if reason:
             text = f"what the predictor says about the rows of {upload.device} is held back: {reason}"
             cohort.event("knowledge-left-out", text, upload.device)
@@ -232,7 +232,7 @@ class FedDKCServer(ServerMethod):
         labels = upload.labels.cpu()
         teacher = float((logits.argmax(1) == labels).double().mean())
         own = float((upload.logits.cpu().argmax(1) == labels).double().mean())
-        useless = teacher <= 1 / self.setting.classes and teacher < own
+        useless = teacher <= 1 / self.context.classes and teacher < own
         valid = not (useless and self.config.teacher_guard)
         if not valid:
             text = f"the server scores {teacher:.3f} on the rows of {upload.device}, which itself scores {own:.3f}"
@@ -260,7 +260,7 @@ class FedDKCServer(ServerMethod):
         self._knowledge = {}
         for device, (ids, logits, valid) in state["knowledge"].items():
             # An earlier version kept what cannot be sent as valid, and its run stopped at the next ask.
-            fits = reason_not_sent(logits, self.setting.knowledge_type) is None
+            fits = reason_not_sent(logits, self.context.knowledge_type) is None
             self._knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
