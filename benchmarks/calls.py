@@ -30,8 +30,10 @@ from typing import Any
 import grpc
 
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc, tensor_pb2
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.front.grpc_options import channel_options
 from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
-from fleetdistill_server.intake.limiter import Limits, allow_open_files
+from fleetdistill_server.service.processes import allow_open_files
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
 
@@ -96,7 +98,7 @@ class BareService(service_pb2_grpc.DeviceServiceServicer):
 
 async def serve_bare() -> None:
     """Runs the bare server in this process and says its port."""
-    bare = grpc.aio.server(options=[*FRONT_OPTIONS, *Limits().channel_options()])
+    bare = grpc.aio.server(options=[*FRONT_OPTIONS, *channel_options(Limits())])
     service_pb2_grpc.add_DeviceServiceServicer_to_server(BareService(), bare)
     print("listening", bare.add_insecure_port("127.0.0.1:0"), flush=True)
     await bare.start()

@@ -60,9 +60,11 @@ from fleetdistill.wire.v1 import (
     service_pb2,
     service_pb2_grpc,
 )
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import LimitsSection, run_config
+from fleetdistill_server.front.streams import with_progress_deadline
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.intake.limiter import Allowance, Limiter, Limits, Place, in_good_time
+from fleetdistill_server.intake.limiter import Allowance, Limiter, Place
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store
 
@@ -227,7 +229,7 @@ def take_all(messages: AsyncIterator[int], seconds: float, enough: int) -> list[
     taken: list[int] = []
 
     async def take() -> None:
-        async for message in in_good_time(messages, seconds, lambda: sum(taken), enough):
+        async for message in with_progress_deadline(messages, seconds, lambda: sum(taken), enough):
             taken.append(message)
 
     run_in_virtual_time(take())
@@ -259,7 +261,7 @@ def test_a_stream_that_brings_nothing_is_ended() -> None:
 def test_the_servers_own_time_does_not_count() -> None:
     async def take() -> int:
         number = 0
-        async for _ in in_good_time(_paced([1] * 5, 0.0), 0.2, lambda: 0, 100):
+        async for _ in with_progress_deadline(_paced([1] * 5, 0.0), 0.2, lambda: 0, 100):
             await asyncio.sleep(0.1)
             number += 1
         return number

@@ -19,8 +19,8 @@ from support.secured import make_pki, secured_front
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES, Quota, Receiver, most_bytes
-from fleetdistill_server.intake.limiter import Limits
 
 ENROL = "/fleetdistill.wire.v1.EnrolmentService/Enrol"
 CHECK_IN = "/fleetdistill.wire.v1.DeviceService/CheckIn"

@@ -27,7 +27,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
-from fleetdistill_server.intake.limiter import Limits
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 

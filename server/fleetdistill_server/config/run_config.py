@@ -24,9 +24,9 @@ from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.methods import config_class
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.names import NAME
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.setting_errors import sentences
 from fleetdistill_server.config.tls import ENROL_PORT, Tls
-from fleetdistill_server.intake.limiter import Limits
 
 
 class _Settings(BaseModel):

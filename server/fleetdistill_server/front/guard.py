@@ -20,9 +20,10 @@ import grpc
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
-from fleetdistill_server.intake.limiter import Limiter, Limits
+from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.pki import Holder, Role, holder_of
 from fleetdistill_server.store.store import Store
 

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES
-from fleetdistill_server.intake.limiter import Limits, too_many
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.intake.limiter import too_many
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message of any call, the header of an upload: gRPC itself knows no bounds by method."""

@@ -31,18 +31,25 @@ from fleetdistill.wire.compression import RAW, compression_of
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.front.errors import abort, ended, in_pool
+from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
 from fleetdistill_server.front.guard import Guard, open_guard
 from fleetdistill_server.front.interceptors import RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
-from fleetdistill_server.front.streams import BATCH, in_batches
+from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import Desk, UploadSession
-from fleetdistill_server.intake.limiter import Limits, Who, allow_open_files, in_good_time
+from fleetdistill_server.intake.limiter import Who
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
-from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, end_with_parent, keep_freed_memory
+from fleetdistill_server.service.processes import (
+    EXIT_CANNOT_LISTEN,
+    allow_open_files,
+    end_with_parent,
+    keep_freed_memory,
+)
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
@@ -176,7 +183,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     ) -> service_pb2.UploadResponse:
         upload = _Upload(self._desk)
         try:
-            timely = in_good_time(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
+            timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
             async with contextlib.aclosing(in_batches(timely)) as batches:
                 async for batch in batches:
                     await in_pool(self._uploads, context, partial(upload.take, batch))
@@ -392,7 +399,7 @@ async def serve(
 
 async def _make_server(service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer) -> Any:
     """A server with what it offers on plain text too."""
-    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *limits.channel_options()]
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
         interceptors=[guard, RefuseUndecodable(), _DownloadsAreBytes()],
         options=options,
@@ -410,7 +417,7 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
 
 def _bare_enrolment_server(guard: Guard, limits: Limits) -> Any:
     """A server for the enrolment port, where strangers call: it takes small messages, few at a time, and no more."""
-    options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *limits.enrolment_options()]
+    options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
     return grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=options)
 
 

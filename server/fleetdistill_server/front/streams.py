@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TypeVar
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codes import Code
 
 T = TypeVar("T")
 
@@ -58,3 +61,36 @@ def _taken(first: T | BaseException, waiting: asyncio.Queue[T | BaseException]) 
             return batch, None
         message = waiting.get_nowait()
     return batch, message
+
+
+async def with_progress_deadline(
+    messages: AsyncIterator[T], seconds: float, held: Callable[[], int], enough: int
+) -> AsyncIterator[T]:
+    """Gives the messages of a stream as long as `held` grows by `enough` bytes in each `seconds` of waiting for them.
+
+    Only the sender's time counts, not the time that its messages are worked on.
+
+    Raises:
+        RefusedError: `incomplete`, when the sender is too slow.
+    """
+    loop = asyncio.get_running_loop()
+    iterator = aiter(messages)
+    left, mark = seconds, held()
+    while True:
+        began = loop.time()
+        try:
+            async with asyncio.timeout(left):
+                message = await anext(iterator)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _too_slow(held() - mark, enough, seconds) from None
+        left -= loop.time() - began
+        if held() - mark >= enough:
+            left, mark = seconds, held()
+        yield message
+
+
+def _too_slow(brought: int, enough: int, seconds: float) -> RefusedError:
+    text = f"the stream brought {brought} bytes in {seconds:g} s, of {enough} that it has to"
+    return RefusedError(Code.INCOMPLETE, f"{text}; what came is kept, go on from there")

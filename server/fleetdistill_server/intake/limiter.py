@@ -1,28 +1,23 @@
 """What one device, and all devices together, may ask of the server at a time.
 
 Only devices that have shown who they are count here, so nobody can use up another one's share. What others may cost is
-bounded before any of our code runs, by gRPC's own limits on connections and streams (`channel_options`); the one call
+bounded before any of our code runs, by gRPC's own limits (`front/grpc_options.py`); the one call
 that is theirs, to enrol, has a small allowance for all of them together.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
-import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import AFTER_SECONDS, Code
+from fleetdistill_server.config.limits import Limits
 
-T = TypeVar("T")
 Who = tuple[str, str]
 """A device of a run: (run, device)."""
 
@@ -30,103 +25,7 @@ _ALL: Who = ("", "")
 _MINUTE, _HOUR = 60.0, 3600.0
 # When to come back for a place that frees itself when another call ends.
 _SOON_SECONDS = 5.0
-# Files that are not connections: the database, uploads under way, pipes.
-_OTHER_FILES = 1024
-_ENROLMENT_STREAMS = 4
 _MOST_KEYS = 200_000
-_WINDOW_BYTES = 16 << 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The `[limits]` of run.toml; server/README.md says what each means."""
-
-    open_calls: int = 20_000
-    open_calls_per_device: int = 8
-    open_calls_per_connection: int = 100
-    uploads_per_hour: int = 3_600_000
-    uploads_per_hour_per_device: int = 36_000
-    bytes_in_flight: int = 64 << 30
-    bytes_in_flight_per_device: int = 4 << 30
-    devices: int = 100_000
-    enrolments_at_once: int = 8  # half of the front's threads
-    enrolments_per_minute: int = 600
-    refusals_per_hour: int = 20
-    stall_seconds: float = 120.0
-    handshake_seconds: float = 20.0
-    idle_seconds: float = 600.0
-    connections: int = 20_000
-    enrol_connections: int = 2_000
-    request_bytes: int = 256 << 20
-    request_bytes_per_caller: int = 64 << 20
-    request_seconds: float = 30.0
-    new_devices_per_minute: int = 600
-    new_devices_per_minute_per_address: int = 300
-
-    @classmethod
-    def parse(cls, text: str) -> Limits:
-        """Reads what `str` wrote."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
-
-    def channel_options(self) -> list[tuple[str, int]]:
-        """What gRPC itself enforces on the port of the devices before a call reaches us.
-
-        A connection that does not finish its handshake, or that makes no call, is closed; so is one whose other end no
-        longer answers pings. Connections leave room for the files of the store.
-        """
-        return [
-            ("grpc.server.max_pending_requests", self.open_calls),
-            ("grpc.server.max_pending_requests_hard_limit", 2 * self.open_calls),
-            ("grpc.max_concurrent_streams", self.open_calls_per_connection),
-            ("grpc.max_allowed_incoming_connections", _connections(self.connections)),
-            ("grpc.max_connection_idle_ms", _milliseconds(self.idle_seconds)),
-            *self._of_both_ports(),
-        ]
-
-    def enrolment_options(self) -> list[tuple[str, int]]:
-        """The same on the enrolment port, whose callers have shown nothing: a connection is good for one enrolment."""
-        return [
-            ("grpc.server.max_pending_requests", self.enrolments_at_once),
-            ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
-            ("grpc.max_allowed_incoming_connections", _connections(self.enrol_connections)),
-            ("grpc.max_connection_idle_ms", _milliseconds(self.handshake_seconds)),
-            ("grpc.max_connection_age_ms", _milliseconds(self.request_seconds)),
-            ("grpc.max_connection_age_grace_ms", _milliseconds(self.request_seconds)),
-            *self._of_both_ports(),
-        ]
-
-    def _of_both_ports(self) -> list[tuple[str, int]]:
-        return [
-            ("grpc.server_handshake_timeout_ms", _milliseconds(self.handshake_seconds)),
-            ("grpc.keepalive_time_ms", _milliseconds(self.stall_seconds / 2)),
-            ("grpc.keepalive_timeout_ms", _milliseconds(self.handshake_seconds)),
-            # What a stream may bring that nobody reads yet. Measuring the link would let a fast one bring megabytes.
-            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-            ("grpc.http2.bdp_probe", 0),
-        ]
-
-
-def _connections(wanted: int) -> int:
-    return min(wanted, max(open_files() - _OTHER_FILES, _OTHER_FILES))
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, math.ceil(min(seconds, _HOUR * 24) * 1000))
-
-
-def open_files() -> int:
-    """How many files this process may have open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
-
-
-def allow_open_files() -> None:
-    """Every connection is an open file, and systems begin with few: takes as many as are allowed."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Place(AbstractContextManager["Place"]):
@@ -316,64 +215,3 @@ def too_many(who: Who, what: str, after_seconds: float) -> RefusedError:
     name = f"device {who[1]}" if who[0] else who[1] or "the server"
     text = f"{name} {what}; come back in {math.ceil(after_seconds)} s"
     return RefusedError(Code.TOO_MANY, text, {**details, AFTER_SECONDS: f"{after_seconds:.3f}"})
-
-
-class RefusalNotes:
-    """Which refusals become events: so many of a device an hour; of more there is a count.
-
-    Whoever is not registered shares one allowance with all others of the kind, so ids cost nothing.
-    """
-
-    def __init__(self, per_hour: int | None) -> None:
-        self._lock = threading.Lock()
-        self._allowance = Allowance(per_hour) if per_hour is not None else None
-        self._left_out: Counter[Who] = Counter()
-        self._told: Counter[Who] = Counter()
-
-    def take(self, run: str, device: str) -> bool:
-        """Whether to note a refusal of this device; the empty name stands for all that are not registered."""
-        with self._lock:
-            if self._allowance is None or not self._allowance.take((run, device)):
-                return True
-            self._left_out[run, device] += 1
-            return False
-
-    def news(self) -> dict[Who, int]:
-        """How many were left out, of the devices for which that has grown since the last time."""
-        with self._lock:
-            grown = {who: count for who, count in self._left_out.items() if count > self._told[who]}
-            self._told.update({who: count - self._told[who] for who, count in grown.items()})
-            return grown
-
-
-async def in_good_time(
-    messages: AsyncIterator[T], seconds: float, held: Callable[[], int], enough: int
-) -> AsyncIterator[T]:
-    """Gives the messages of a stream as long as `held` grows by `enough` bytes in each `seconds` of waiting for them.
-
-    Only the sender's time counts, not the time that its messages are worked on.
-
-    Raises:
-        RefusedError: `incomplete`, when the sender is too slow.
-    """
-    loop = asyncio.get_running_loop()
-    iterator = aiter(messages)
-    left, mark = seconds, held()
-    while True:
-        began = loop.time()
-        try:
-            async with asyncio.timeout(left):
-                message = await anext(iterator)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise _too_slow(held() - mark, enough, seconds) from None
-        left -= loop.time() - began
-        if held() - mark >= enough:
-            left, mark = seconds, held()
-        yield message
-
-
-def _too_slow(brought: int, enough: int, seconds: float) -> RefusedError:
-    text = f"the stream brought {brought} bytes in {seconds:g} s, of {enough} that it has to"
-    return RefusedError(Code.INCOMPLETE, f"{text}; what came is kept, go on from there")
