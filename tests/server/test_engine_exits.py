@@ -14,8 +14,9 @@ import pytest
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.engine import engine
+from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import supervisor
-from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.supervisor import MAX_RESTARTS, Supervisor
 from fleetdistill_server.store.store import Store

@@ -35,13 +35,13 @@ from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine import forgetting
+from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_desk
 from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
-from fleetdistill_server.service.run_endings import cancel
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device

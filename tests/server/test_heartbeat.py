@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import heartbeat, serve_lock, supervisor
 from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, forget_beats, served
-from fleetdistill_server.service.processes import ENGINE_FAILED
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views

@@ -39,11 +39,11 @@ from fleetdistill_server.methods.traffic import (
     exchange_formula,
     in_round,
     mean_round_bytes,
-    readable_bytes,
     round_bytes,
 )
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.views.units import readable_bytes
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

@@ -29,11 +29,12 @@ from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2,
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
+from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.run_endings import cancel, delete
+from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Row, Store
 

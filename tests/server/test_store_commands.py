@@ -12,9 +12,9 @@ from wire_samples import make_payload
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.units import readable_bytes
 
 RUN = "digits"
 

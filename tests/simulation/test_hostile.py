@@ -13,12 +13,12 @@ from support.fleets import AVERAGED, RUN, outcome, prepare, run_in_memory
 from support.fleets import HOSTILE as HOSTILE_FLEET
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill_server.event_kinds import LEFT_OUT
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links import links
 from fleetdistill_server.simulation.spec.hostile import ATTACKS
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.suspects import LEFT_OUT
 from fleetdistill_server.views import runs as views
 
 FLEET = replace(HOSTILE_FLEET, attack="")

@@ -31,10 +31,11 @@ from fleetdistill_server.cli.pki import devices_revoke, enrol, pki_app
 from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.cli.runs import runs_cancel, runs_delete
 from fleetdistill_server.cli.serve import serve
-from fleetdistill_server.methods.traffic import Sizes, Weights, readable_bytes
+from fleetdistill_server.methods.traffic import Sizes, Weights
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.spec.settings import Simulation

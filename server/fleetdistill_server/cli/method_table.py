@@ -23,12 +23,12 @@ from fleetdistill_server.methods.traffic import (
     exchange_formula,
     is_over_early,
     mean_round_bytes,
-    readable_bytes,
     round_bytes,
     usual_exchanges,
 )
 from fleetdistill_server.store.store import Row
 from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.units import readable_bytes
 
 LABELS = "labels"
 EXTRACTOR = "extractor"

@@ -26,7 +26,7 @@ from fleetdistill_server.cli.options import (
     show,
 )
 from fleetdistill_server.cli.remote import connect
-from fleetdistill_server.config.tls import ENROL_PORT, known_enrol_port
+from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.security.pki import (
     PERSON_DAYS,
     SERVER_DAYS,
@@ -39,6 +39,7 @@ from fleetdistill_server.security.pki import (
 )
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens, state_of
+from fleetdistill_server.service.enrol_port import known_enrol_port
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.store import Row, Store
 from fleetdistill_server.views.runs import View, when

@@ -16,8 +16,8 @@ from fleetdistill_server.cli.options import (
     open_store,
 )
 from fleetdistill_server.cli.remote import connect
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.views.units import readable_bytes
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -30,7 +30,7 @@ def runs_cancel(
 
     Devices keep their models and are told that the run is over. `[run] start_from` begins another run with its model.
     """
-    from fleetdistill_server.service.run_endings import cancel
+    from fleetdistill_server.engine.cancelling import cancel
 
     if server is not None:
         with connect(server, identity) as remote:

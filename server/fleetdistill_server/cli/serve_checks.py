@@ -14,11 +14,11 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill_server.config.run_config import RunConfig, ServerSection
 from fleetdistill_server.front.tls import check_files
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
+from fleetdistill_server.views.units import readable_bytes
 
 _LOOK_SECONDS = 0.1
 

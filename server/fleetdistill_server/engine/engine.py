@@ -44,17 +44,12 @@ from fleetdistill_server.engine.contract import build_method, extractor_payload,
 from fleetdistill_server.engine.forgetting import forget_asked
 from fleetdistill_server.engine.starting_model import begin_with
 from fleetdistill_server.engine.usable import reason_not_usable
+from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.service.heartbeat import begin_beats
-from fleetdistill_server.service.processes import (
-    ENGINE_FAILED,
-    EXIT_CONFIGURATION,
-    EXIT_NO_SPACE,
-    allow_open_files,
-    end_with_parent,
-)
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
 from fleetdistill_server.service.registration import check_not_edited, register
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.back_off import available

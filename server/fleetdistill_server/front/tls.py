@@ -15,10 +15,11 @@ import grpc
 
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
-from fleetdistill_server.config.tls import Tls, note_enrol_port
+from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentDesk
+from fleetdistill_server.service.enrol_port import note_enrol_port
 
 logger = logging.getLogger("fleetdistill.server.tls")
 

@@ -29,13 +29,14 @@ from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.compression import RAW, choose
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter, Who
 from fleetdistill_server.intake.refusal_log import RefusalNotes
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.disk_space import DiskSpace
-from fleetdistill_server.store.fleet_sizes import LARGE_DEVICE, FleetSizes
+from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.store import DEADLINE_PASSED, OVER, Row, Store
 from fleetdistill_server.store.traffic import Counted, Sending, tensor_bytes

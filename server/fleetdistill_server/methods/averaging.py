@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from fleetdistill.knowledge import Array, ModelParameters
+from fleetdistill_server.event_kinds import MOST_OF_THE_WEIGHT
 from fleetdistill_server.methods.cohort import Notes
-from fleetdistill_server.store.suspects import MOST_OF_THE_WEIGHT
 
 OFF = "off"
 _MOST_WEIGHT = 3.0  # times the median weight

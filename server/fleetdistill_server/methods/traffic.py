@@ -207,8 +207,3 @@ def exchange_formula(exchanges: Sequence[Exchange]) -> str:
 def usual_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Those that are in every round from their first one on."""
     return [one for one in exchanges if one.end is None and one.every == 1]
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes for people, in powers of ten."""
-    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

@@ -12,8 +12,6 @@ import time
 EXIT_CONFIGURATION = 2
 EXIT_CANNOT_LISTEN = 3
 EXIT_NO_SPACE = 4
-ENGINE_FAILED = "engine-failed"
-"""Kind of the event that says why an engine ended."""
 _LOOK_SECONDS = 1.0
 
 # Of glibc's malloc.h.

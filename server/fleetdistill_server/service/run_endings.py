@@ -11,33 +11,8 @@ from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
 
-def cancel(store: Store, run: str) -> bool:
-    """Ends a run now, whoever serves it: the open round is taken back, devices are sent home at their next call.
-
-    One transaction; the engine that works on the run fails at its next commit, and its supervisor ends it. Devices that
-    it was to forget before its next round are forgotten here.
-
-    Args:
-        store: Of the run.
-        run: The run.
-
-    Returns:
-        False if it was over before.
-
-    Raises:
-        ConfigurationError: There is no such run.
-    """
-    cancelled = mark_cancelled(store, run)
-    waiting = store.to_forget(run)
-    if waiting:
-        from fleetdistill_server.engine.forgetting import ask_to_forget  # loads torch, which cancelling needs not
-
-        ask_to_forget(store, run, waiting[0], served=None)
-    return cancelled
-
-
 def mark_cancelled(store: Store, run: str) -> bool:
-    """As `cancel`, but for devices that are to be forgotten: it needs no torch, and deletes no files."""
+    """Ends a run now; see `fleetdistill_server.engine.cancelling.cancel`. Needs no torch, and deletes no files."""
     with store.transaction():
         row = store.run(run)
         if row is None:

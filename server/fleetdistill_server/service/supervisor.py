@@ -19,10 +19,11 @@ from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.heartbeat import Beats, forget_beats
-from fleetdistill_server.service.processes import ENGINE_FAILED, EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import OVER, Store

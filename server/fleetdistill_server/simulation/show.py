@@ -16,13 +16,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.fleet import Interrupted, simulate
 from fleetdistill_server.simulation.fleet import Progress as Done
 from fleetdistill_server.simulation.folder import IfThere
 from fleetdistill_server.simulation.report.comparison import NAMES, comparison_table
 from fleetdistill_server.simulation.report.report import FleetReport, report_table
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.views.units import readable_bytes
 
 _TABLE_WIDTH = 118
 _SPEED_SECONDS = 3600.0

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.store.store import Store
 
-LARGE_DEVICE = "large-device"
-"""Kind of the event about such a device; told once of each."""
 _LARGE = 20.0  # times the median of the fleet
 
 

@@ -22,8 +22,8 @@ from fleetdistill_server.service.heartbeat import NOBODY, Served
 from fleetdistill_server.store.guards import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.store.suspects import suspects_by_round
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.views.suspects import suspects_by_round
 
 UNTIL_STOPPED = "until stopped"
 """What people read of a run that wants no number of rounds."""

@@ -20,10 +20,10 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import AT_REST, Row, Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
+from fleetdistill_server.views.units import readable_bytes
 
 LOOK_SECONDS = 0.5
 _LAST_EVENTS = 8

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetdistill.methods.base import GENERAL
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.report.metrics import Ints, accuracy
 from fleetdistill_server.simulation.report.scores import in_class_mix
 from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

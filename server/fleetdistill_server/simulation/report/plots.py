@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import DataError
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.report.comparison import Curve
 from fleetdistill_server.simulation.report.device_plots import (
     ALONE,
@@ -27,6 +26,7 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
+from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

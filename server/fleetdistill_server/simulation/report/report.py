@@ -18,7 +18,6 @@ from fleetdistill.methods.base import GENERAL
 from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.methods.traffic import readable_bytes
 from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.data.partition import Partition
 from fleetdistill_server.simulation.report.comparison import (
@@ -47,8 +46,9 @@ from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
 from fleetdistill_server.store.store import Row, Store
-from fleetdistill_server.store.suspects import named
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.views.suspects import named
+from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from fleetdistill_server.store.fleet_sizes import LARGE_DEVICE
+from fleetdistill_server.event_kinds import LARGE_DEVICE, LEFT_OUT, MOST_OF_THE_WEIGHT
 from fleetdistill_server.store.store import Store
 
-LEFT_OUT = ("summary-left-out", "update-left-out", "upload-left-out")
-"""Kinds of the events about a device whose answer is far from the others'."""
-MOST_OF_THE_WEIGHT = "most-of-the-weight"
-"""Kind of the event about a device that has more than half of a mean's weight."""
 _ROUNDS = 3
 
 
