@@ -36,10 +36,10 @@ from fleetdistill.methods.classstats.class_space import coordinates, logits, mak
 from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
 from fleetdistill.methods.classstats.projection import project
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
+from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.models.scattering import Scattering
-from fleetdistill.models.space import SpaceModel, make_predictor
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract

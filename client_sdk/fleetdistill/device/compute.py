@@ -20,7 +20,7 @@ from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.figures import Counts
+    from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from fleetdistill.device.compute import DeviceWorker, MakeWorker
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer
-    from fleetdistill.models.space import MakePredictor
+    from fleetdistill.methods.classstats.space_model import MakePredictor
 
 logger = logging.getLogger(__name__)
 

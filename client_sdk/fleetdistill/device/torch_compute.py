@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from fleetdistill.device.compute import Work, faults_decline
-from fleetdistill.device.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
 from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import CUT, DELIVER, RECEIVED, RESULT, Ask, DeviceMethod, Local
+from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
 from fleetdistill.models import USUAL_PREDICTOR
-from fleetdistill.models.space import MakePredictor, SpaceModel
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.figures import Counts, allowed, metrics_of, place_of
 from fleetdistill.training.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
 from fleetdistill.training.model import (
     SplitModel,

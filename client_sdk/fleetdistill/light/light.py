@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetdistill.device.compute import MakeWorker, Work, faults_decline
-from fleetdistill.device.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
 from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
@@ -27,6 +26,7 @@ from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
 from fleetdistill.methods.classstats.device import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
 from fleetdistill.state.data_version import digest_of
+from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan

@@ -23,7 +23,7 @@ from fleetdistill.names import unknown_name
 if TYPE_CHECKING:
     import torch
 
-    from fleetdistill.models.space import MakePredictor
+    from fleetdistill.methods.classstats.space_model import MakePredictor
     from fleetdistill.training.local_training import TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
 

@@ -2,7 +2,7 @@
 
 Listing the zoo imports nothing; a model's file, and with it torch, is imported when one of its models is built.
 The server's predictors have a table of their own and share `build`. Devices' predictors in the space of class
-statistics are in `PREDICTORS`; `fleetdistill.models.space` builds them.
+statistics are in `PREDICTORS`; `fleetdistill.methods.classstats.space_model` builds them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import in_mode
 from fleetdistill.training.time_limit import check_time
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.names import unknown_name
+from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import parameter_count
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method

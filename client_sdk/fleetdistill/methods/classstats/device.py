@@ -400,8 +400,8 @@ class ClassStatsDevice(DeviceMethod):
     # --- training, where it is wanted
 
     def _train_predictor(self, seed: int) -> None:
+        from fleetdistill.methods.classstats.space_model import make_predictor
         from fleetdistill.methods.classstats.space_training import train_predictor
-        from fleetdistill.models.space import make_predictor
 
         space, plan = self._own.space_and_plan
         rows, labels, classes = coordinates(space, self._own.rows), self._own.labels, self.local.classes
@@ -409,8 +409,8 @@ class ClassStatsDevice(DeviceMethod):
         self.trained = train_predictor(self._predictor, space, rows, labels, self.config, classes, plan.draw_seed, seed)
 
     def _teach_own_network(self, seed: int) -> None:
+        from fleetdistill.methods.classstats.space_model import SpaceModel
         from fleetdistill.methods.classstats.space_training import teach_network
-        from fleetdistill.models.space import SpaceModel
 
         space, plan = self._own.space_and_plan
         general = SpaceModel(self._fixed, self.local.classes).take(space).eval()
@@ -421,7 +421,7 @@ class ClassStatsDevice(DeviceMethod):
 
     def answers(self) -> Mapping[str, torch.nn.Module]:
         """Once there is a space: the general answer, the personal one, and the app's network where it is taught."""
-        from fleetdistill.models.space import SpaceModel
+        from fleetdistill.methods.classstats.space_model import SpaceModel
 
         own = {OWN: self.local.model} if self._taught else {}
         made = self._own.answers
@@ -447,7 +447,7 @@ class ClassStatsDevice(DeviceMethod):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        from fleetdistill.models.space import make_predictor
+        from fleetdistill.methods.classstats.space_model import make_predictor
 
         self._own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
         self._own.answers_again()

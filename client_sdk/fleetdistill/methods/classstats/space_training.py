@@ -22,7 +22,7 @@ from fleetdistill.training.time_limit import check_time
 if TYPE_CHECKING:
     from fleetdistill.methods.base import Local
     from fleetdistill.methods.classstats.device import ClassStatsConfig
-    from fleetdistill.models.space import SpaceModel
+    from fleetdistill.methods.classstats.space_model import SpaceModel
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05

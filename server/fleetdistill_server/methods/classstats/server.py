@@ -30,8 +30,8 @@ from fleetdistill.methods.classstats.device import (
 )
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
+from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.models import build_model
-from fleetdistill.models.space import SpaceModel
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes

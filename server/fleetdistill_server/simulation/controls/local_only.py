@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fleetdistill.device.figures import Counts
 from fleetdistill.errors import ConfigurationError, ModelError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
+from fleetdistill.training.figures import Counts
 from fleetdistill.training.local_training import TensorData, as_tensor_data, evaluate, train_epochs
 from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters

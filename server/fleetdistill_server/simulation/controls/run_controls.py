@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fleetdistill.device.figures import Counts
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.training.figures import Counts
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.controls.local_only import train_alone
 from fleetdistill_server.simulation.links.links import Watch, run_over_memory

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fleetdistill.device.figures import Counts
+from fleetdistill.training.figures import Counts
 from fleetdistill_server.simulation.report.comparison import Cost
 from fleetdistill_server.simulation.report.history import FleetHistory
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.device.figures import Counts
 from fleetdistill.methods.base import GENERAL
+from fleetdistill.training.figures import Counts
 from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
