@@ -25,6 +25,21 @@ _FLOAT16 = np.dtype(np.float16)
 EMBEDDING = "embedding"
 """Name of the feature column that enters a model's last layer, for models that offer it."""
 
+CUT = "cut"
+"""Name of the feature column of a model's one cut between extractor and predictor."""
+GENERAL = "general"
+"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.answers`."""
+PERSONAL = "personal"
+"""Name of an answer for the device's own mix of classes, of methods that give one beside the general one."""
+OWN = "own"
+"""Name of the model that the app gave, of methods that make the general answer apart from it."""
+RECEIVED = "received"
+"""Name, in figures, of the fleet's model as the round before made it: what the device has before it trains."""
+RESULT = "result"
+"""Name, in figures, of the run's end result on the device."""
+DELIVER = "deliver"
+"""Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
+
 
 class PartKind:
     """What a kind of part says of itself.

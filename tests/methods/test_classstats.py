@@ -21,9 +21,19 @@ from torch import nn
 from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.device import Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, QuorumNotReached, WireError
-from fleetdistill.knowledge import Array, ClassCount, ClassSpace, Metric, Metrics, SharedStatistics
+from fleetdistill.knowledge import (
+    GENERAL,
+    OWN,
+    PERSONAL,
+    Array,
+    ClassCount,
+    ClassSpace,
+    Metric,
+    Metrics,
+    SharedStatistics,
+)
 from fleetdistill.methods import config_class, device_class
-from fleetdistill.methods.base import GENERAL, OWN, PERSONAL, Answer, Ask, Local
+from fleetdistill.methods.base import Answer, Ask, Local
 from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
 from fleetdistill.methods.classstats.class_answers import (
     LEAVE_ONE_OUT,

@@ -36,8 +36,17 @@ from torch.testing import assert_close
 from fleetdistill import Device, Event
 from fleetdistill.device import Step
 from fleetdistill.errors import ConfigurationError, KnowledgeError, QuorumNotReached, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
+from fleetdistill.knowledge import (
+    GENERAL,
+    PERSONAL,
+    Array,
+    ClassStatistics,
+    ModelParameters,
+    Parts,
+    Plan,
+    SoftPredictions,
+)
+from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,

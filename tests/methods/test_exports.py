@@ -13,9 +13,8 @@ from support.fleets import RUNS, every_run, prepare, run_in_memory
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import GENERAL, OWN, Array
 from fleetdistill.methods import device_class
-from fleetdistill.methods.base import GENERAL, OWN
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.export import export_server_model

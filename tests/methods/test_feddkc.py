@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.methods.base import CUT, Ask, Local
+from fleetdistill.knowledge import CUT, Parts, RefinedKnowledge, SampleKnowledge
+from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData

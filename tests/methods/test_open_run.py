@@ -14,8 +14,7 @@ import torch
 from support.class_statistics_fleet import CLASSES, SHAPE, rows_of
 
 from fleetdistill import Device
-from fleetdistill.knowledge import Array
-from fleetdistill.methods.base import GENERAL
+from fleetdistill.knowledge import GENERAL, Array
 from fleetdistill.models import build_model
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config

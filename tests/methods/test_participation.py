@@ -9,8 +9,8 @@ import pytest
 from support.fleets import RUNS, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import DELIVER
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill.methods.base import DELIVER
 from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.store.store import Store
 

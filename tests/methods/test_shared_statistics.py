@@ -19,7 +19,6 @@ from fleetdistill.methods.classstats.class_space import (
     class_prior,
     coordinates,
     leave_one_out,
-    likelihood,
     logits,
     make_space,
     shrinkage_rule,
@@ -37,6 +36,7 @@ from fleetdistill.methods.classstats.shared_statistics import (
 )
 from fleetdistill.models import build_model
 from fleetdistill.models.scattering import Scattering, low_pass, morlet, scales_of
+from fleetdistill.training.figures import likelihood
 from fleetdistill.training.portable_noise import splitmix64
 from fleetdistill.wire.codec import decode, encode
 

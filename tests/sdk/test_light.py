@@ -29,10 +29,10 @@ from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
+from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
 from fleetdistill.light.answers import unpack_answers
 from fleetdistill.light.light import LightWorker, light_worker
-from fleetdistill.methods.base import GENERAL, PERSONAL, Ask, Local
+from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge

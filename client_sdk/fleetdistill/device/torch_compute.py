@@ -16,9 +16,9 @@ from torch import nn
 
 from fleetdistill.device.compute import Work, faults_decline
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
-from fleetdistill.knowledge import EMBEDDING, Kind, Metric, Metrics, ModelParameters
+from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
-from fleetdistill.methods.base import CUT, DELIVER, RECEIVED, RESULT, Ask, DeviceMethod, Local
+from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.state.data_version import digest_of

@@ -19,11 +19,11 @@ import numpy as np
 
 from fleetdistill.device.compute import MakeWorker, Work, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Kind, Metric, Metrics
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics
 from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.methods import config_of_contract
-from fleetdistill.methods.base import CUT, GENERAL, PERSONAL, Ask
+from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.device import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of

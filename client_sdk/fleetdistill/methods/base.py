@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import Kind, Metric, ModelParameters, Parts, Plan
+from fleetdistill.knowledge import GENERAL, Kind, Metric, ModelParameters, Parts, Plan
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.names import unknown_name
 
@@ -26,27 +26,6 @@ if TYPE_CHECKING:
     from fleetdistill.methods.classstats.space_model import MakePredictor
     from fleetdistill.training.local_training import TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
-
-CUT = "cut"
-"""Name of the feature column of a model's one cut between extractor and predictor."""
-
-GENERAL = "general"
-"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.answers`."""
-
-PERSONAL = "personal"
-"""Name of an answer for the device's own mix of classes, of methods that give one beside the general one."""
-
-OWN = "own"
-"""Name of the model that the app gave, of methods that make the general answer apart from it."""
-
-RECEIVED = "received"
-"""Name, in figures, of the fleet's model as the round before made it: what the device has before it trains."""
-
-RESULT = "result"
-"""Name, in figures, of the run's end result on the device."""
-
-DELIVER = "deliver"
-"""Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fleetdistill.knowledge import Array, ClassCount, Metric
-from fleetdistill.methods.base import GENERAL
-from fleetdistill.methods.classstats.class_space import likelihood
+from fleetdistill.knowledge import GENERAL, Array, ClassCount, Metric
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,3 +85,10 @@ def allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
 def _by_class(counts: Counts) -> list[ClassCount]:
     pairs = zip(counts.per_class_correct.tolist(), counts.per_class_count.tolist(), strict=True)
     return [ClassCount(label=label, sum=hit, count=all_) for label, (hit, all_) in enumerate(pairs) if all_]
+
+
+def likelihood(logits_nc: Array, labels_n: Array) -> float:
+    """Sum of the log-probabilities of the rows' own classes, nats."""
+    largest = logits_nc.max(axis=1)
+    sums = np.log(np.exp(logits_nc - largest[:, None]).sum(axis=1)) + largest
+    return float((logits_nc[np.arange(len(labels_n)), labels_n] - sums).sum())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.base import GENERAL
+from fleetdistill.knowledge import GENERAL
 from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.pki import Role

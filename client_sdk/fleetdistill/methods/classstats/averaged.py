@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
-from fleetdistill.knowledge import Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
-from fleetdistill.methods.base import PERSONAL, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.knowledge import PERSONAL, Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.classstats.gaussians import (
     ROWS_PER_DIRECTION,
     ClassSummary,

@@ -14,6 +14,7 @@ import numpy as np
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.training.figures import likelihood
 
 BELOW_ALL = 20.0
 """How far the logit of a class that is not in the space lies below the least of the others."""
@@ -165,13 +166,6 @@ def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float
         prior_c: What `class_prior` gave.
     """
     return max(TEMPERATURES, key=lambda one: likelihood(logits_nc / one + np.log(prior_c), labels_n))
-
-
-def likelihood(logits_nc: Array, labels_n: Array) -> float:
-    """Sum of the log-probabilities of the rows' own classes, nats."""
-    largest = logits_nc.max(axis=1)
-    sums = np.log(np.exp(logits_nc - largest[:, None]).sum(axis=1)) + largest
-    return float((logits_nc[np.arange(len(labels_n)), labels_n] - sums).sum())
 
 
 def _in_all_classes(found_nk: Array, labels: list[int], classes: int) -> Array:

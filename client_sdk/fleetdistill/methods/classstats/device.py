@@ -19,19 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
-from fleetdistill.methods.base import (
-    GENERAL,
-    OWN,
-    PERSONAL,
-    Answer,
-    Ask,
-    DeviceMethod,
-    Local,
-    answers,
-    check_choice,
-    check_range,
-)
+from fleetdistill.knowledge import GENERAL, OWN, PERSONAL, Array, ClassSpace, Plan, PlanValue
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.classstats.class_answers import ClassAnswers, class_answers
 from fleetdistill.methods.classstats.class_space import coordinates
 from fleetdistill.methods.classstats.projection import usual_dimensions

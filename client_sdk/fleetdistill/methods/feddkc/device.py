@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.knowledge import Array, RefinedKnowledge, SampleKnowledge, check_rows, rows_by_id
-from fleetdistill.methods.base import CUT, Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.knowledge import CUT, Array, RefinedKnowledge, SampleKnowledge, check_rows, rows_by_id
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.feddkc.ranges import (
     check_epsilon,
     check_kernel_name,

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import CannotAnswer, ModelError
-from fleetdistill.knowledge import DistillationGradient, ModelParameters
+from fleetdistill.knowledge import DELIVER, DistillationGradient, ModelParameters
 from fleetdistill.methods.base import (
-    DELIVER,
     Answer,
     Ask,
     DeviceMethod,

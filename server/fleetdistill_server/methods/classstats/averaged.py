@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
-from fleetdistill.knowledge import Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.methods.base import CUT
+from fleetdistill.knowledge import CUT, Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
 from fleetdistill.methods.classstats.averaged import AveragedConfig, packed, unpacked
 from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.methods.local import make_local_optimizer

@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, KnowledgeError, QuorumNotReached
-from fleetdistill.knowledge import Array, ClassSpace, Metrics, ModelParameters, NetworkFile, Parts, SharedStatistics
-from fleetdistill.methods.base import CUT
+from fleetdistill.knowledge import (
+    CUT,
+    Array,
+    ClassSpace,
+    Metrics,
+    ModelParameters,
+    NetworkFile,
+    Parts,
+    SharedStatistics,
+)
 from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
 from fleetdistill.methods.classstats.device import (

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fleetdistill.knowledge import ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.methods.base import CUT
+from fleetdistill.knowledge import CUT, ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.feddkc.device import FedDKCConfig
 from fleetdistill.training.local_training import extract, make_optimizer, smallest_batch
 from fleetdistill.training.losses import distillation_loss

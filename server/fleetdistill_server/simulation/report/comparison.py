@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.methods.base import GENERAL
+from fleetdistill.knowledge import GENERAL
 from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.report.metrics import Ints, accuracy
 from fleetdistill_server.simulation.report.scores import in_class_mix

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.methods.base import GENERAL
+from fleetdistill.knowledge import GENERAL
 from fleetdistill.training.figures import Counts
 from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
-from fleetdistill.methods.base import RECEIVED, RESULT
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
