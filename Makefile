@@ -27,6 +27,7 @@ check: .venv/.installed  ## Lint, check formatting and types, and check the prot
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@PYTHONPATH=client_sdk:server $(BIN)/lint-imports
 	@$(MAKE) --no-print-directory protos-check
 
 format: .venv/.installed  ## Format the code and mend what the linter can

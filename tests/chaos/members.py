@@ -27,14 +27,10 @@ if TYPE_CHECKING:
     from fleetdistill_server.simulation.spec.device import DeviceSpec
 
 _PRELOAD = (
-    *(
-        "chaos.members",
-        "chaos.counting_server",
-        "torch._dynamo",
-        "fleetdistill.device.torch_compute",
-        "fleetdistill.methods.feddkc.device",
-    ),
-    *("fleetdistill_server.front", "fleetdistill_server.engine", "fleetdistill_server.methods.feddkc.server"),
+    *("chaos.members", "chaos.counting_server", "torch._dynamo"),
+    *("fleetdistill.device.torch_compute", "fleetdistill.methods.feddkc.device"),
+    *("fleetdistill_server.front.server", "fleetdistill_server.engine.engine"),
+    "fleetdistill_server.methods.feddkc.server",
 )
 
 

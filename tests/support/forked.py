@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = (
     *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
-    *("fleetdistill.device.torch_compute", "fleetdistill_server.engine", "fleetdistill_server.front"),
+    *("fleetdistill.device.torch_compute", "fleetdistill_server.engine.engine", "fleetdistill_server.front.server"),
     *("fleetdistill_server.simulation.spec.device", "fleetdistill_server.simulation.links.links"),
 )
 _context.set_forkserver_preload([*_PRELOAD])

@@ -18,12 +18,11 @@ import numpy as np
 
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING
-from fleetdistill.methods.classstats.gaussians import most_directions
-from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import float_type, in_channel_steps
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, most_directions
 from fleetdistill.wire.payload import DTYPES, Slot
 from fleetdistill.wire.quantize import LARGEST, LARGEST_STEP
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2

@@ -23,7 +23,6 @@ from fleetdistill.errors import CannotAnswer, ConfigurationError, WireError
 from fleetdistill.knowledge import PERSONAL, Array, ClassStatistics, ModelParameters, Plan, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
 from fleetdistill.methods.classstats.gaussians import (
-    ROWS_PER_DIRECTION,
     ClassSummary,
     clip,
     draw_classes,
@@ -32,9 +31,9 @@ from fleetdistill.methods.classstats.gaussians import (
     summarise,
     to_wire,
 )
-from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 from fleetdistill.seeds import derive_seed
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch

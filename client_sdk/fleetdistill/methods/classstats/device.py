@@ -24,8 +24,9 @@ from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers,
 from fleetdistill.methods.classstats.class_answers import ClassAnswers, class_answers
 from fleetdistill.methods.classstats.class_space import coordinates
 from fleetdistill.methods.classstats.projection import usual_dimensions
-from fleetdistill.methods.classstats.shared_statistics import LEAST_ROWS_PER_DIRECTION, Moments, moments_of, to_wire
+from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 from fleetdistill.methods.local import LocalTraining
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch

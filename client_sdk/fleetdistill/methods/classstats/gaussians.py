@@ -15,10 +15,10 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassStatistics
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.portable_noise import portable_noise
+from fleetdistill.wire.directions import ROWS_PER_DIRECTION, most_directions
 
 _EPSILON = float(np.finfo(np.float64).eps)
 _LARGEST_COUNT = 2**31 - 1
-ROWS_PER_DIRECTION = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,15 +52,6 @@ def clip(rows_nf: Array, norm: float) -> Array:
     """
     lengths_n1 = np.linalg.norm(rows_nf, axis=1, keepdims=True)
     return np.asarray(rows_nf * (norm / np.maximum(lengths_n1, norm)))
-
-
-def most_directions(rank: int, count: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> int:
-    """Directions that a class of so many rows is sent with.
-
-    The more rows for each direction, the less does the span of the directions say about single rows. Never more than
-    `(n - 1) // 2`, because n - 1 directions of n rows span the very rows.
-    """
-    return min(rank, count // rows_per_direction, (count - 1) // 2)
 
 
 def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> ClassSummary:

@@ -13,8 +13,8 @@ import numpy as np
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, SharedStatistics
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
 
-LEAST_ROWS_PER_DIRECTION = 2
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_STEP = 127
 
