@@ -28,7 +28,7 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
 from fleetdistill.methods.classstats import gaussians
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
-from fleetdistill.methods.classstats.device import ClassStatsConfig
+from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import EvaluationSection

@@ -25,7 +25,8 @@ from torch.testing import assert_close
 from fleetdistill.errors import ConfigurationError, RefusedError, WireError
 from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
+from fleetdistill.methods.cdkt.config import CDKTConfig
+from fleetdistill.methods.cdkt.device import CDKTDevice
 from fleetdistill.methods.cdkt.transfer import Distance, Knowledge, proxy_batches, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models import build_model

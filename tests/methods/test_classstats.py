@@ -34,7 +34,8 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods import config_class, device_class
 from fleetdistill.methods.base import Answer, Ask, Local
-from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
+from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.class_answers import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
@@ -43,7 +44,9 @@ from fleetdistill.methods.classstats.class_answers import (
     class_answers,
 )
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
-from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan, check_space
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
 from fleetdistill.methods.classstats.projection import project
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor

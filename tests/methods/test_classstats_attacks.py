@@ -23,7 +23,8 @@ from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_answers import class_answers
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
-from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract

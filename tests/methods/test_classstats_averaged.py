@@ -47,7 +47,8 @@ from fleetdistill.knowledge import (
     SoftPredictions,
 )
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice, Lesson, unpacked
+from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     draw_classes,
@@ -57,6 +58,8 @@ from fleetdistill.methods.classstats.gaussians import (
     summarise,
     to_wire,
 )
+from fleetdistill.methods.classstats.kept_statistics import unpacked
+from fleetdistill.methods.classstats.lesson import Lesson
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract
 from fleetdistill.training.model import check_local_model

@@ -19,8 +19,9 @@ from torch.testing import assert_close
 
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.averaged import PERSONAL, AveragedDevice, DrawnRows
+from fleetdistill.methods.classstats.averaged import PERSONAL, AveragedDevice
 from fleetdistill.methods.classstats.gaussians import ClassSummary, draw, draw_classes, from_wire
+from fleetdistill.methods.classstats.lesson import DrawnRows
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import extract

@@ -21,8 +21,10 @@ from torch.testing import assert_close
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
 from fleetdistill.methods.base import Ask, Local, PartKind
-from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice, distillation_samples, make_generator
+from fleetdistill.methods.dafkd.config import DaFKDConfig
+from fleetdistill.methods.dafkd.device import DaFKDDevice
 from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty, weighted_predictions
+from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
 from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
 from fleetdistill.models import GENERATORS, build_generator, build_model
 from fleetdistill.models.discriminators import JudgedClassifier, OwnNetwork

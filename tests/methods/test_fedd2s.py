@@ -27,7 +27,8 @@ from wire_samples import make_contract, make_profile
 from fleetdistill.errors import ConfigurationError, KnowledgeError, ModelError, QuorumNotReached, RefusedError
 from fleetdistill.knowledge import ModelParameters, Parts, Plan, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
+from fleetdistill.methods.fedd2s.config import FedD2SConfig
+from fleetdistill.methods.fedd2s.device import FedD2SDevice
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state

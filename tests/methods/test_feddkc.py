@@ -20,7 +20,8 @@ from torch.testing import assert_close
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import CUT, Parts, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
+from fleetdistill.methods.feddkc.config import FedDKCConfig
+from fleetdistill.methods.feddkc.device import FedDKCDevice
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import split_sequential

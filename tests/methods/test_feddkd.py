@@ -34,7 +34,8 @@ from fleetdistill.errors import (
 )
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice, distillation_gradient
+from fleetdistill.methods.feddkd.config import FedDKDConfig
+from fleetdistill.methods.feddkd.device import FedDKDDevice, distillation_gradient
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state

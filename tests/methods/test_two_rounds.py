@@ -20,12 +20,17 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.methods.base import DeviceMethod, Local
-from fleetdistill.methods.cdkt.device import CDKTConfig, CDKTDevice
-from fleetdistill.methods.dafkd.device import DaFKDConfig, DaFKDDevice
+from fleetdistill.methods.cdkt.config import CDKTConfig
+from fleetdistill.methods.cdkt.device import CDKTDevice
+from fleetdistill.methods.dafkd.config import DaFKDConfig
+from fleetdistill.methods.dafkd.device import DaFKDDevice
 from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
-from fleetdistill.methods.fedd2s.device import FedD2SConfig, FedD2SDevice
-from fleetdistill.methods.feddkc.device import FedDKCConfig, FedDKCDevice
-from fleetdistill.methods.feddkd.device import FedDKDConfig, FedDKDDevice
+from fleetdistill.methods.fedd2s.config import FedD2SConfig
+from fleetdistill.methods.fedd2s.device import FedD2SDevice
+from fleetdistill.methods.feddkc.config import FedDKCConfig
+from fleetdistill.methods.feddkc.device import FedDKCDevice
+from fleetdistill.methods.feddkd.config import FedDKDConfig
+from fleetdistill.methods.feddkd.device import FedDKDDevice
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model

@@ -34,7 +34,9 @@ from fleetdistill.light.answers import unpack_answers
 from fleetdistill.light.light import LightWorker, light_worker
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
-from fleetdistill.methods.classstats.device import ClassStatsConfig, ClassStatsDevice, SpacePlan
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.exchange import SpacePlan
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge
 from fleetdistill.models import build_model
 from fleetdistill.state.failpoints import VARIABLE

@@ -19,12 +19,12 @@ from typer.testing import CliRunner, Result
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
-from fleetdistill.methods.cdkt.device import CDKTConfig
-from fleetdistill.methods.classstats.averaged import AveragedConfig
-from fleetdistill.methods.dafkd.device import DaFKDConfig
-from fleetdistill.methods.fedd2s.device import FedD2SConfig
-from fleetdistill.methods.feddkc.device import FedDKCConfig
-from fleetdistill.methods.feddkd.device import FedDKDConfig
+from fleetdistill.methods.cdkt.config import CDKTConfig
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
+from fleetdistill.methods.dafkd.config import DaFKDConfig
+from fleetdistill.methods.fedd2s.config import FedD2SConfig
+from fleetdistill.methods.feddkc.config import FedDKCConfig
+from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.wire.codec import KINDS
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.method_table import method_row, methods

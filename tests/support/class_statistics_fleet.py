@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats.averaged import AveragedConfig, AveragedDevice
+from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state

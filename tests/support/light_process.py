@@ -46,7 +46,7 @@ def played(folder: Path) -> None:
     assert isinstance(summary.answer.parts["statistics"], SharedStatistics)
     with np.load(folder / "space.npz") as arrays:
         space = ClassSpace(**{**arrays, "labels": arrays["labels"].tolist()})
-    from fleetdistill.methods.classstats.device import SpacePlan
+    from fleetdistill.methods.classstats.exchange import SpacePlan
 
     parts = {"space": space, "plan": SpacePlan(merge=5, counted=True, draw_seed=1).to_wire()}
     work = worker.answer(service_pb2.Ask(round=1, step="learn"), parts, ["metrics"])

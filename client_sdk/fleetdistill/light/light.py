@@ -24,7 +24,8 @@ from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, un
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.device import SCATTERING, ClassStatsConfig, DeviceStatistics, check_images
+from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
+from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked

@@ -1,4 +1,4 @@
-"""The table of methods, device side. Each is a file of its name with a configuration and a device half.
+"""The table of methods, device side. Each is a file or a folder of its name, with a configuration and a device half.
 
 An app adds a method of its own with `register`. Nothing else does: a contract only names a method, so a server can
 never make a device import code.
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "cdkt": ("CDKTConfig", "CDKTDevice"),
-        "classstats": ("ClassStatsConfig", "ClassStatsDevice"),
-        "dafkd": ("DaFKDConfig", "DaFKDDevice"),
-        "fedavg": ("FedAvgConfig", "FedAvgDevice"),
-        "fedd2s": ("FedD2SConfig", "FedD2SDevice"),
-        "feddkc": ("FedDKCConfig", "FedDKCDevice"),
-        "feddkd": ("FedDKDConfig", "FedDKDDevice"),
+        "cdkt": ("cdkt.config:CDKTConfig", "cdkt.device:CDKTDevice"),
+        "classstats": ("classstats.config:ClassStatsConfig", "classstats.device:ClassStatsDevice"),
+        "dafkd": ("dafkd.config:DaFKDConfig", "dafkd.device:DaFKDDevice"),
+        "fedavg": ("fedavg:FedAvgConfig", "fedavg:FedAvgDevice"),
+        "fedd2s": ("fedd2s.config:FedD2SConfig", "fedd2s.device:FedD2SDevice"),
+        "feddkc": ("feddkc.config:FedDKCConfig", "feddkc.device:FedDKCDevice"),
+        "feddkd": ("feddkd.config:FedDKDConfig", "feddkd.device:FedDKDDevice"),
     }
 )
-"""Name of a method that comes along, and its configuration and device half in the file of that name."""
+"""Each built-in method: where its configuration and its device half are, as `module:class`."""
 
 _registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
 
@@ -69,13 +69,13 @@ def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type
     Raises:
         ConfigurationError: The method is unknown, or it has no such form.
     """
-    usual: type[LocalTraining] = _classes(method)[0]
+    usual: type[LocalTraining] = _registered[method][0] if method in _registered else _load(method, 0)
     return usual.form(settings or {})
 
 
 def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
     """The device half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
-    usual = _classes(method)[1]
+    usual: type[DeviceMethod] = _registered[method][1] if method in _registered else _load(method, 1)
     return usual if config is None else usual.form(config)
 
 
@@ -109,11 +109,8 @@ def config_of_contract(contract: contract_pb2.Contract) -> Any:
     return found
 
 
-def _classes(method: str) -> tuple[type[Any], type[DeviceMethod]]:
-    if method in _registered:
-        return _registered[method]
+def _load(method: str, half: int) -> Any:
     if method not in METHODS:
         raise ConfigurationError(unknown_name("method", method, sorted({*METHODS, *_registered})))
-    config, device = METHODS[method]
-    module = import_module(f"fleetdistill.methods.{method}")
-    return getattr(module, config), getattr(module, device)
+    module, name = METHODS[method][half].split(":")
+    return getattr(import_module(f"fleetdistill.methods.{module}"), name)

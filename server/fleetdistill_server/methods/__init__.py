@@ -1,4 +1,4 @@
-"""The table of methods, server side. Each is a file of its name with a server half; `register` adds your own."""
+"""The table of methods, server side. Each is a file or a folder of its name; `register` adds your own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 SERVER_METHODS: Mapping[str, str] = MappingProxyType(
     {
-        "cdkt": "CDKTServer",
-        "classstats": "ClassStatsServer",
-        "dafkd": "DaFKDServer",
-        "fedavg": "FedAvgServer",
-        "fedd2s": "FedD2SServer",
-        "feddkc": "FedDKCServer",
-        "feddkd": "FedDKDServer",
+        "cdkt": "cdkt:CDKTServer",
+        "classstats": "classstats.server:ClassStatsServer",
+        "dafkd": "dafkd.server:DaFKDServer",
+        "fedavg": "fedavg:FedAvgServer",
+        "fedd2s": "fedd2s.server:FedD2SServer",
+        "feddkc": "feddkc.server:FedDKCServer",
+        "feddkd": "feddkd:FedDKDServer",
     }
 )
-"""Name of a method that comes along, and its server half in the file of that name."""
+"""Each built-in method: where its server half is, as `module:class`."""
 
 _registered: dict[str, type[ServerMethod]] = {}
 
@@ -52,5 +52,5 @@ def _usual_class(method: str) -> type[ServerMethod]:
         return _registered[method]
     if method not in SERVER_METHODS:
         raise ConfigurationError(unknown_name("method", method, sorted({*SERVER_METHODS, *_registered})))
-    module = import_module(f"fleetdistill_server.methods.{method}")
-    return getattr(module, SERVER_METHODS[method])  # type: ignore[no-any-return]
+    module, name = SERVER_METHODS[method].split(":")
+    return getattr(import_module(f"fleetdistill_server.methods.{module}"), name)  # type: ignore[no-any-return]

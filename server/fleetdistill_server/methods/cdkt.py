@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
-from fleetdistill.methods.cdkt.device import CDKTConfig
+from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import TensorData, extract, train_steps

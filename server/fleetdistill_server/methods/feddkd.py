@@ -17,7 +17,7 @@ from torch import nn
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan
-from fleetdistill.methods.feddkd.device import FedDKDConfig
+from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone, way_back

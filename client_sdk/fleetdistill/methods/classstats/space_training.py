@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.base import Local
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TrainingReport, train_steps
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.portable_noise import portable_noise
 from fleetdistill.training.time_limit import check_time
-
-if TYPE_CHECKING:
-    from fleetdistill.methods.base import Local
-    from fleetdistill.methods.classstats.device import ClassStatsConfig
-    from fleetdistill.methods.classstats.space_model import SpaceModel
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05

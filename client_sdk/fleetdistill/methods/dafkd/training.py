@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.methods.dafkd.device import DaFKDConfig
+from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty
 from fleetdistill.models.dafkd import NoiseGenerator
 from fleetdistill.models.discriminators import JudgedClassifier

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
 
 from fleetdistill.errors import CannotAnswer, ModelError
 from fleetdistill.knowledge import DELIVER, DistillationGradient, ModelParameters
@@ -21,123 +26,18 @@ from fleetdistill.methods.base import (
     DeviceMethod,
     Local,
     answers,
-    check_choice,
-    check_range,
-    check_share,
     with_parameters,
 )
-from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+from fleetdistill.methods.feddkd.config import FedDKDConfig
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.losses import activation_divergence, soft_cross_entropy, soft_targets
+from fleetdistill.training.model import embedding_tap, in_mode, logits_and_embedding
+from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-CHOICES = {
-    "dkd_weighting": ("uniform", "samples"),
-    "dkd_student_mode": ("eval", "train"),
-    "variant": ("plain", "max", "bn"),
-    "fedmax_form": ("a_to_u", "u_to_a_elementwise"),
-}
-_DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
 _NO_ROUND = 0
 _JUDGING_ROWS = 64
 """At least so many own rows, of those that a device has, tell in each step of a round how far the model is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedDKDConfig(LocalTraining):
-    """Settings of FedDKD beside those of local training. Rounds are counted from 1; short ones do not count.
-
-    Attributes:
-        learning_rate_round_decay: Factor of the local learning rate from round to round, in (0, 1]. The paper has 0.98
-            and 0.99; with 1 and no distillation steps the method is FedAvg.
-        dkd_steps: The paper's J, distillation steps of a round, at least 0.
-        dkd_lr: The paper's gamma of round 1 and step 1, above 0. None means 0.1, or 0.01 for a model with batch-norm,
-            where steps in eval mode diverge more easily.
-        dkd_lr_round_decay, dkd_lr_step_decay: Factors of gamma from round to round and from step to step, in (0, 1].
-        dkd_batch_size: The paper's B~, samples behind a device's gradient, at least 1; clipped to what it has.
-        dkd_start_round: First round with distillation, at least 1; the rounds before it are FedAvg's.
-        dkd_weighting: q_k of a distillation step: `uniform` over the devices that answered, or by their `samples`.
-        dkd_max_norm: Longest mean gradient, above 0; a longer one is scaled down to it. None for no limit.
-        dkd_student_mode: Mode of the student in a distillation step: `eval`, or `train` with dropout and the statistics
-            of the mini-batch, which change nothing either.
-        temperature: Softmax temperature of the distillation, above 0.
-        variant: `plain`; `max` adds an entropy term on activations to local training (FedDKD_MAX); `bn` keeps
-            batch-norm on the devices (FedDKD_BN).
-        fedmax_beta: Weight of that term, at least 0; its meaning depends on `fedmax_form`.
-        fedmax_form: `a_to_u` is the paper's KL(softmax(a) || U) of each sample; `u_to_a_elementwise` is that of
-            FedMAX's code, KL(U || softmax(a)) over the number of activations.
-        divergence_guard: Undo a distillation step after which the devices' mean loss, each on the same rows as in the
-            step before, has risen by more than `divergence_factor`, and end the round's steps.
-        divergence_factor: See there; above 1.
-        paper: The paper's values of all settings that are not given: no guard, gamma 0.1 with batch-norm too, plain
-            momentum, a local learning rate that decays. What it sets by data set (E, J, rates) stays as it is.
-    """
-
-    local_epochs: int = 5
-    learning_rate: float = 0.02
-    weight_decay: float = 0.0
-    learning_rate_round_decay: float = 1.0
-    dkd_steps: int = 3
-    dkd_lr: float | None = None
-    dkd_lr_round_decay: float = 0.99
-    dkd_lr_step_decay: float = 1.0
-    dkd_batch_size: int = 64
-    dkd_start_round: int = 1
-    dkd_weighting: str = "uniform"
-    dkd_max_norm: float | None = None
-    dkd_student_mode: str = "eval"
-    temperature: float = 1.0
-    variant: str = "plain"
-    fedmax_beta: float = 0.02
-    fedmax_form: str = "a_to_u"
-    divergence_guard: bool = True
-    divergence_factor: float = 1.5
-    paper: bool = False
-
-    def __post_init__(self) -> None:
-        LocalTraining.__post_init__(self)
-        for name, known in CHOICES.items():
-            check_choice(name, getattr(self, name), known)
-        for name in ("learning_rate_round_decay", "dkd_lr_round_decay", "dkd_lr_step_decay"):
-            check_share(name, getattr(self, name))
-        for name in ("dkd_lr", "dkd_max_norm", "temperature"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0, open_low=True)
-        for name, low in (("dkd_steps", 0), ("fedmax_beta", 0), ("dkd_batch_size", 1), ("dkd_start_round", 1)):
-            check_range(name, getattr(self, name), low)
-        check_range("divergence_factor", self.divergence_factor, 1, open_low=True)
-
-    def for_classes(self, classes: int) -> FedDKDConfig:
-        """The same settings; none depends on the number of classes."""
-        return self
-
-    @classmethod
-    def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; the decay is that of its CIFAR runs, gamma is by data set from 0.01 to 0.4."""
-        return {
-            "nesterov": False,
-            "learning_rate_round_decay": 0.99,
-            "dkd_lr": _DKD_LR,
-            "divergence_guard": False,
-        }
-
-    def for_batch_norm(self, present: bool) -> FedDKDConfig:
-        """The same settings with gamma filled in for a model with or without batch-norm."""
-        usual = _DKD_LR_WITH_BATCH_NORM if present else _DKD_LR
-        return replace(self, dkd_lr=usual if self.dkd_lr is None else self.dkd_lr)
-
-    def steps_in(self, number: int) -> int:
-        """Distillation steps of a round, numbered from 1."""
-        return self.dkd_steps if number >= self.dkd_start_round else 0
-
-    def local_rate(self, number: int) -> float:
-        """eta_t, the local learning rate of a round, numbered from 1."""
-        return self.learning_rate * self.learning_rate_round_decay ** (number - 1)
-
-    def dkd_rate(self, number: int, step: int) -> float:
-        """gamma_{t,j}, the distillation rate of a round and step, both numbered from 1, once gamma is filled in."""
-        assert self.dkd_lr is not None
-        return self.dkd_lr * self.dkd_lr_round_decay ** (number - 1) * self.dkd_lr_step_decay ** (step - 1)
 
 
 class FedDKDDevice(DeviceMethod):
@@ -154,9 +54,6 @@ class FedDKDDevice(DeviceMethod):
     metrics_steps = ("train",)
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
-        from fleetdistill.training.model import embedding_tap
-        from fleetdistill.training.parameters import batch_norm_names
-
         super().__init__(config, local)
         if config.variant == "max" and embedding_tap(local.model) is None:
             raise ModelError(
@@ -170,11 +67,6 @@ class FedDKDDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Alg. 1, line 5: local training from the global model; the result is this round's teacher."""
-        import torch
-
-        from fleetdistill.training.local_training import train_steps
-        from fleetdistill.training.parameters import model_parameters, take_weights
-
         local, config = self.local, self.config
         take_weights(local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
         rate = ask.setting("learning_rate", float)
@@ -196,11 +88,6 @@ class FedDKDDevice(DeviceMethod):
 
     def _loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Cross-entropy; for FedDKD_MAX (Alg. 3) with the entropy term on the last layer's input."""
-        from torch.nn import functional
-
-        from fleetdistill.training.losses import activation_divergence
-        from fleetdistill.training.model import logits_and_embedding
-
         if self.config.variant != "max":
             return functional.cross_entropy(self.local.model(inputs_b), labels_b)
         logits_bc, activations_bf = logits_and_embedding(self.local.model, inputs_b)
@@ -218,10 +105,6 @@ class FedDKDDevice(DeviceMethod):
         Raises:
             CannotAnswer: The step is of a round that this device has no teacher of, or it is stale.
         """
-        import torch
-
-        from fleetdistill.training.losses import soft_targets
-
         self._take_step(ask)
         local, config = self.local, self.config
         size = min(config.dkd_batch_size, len(local.data))
@@ -244,10 +127,6 @@ class FedDKDDevice(DeviceMethod):
 
     def _judging_loss(self, student: ModelParameters) -> float:
         """The student's loss on this round's judging rows, in eval mode, in nats; infinite where it has diverged."""
-        import torch
-
-        from fleetdistill.training.losses import soft_cross_entropy, soft_targets
-
         local, temperature = self.local, self.config.temperature
         order = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(self._round))
         rows_b = order[: max(self.config.dkd_batch_size, _JUDGING_ROWS)]
@@ -273,8 +152,6 @@ class FedDKDDevice(DeviceMethod):
 
     def _teacher(self) -> Tensor:
         """The teacher's logits for all own samples `[N, C]`, in eval mode, on the CPU."""
-        from fleetdistill.training.local_training import extract
-
         if self._teacher_logits is None:
             self._teacher_logits = extract(self.local.model, self.local.data.inputs)
         return self._teacher_logits
@@ -282,8 +159,6 @@ class FedDKDDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's; for FedDKD_BN with the batch-norm of its own."""
-        from fleetdistill.training.parameters import take_weights
-
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
         self._round, self._step, self._teacher_logits = _NO_ROUND, 0, None  # the model is no teacher any more
         return Answer(parts={}, samples=len(self.local.data))
@@ -330,11 +205,6 @@ def distillation_gradient(
         Gradients by the names of `student.parameters`, and the loss in nats. Where one of them is not finite the
         student has diverged: zeros and an infinite loss, which the server takes no step from.
     """
-    import torch
-
-    from fleetdistill.training.losses import soft_cross_entropy
-    from fleetdistill.training.parameters import tensors_of
-
     where = inputs_b.device
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
     logits_bc = _student_logits(model, student, inputs_b, parameters, training=training)
@@ -362,11 +232,6 @@ def _student_logits(
         parameters: The student's as tensors, for a gradient; by default made of `student`.
         training: Mode of the pass.
     """
-    from torch.func import functional_call
-
-    from fleetdistill.training.model import in_mode
-    from fleetdistill.training.parameters import tensors_of
-
     where = inputs_b.device
     sent = tensors_of(student.parameters) if parameters is None else parameters
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}  # train mode would change them

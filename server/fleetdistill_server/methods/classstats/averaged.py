@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import CUT, Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
-from fleetdistill.methods.classstats.averaged import AveragedConfig, packed, unpacked
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
+from fleetdistill.methods.classstats.kept_statistics import packed, unpacked
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed

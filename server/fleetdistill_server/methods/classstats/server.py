@@ -28,15 +28,10 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
-from fleetdistill.methods.classstats.device import (
-    SCATTERING,
-    ClassStatsConfig,
-    SpacePlan,
-    check_images,
-    packed,
-    unpacked,
-)
+from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
+from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
+from fleetdistill.methods.classstats.kept_space import packed, unpacked
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.models import build_model

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
-from fleetdistill.methods.dafkd.device import DaFKDConfig, distillation_samples, make_generator
+from fleetdistill.methods.dafkd.config import DaFKDConfig
+from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.training.local_training import extract, train_steps

@@ -30,7 +30,8 @@ from fleetdistill.knowledge import (
     RefinedKnowledge,
     SampleKnowledge,
 )
-from fleetdistill.methods.fedd2s.device import FedD2SConfig, Term, phase_epochs, scheduled
+from fleetdistill.methods.fedd2s.config import FedD2SConfig
+from fleetdistill.methods.fedd2s.device import Term, phase_epochs, scheduled
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import distillation_loss, feature_distance, soft_targets

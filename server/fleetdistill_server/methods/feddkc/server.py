@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.knowledge import CUT, ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
-from fleetdistill.methods.feddkc.device import FedDKCConfig
+from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.training.local_training import extract, make_optimizer, smallest_batch
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape

@@ -1,0 +1,137 @@
+"""Class statistics in one exchange: the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods.base import check_choice, check_range
+from fleetdistill.methods.classstats.projection import usual_dimensions
+from fleetdistill.methods.local import LocalTraining
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
+
+SCATTERING = "scattering"
+_MOST_RANK = 512
+_MOST_IMAGES = 100_000
+_DIMENSIONS = (8, 2048)
+_SMALLEST_SIDE = 8
+_CHOICES = {
+    "features": (SCATTERING, "model"),
+    "covariance": ("shared",),
+    "predictor": ("closed_form", "trained"),
+    "own_network": ("kept", "taught"),
+}
+_OF_THE_OTHER_FORM = {"features": ("averaged",), "covariance": ("class",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStatsConfig(LocalTraining):
+    """Settings of class statistics; those of local training are of a trained predictor and of a taught network.
+
+    Attributes:
+        features: What statistics are of: `scattering`, fixed wavelets for images; or `model`, the extractor that
+            [model] extractor names, with its weights. (`averaged` is another form, with settings of its own.)
+        covariance: `shared`: one for all classes.
+        dimensions: D, numbers that features are projected to, in [8, 2048]; 0 for 256 with images below 12 pixels a
+            side and 384 otherwise. Features of fewer numbers stay as they are.
+        rank: R, most directions of the covariance that a device sends, in [0, 512]; 0 is the diagonal alone.
+        rows_per_direction: Degrees of freedom that a device must have for each direction, at least 2. The more, the
+            less does the span of the directions say about single rows.
+        min_samples: n_min, samples that a device must have of a class to send it, at least 2.
+        shrinkage: s, share of its diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
+        count_cap: Most rows of a device, as a multiple of the median device's, that its statistics count for, at least
+            1; 0 for 3, and for no bound where `robust` is off.
+        predictor: `closed_form`, the nearest class mean; or `trained`, a predictor of the device's own.
+        predictor_steps: Least steps that it is trained for, at least 1.
+        own_statistics_guard: A device whose own statistics alone give a better personal answer takes that one.
+        own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the general answer.
+        own_network_epochs: Passes over own rows that it is taught for, at least 1.
+        own_network_rate: Learning rate of these, above 0; it falls to a tenth.
+        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, 0 to
+            100,000.
+    """
+
+    usual_rounds: ClassVar[int] = 1
+
+    keeps_optimizer: ClassVar[bool] = True  # of training alone, the control
+
+    learning_rate: float = 0.02
+    features: str = SCATTERING
+    covariance: str = "shared"
+    dimensions: int = 0
+    rank: int = 128
+    rows_per_direction: int = 15
+    min_samples: int = 5
+    shrinkage: float | str = "rule"
+    count_cap: float = 0.0
+    predictor: str = "closed_form"
+    predictor_steps: int = 400
+    own_statistics_guard: bool = True
+    own_network: str = "kept"
+    own_network_epochs: int = 60
+    own_network_rate: float = 0.05
+    drawn_images: int = 600
+
+    def __post_init__(self) -> None:
+        LocalTraining.__post_init__(self)
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                expected = ", ".join((*known, *_OF_THE_OTHER_FORM.get(name, ())))
+                raise ConfigurationError(f"unknown {name} {value!r}, expected one of {expected}")
+        low, high = _DIMENSIONS
+        if self.dimensions and not low <= self.dimensions <= high:
+            raise ConfigurationError(f"dimensions must be 0 or in [{low}, {high}], got {self.dimensions!r}")
+        if not 0 <= self.rank <= _MOST_RANK:
+            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
+        check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
+        check_range("min_samples", self.min_samples, 2)
+        for name in ("predictor_steps", "own_network_epochs"):
+            check_range(name, getattr(self, name), 1)
+        check_range("drawn_images", self.drawn_images, 0, _MOST_IMAGES + 1)
+        check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
+        if self.count_cap:
+            check_range("count_cap", self.count_cap, 1)
+        if self.own_network == "taught" and self.features != SCATTERING:
+            raise ConfigurationError(
+                f"own_network = 'taught' draws images through the scattering, and features is {self.features!r}; take "
+                "own_network = 'kept', or features = 'scattering'"
+            )
+        self._check_shrinkage()
+
+    def _check_shrinkage(self) -> None:
+        if isinstance(self.shrinkage, str):
+            check_choice("shrinkage", self.shrinkage, ("rule",))
+        else:
+            check_range("shrinkage", self.shrinkage, 0, 1)
+
+    @classmethod
+    def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
+        """`features = "averaged"` and `covariance = "class"` choose the other form; one implies the other."""
+        chosen = settings.get("features"), settings.get("covariance")
+        if "averaged" not in chosen and "class" not in chosen:
+            return cls
+        if chosen[0] not in (None, "averaged") or chosen[1] not in (None, "class"):
+            raise ConfigurationError(
+                f"features = {chosen[0]!r} does not go with covariance = {chosen[1]!r}; take features = 'averaged' "
+                "with covariance = 'class', or leave both out"
+            )
+        from fleetdistill.methods.classstats.averaged_config import AveragedConfig
+
+        return AveragedConfig
+
+    @classmethod
+    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
+        """The averaged one."""
+        from fleetdistill.methods.classstats.averaged_config import AveragedConfig
+
+        return {'features = "averaged"': AveragedConfig}
+
+    def for_classes(self, classes: int) -> ClassStatsConfig:
+        """The same settings; none depends on the number of classes."""
+        return self
+
+    def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
+        """D of a run: what is set, or what suits its inputs; never more than the features have."""
+        return min(self.dimensions or usual_dimensions(input_shape), features)
