@@ -429,7 +429,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
 
     settings = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
     server, device = make_server(**settings), make_device(rows=800, **settings)
-    monkeypatch.setattr("fleetdistill.training.local_training.train_steps", counting)
+    monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting)
     monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
     run_round(server, Fleet({"d0": device}))
     assert reports == [updates, updates]  # the server's phase, the device's

@@ -815,7 +815,7 @@ def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch
         calls.append(1)
         return real(*args, **how)
 
-    monkeypatch.setattr("fleetdistill.training.local_training.extract", counting)
+    monkeypatch.setattr("fleetdistill.methods.feddkd.device.extract", counting)
     device = make_device(model="test_feddkd:norm_model")
     server = make_server("test_feddkd:norm_model")
     device.handle(teach(server=server))

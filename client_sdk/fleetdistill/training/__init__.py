@@ -1,1 +1,18 @@
 """PyTorch: models, losses, training loops, ONNX export. Imports `state` and `wire`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetdistill.training.model import SplitModel, check_local_model, fingerprint, split_sequential
+
+__all__ = ["SplitModel", "check_local_model", "fingerprint", "split_sequential"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads PyTorch when a name is used: parts of this folder serve devices without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("fleetdistill.training.model"), name)
