@@ -76,7 +76,7 @@ def fails(**options):
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a model that is not there": (
         {"model_server": "digist_server"},
-        "unknown server model 'digist_server'; did you mean 'digits_server'? Expected one of ",
+        "[model] server: unknown server model 'digist_server'; did you mean 'digits_server'? Expected one of ",
     ),
     "a model that fails": (
         {"model_extractor": "own_factories:fails"},
@@ -84,7 +84,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; name it"),
     "a method that lacks a proxy set": ({"run_method": "cdkt", "model_device": "cdkt_digits"}, "cdkt needs a labelled"),
-    "inputs that fit no model": ({"contract_input_shape": [3, 5]}, "shape (3, 5) must be channels, height, width"),
+    "inputs that fit no model": (
+        {"contract_input_shape": [3, 5]},
+        "[model] extractor: shape (3, 5) must be channels, height, width",
+    ),
     "a proxy set that is not there": (
         {"proxy_data": "none.npz", "proxy_name": "p", "proxy_licence": "MIT"},
         "[proxy] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
@@ -119,7 +122,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     beginnings = [
         "[server] listen = ",
         "[server] listen: cannot listen on ",
-        "unknown server model",
+        "[model] server: unknown server model",
         "[evaluation] data",
     ]
     assert [line.startswith(f"error: {begins}") for line, begins in zip(said, beginnings, strict=True)] == [True] * 4
@@ -153,7 +156,9 @@ def test_serve_stores_nothing_of_a_run_that_cannot_begin(tmp_path: Path) -> None
     path = write(tmp_path, model_server="no_such_module:make")
     done = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: server model 'no_such_module:make': cannot import ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: [model] server: server model 'no_such_module:make': cannot import "
+    )
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "store").exists()
 

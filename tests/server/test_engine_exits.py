@@ -75,6 +75,20 @@ def test_a_disk_that_is_full_before_the_engine_begins_is_told_so_too(
     assert engine_main(config, monkeypatch) == EXIT_NO_SPACE
 
 
+def test_an_engine_whose_run_is_cancelled_has_not_failed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(config.parent / "store")
+    register(store, load_run_config(config))
+
+    async def cancelled(self: engine.Engine) -> None:
+        assert store.cancel_run(RUN, "by the operator, after 0 rounds")
+        store.assert_not_cancelled(RUN)
+
+    monkeypatch.setattr(engine.Engine, "run", cancelled)
+    assert engine_main(config, monkeypatch) == 0
+    assert failures(config) == []
+    store.close()
+
+
 def test_a_run_is_not_replaced_by_an_engine_that_is_started_again(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -448,11 +448,19 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     except NoSpaceError:
         raise
     except (ConfigurationError, RunError) as error:
+        if _is_cancelled(store, config.run.name):
+            logger.info("the engine stops: %s", error, extra=about(run=config.run.name))
+            return
         _note_failure(store, config.run.name, str(error))
         raise
     except Exception as error:
         _note_failure(store, config.run.name, f"{type(error).__name__}: {error}")
         raise
+
+
+def _is_cancelled(store: Store, run: str) -> bool:
+    row = store.run(run)
+    return row is not None and row["status"] == "cancelled"
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:

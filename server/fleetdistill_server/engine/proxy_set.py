@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import zipfile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError, DataError, in_words
+from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.knowledge import ProxySet
 from fleetdistill.training.proxy_set import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill_server.config.labelled_file import read_labelled
 from fleetdistill_server.config.run_config import ProxySection, RunConfig
 
 if TYPE_CHECKING:
@@ -42,12 +42,9 @@ def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None
 
 def _read(section: ProxySection) -> ProxySet:
     try:
-        with np.load(section.data) as arrays:
-            inputs, labels = arrays["inputs"], arrays["labels"]
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigurationError(
-            f"[proxy] data: {section.data!r} needs arrays inputs and labels: {in_words(error)}"
-        ) from error
+        inputs, labels = read_labelled(section.data)
+    except DataError as error:
+        raise ConfigurationError(f"[proxy] data: {error}") from error
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or inputs.dtype.kind != "f":
         raise ConfigurationError(
             f"[proxy] data: inputs are {inputs.dtype} and labels {labels.dtype} of shape {list(labels.shape)}, "

@@ -64,9 +64,8 @@ class MethodContext:
 
     def extractor(self) -> nn.Module:
         """The extractor that every device starts from, [model] extractor."""
-        return self._seeded(
-            "initial extractor", lambda: build_model(self.models.extractor, input_shape=self.input_shape)
-        )
+        build = lambda: build_model(self.models.extractor, input_shape=self.input_shape)  # noqa: E731
+        return self._seeded("initial extractor", build, "extractor")
 
     def device_model(self) -> nn.Module:
         """The model that all devices run, [model] device.
@@ -78,13 +77,13 @@ class MethodContext:
         if not name:
             raise ConfigurationError("this method needs one model for all devices; name it with [model] device")
         build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
-        return self._seeded("initial model", build)
+        return self._seeded("initial model", build, "device")
 
     def server_model(self, feature_shape: tuple[int, ...]) -> nn.Module:
         """The server's predictor over features, [model] server."""
         name = self.models.server
         build = lambda: build_server_model(name, feature_shape=feature_shape, classes=self.classes)  # noqa: E731
-        return self._seeded("server model", build)
+        return self._seeded("server model", build, "server")
 
     def global_model(self) -> nn.Module:
         """The server's own model over inputs: [model] server, or [model] device where that names a mere predictor.
@@ -99,15 +98,18 @@ class MethodContext:
                 "name one of the device models"
             )
         build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
-        return self._seeded("global model", build)
+        return self._seeded("global model", build, "server")
 
     def generator(self, build: Callable[[], G]) -> G:
         """A method's generator, with weights drawn from the run's seed."""
         return self._seeded("initial generator", build)
 
-    def _seeded(self, name: str, build: Callable[[], G]) -> G:
+    def _seeded(self, name: str, build: Callable[[], G], setting: str = "") -> G:
         torch.manual_seed(derive_seed(self.seed, 0, name, "server"))
-        return build()
+        try:
+            return build()
+        except ConfigurationError as error:
+            raise ConfigurationError(f"[model] {setting}: {error}" if setting else str(error)) from error
 
 
 def pick_torch_device(name: str) -> torch.device:

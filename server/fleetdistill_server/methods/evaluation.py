@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
-
 import numpy as np
 import torch
 
-from fleetdistill.errors import ConfigurationError, DataError, in_words
+from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.training.local_training import TensorData, as_tensor_data
+from fleetdistill_server.config.labelled_file import read_labelled
 
 
 def first_of_each_class(data: TensorData, count: int) -> TensorData:
@@ -26,9 +25,6 @@ def load_evaluation(file: str, classes: int) -> TensorData:
         ConfigurationError: The file is missing or damaged.
     """
     try:
-        with np.load(file) as arrays:
-            return as_tensor_data((arrays["inputs"], arrays["labels"]), classes)
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, DataError) as error:
-        raise ConfigurationError(
-            f"[evaluation] data: {file!r} needs arrays inputs and labels: {in_words(error)}"
-        ) from error
+        return as_tensor_data(read_labelled(file), classes)
+    except DataError as error:
+        raise ConfigurationError(f"[evaluation] data: {error}") from error

@@ -50,7 +50,7 @@ def register(store: Store, config: RunConfig) -> None:
             store.change_run(name, settings, _with_settings(row["contract"], config))
             store.add_event(name, "settings-changed", told(changes))
         if row["status"] == "finished" and _wants_more(row, config.run.rounds):
-            store.end_run(name, "running", f"goes on after {row['completed_rounds']} rounds")
+            store.end_run(name, "running", "")
 
 
 def check_not_edited(store: Store, config: RunConfig) -> None:
