@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from fleetdistill_server.methods.feddkc.refinement import kkr, kkr_kernel, no_refinement, skr
+from fleetdistill_server.methods.feddkc.refined import kkr, kkr_kernel, no_refinement, skr
 
 ROWS, CLASSES, REPEATS = 60_000, 10, 15
 

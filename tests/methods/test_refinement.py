@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-import fleetdistill_server.methods.feddkc.refinement as refinement
+import fleetdistill_server.methods.feddkc.refined as refinement
 from fleetdistill.errors import ConfigurationError, FleetDistillError, KnowledgeError
 from fleetdistill.methods.feddkc.ranges import (
     KERNELS,
@@ -24,7 +24,7 @@ from fleetdistill.methods.feddkc.ranges import (
     check_target_entropy,
     check_target_peak,
 )
-from fleetdistill_server.methods.feddkc.refinement import (
+from fleetdistill_server.methods.feddkc.refined import (
     Refined,
     RefinementTag,
     kkr,
