@@ -13,7 +13,10 @@ from statistics import median
 
 import torch
 
-from fleetdistill_server.methods.feddkc.refined import kkr, kkr_kernel, no_refinement, skr
+from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
+from fleetdistill_server.methods.feddkc.kkr import kkr
+from fleetdistill_server.methods.feddkc.refined import no_refinement
+from fleetdistill_server.methods.feddkc.skr import skr
 
 ROWS, CLASSES, REPEATS = 60_000, 10, 15
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-import fleetdistill_server.methods.feddkc.refined as refinement
 from fleetdistill.errors import ConfigurationError, FleetDistillError, KnowledgeError
 from fleetdistill.methods.feddkc.ranges import (
     KERNELS,
@@ -24,17 +23,12 @@ from fleetdistill.methods.feddkc.ranges import (
     check_target_entropy,
     check_target_peak,
 )
-from fleetdistill_server.methods.feddkc.refined import (
-    Refined,
-    RefinementTag,
-    kkr,
-    kkr_kernel,
-    kkr_unrectified,
-    linear_kernel_scale,
-    no_refinement,
-    skr,
-    skr_bracket,
-)
+from fleetdistill_server.methods.feddkc import bisect
+from fleetdistill_server.methods.feddkc import refined as blocks
+from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
+from fleetdistill_server.methods.feddkc.kkr import kkr, kkr_unrectified, linear_kernel_scale
+from fleetdistill_server.methods.feddkc.refined import Refined, RefinementTag, no_refinement
+from fleetdistill_server.methods.feddkc.skr import skr, skr_bracket
 
 Kernel = Callable[[Tensor], Tensor]
 Refinement = Callable[[Tensor], Refined]
@@ -142,7 +136,7 @@ def test_dkc_8_skr(target: float, theta: float, row: list[float], bracket: tuple
 
 
 def test_dkc_9_the_bracket_holds_over_ten_orders_of_magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refinement, "_MOST_HALVINGS", 15)
+    monkeypatch.setattr(bisect, "_MOST_HALVINGS", 15)
     rng = np.random.default_rng(9)
     for classes in range(2, 101):
         for _ in range(3):
@@ -407,7 +401,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     logits = spec_rows()
     logits[::50] = 1.5
     whole = [kkr(logits, 0.3), skr(logits, 1.5), kkr_kernel(logits, 0.3, kernel="quadratic")]
-    monkeypatch.setattr(refinement, "_BLOCK_ELEMENTS", 70)
+    monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS", 70)
     for before, after in zip(
         whole, [kkr(logits, 0.3), skr(logits, 1.5), kkr_kernel(logits, 0.3, kernel="quadratic")], strict=True
     ):

@@ -28,7 +28,10 @@ from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.feddkc.refined import Refined, kkr, kkr_kernel, no_refinement, skr
+from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
+from fleetdistill_server.methods.feddkc.kkr import kkr
+from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
+from fleetdistill_server.methods.feddkc.skr import skr
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much

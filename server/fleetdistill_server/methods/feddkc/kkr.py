@@ -1,0 +1,121 @@
+"""KKR with the linear kernel: every row of local logits gets the same peak."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from fleetdistill.methods.feddkc.ranges import check_target_peak
+from fleetdistill_server.methods.feddkc.refined import (
+    Refined,
+    RefinementTag,
+    _as_logits,
+    _by_block,
+    _check_temperature,
+    _float64,
+    _softmax,
+)
+
+_FLAT = 1e-6  # C·peak - 1 up to here is a constant row: eq. (14) divides by it
+_TIE = 1e-9  # relative; softmax of equal logits may differ in the last digits
+_NEGATIVE = -1e-12  # rounding, not a class that the stretch pushed below zero
+
+
+def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Refined:
+    """Refines knowledge so that every row peaks at the same probability: KKR with the linear kernel.
+
+    Eq. (14), written as φ = u + s·(v - u) with u = 1/C, s = (CT-1)/(C·v_m-1) and v = softmax(z / τ_r).
+    A row that this pushes below zero is rectified: T at the peak, (1-T)/(C-1) elsewhere (the paper's rule); equal
+    maxima each get T where they fit (M·T <= 1), else the first one does. The paper leaves constant rows (0/0) and
+    ties open; a constant row is returned uniform.
+
+    Args:
+        logits: Local knowledge z, `[N, C]`, any float dtype, finite.
+        target: The peak T in (1/C, 1).
+        temperature: τ_r > 0, applied before the refinement.
+
+    Returns:
+        Tags `affine`, `rectified`, `rectified-tied`, `degenerate`; the scale is `linear_kernel_scale` on affine rows.
+
+    Raises:
+        KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
+        ConfigurationError: A setting is out of range.
+    """
+    logits = _check_kkr(logits, target, temperature)
+    return _by_block(logits, lambda block_bc: _kkr_block(_softmax(block_bc, temperature), target))
+
+
+def kkr_unrectified(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
+    """Eq. (14) alone, `[N, C]` float64: may be negative, and NaN or infinite in a constant row (0/0).
+
+    Arguments and errors are those of `kkr`.
+    """
+    logits = _check_kkr(logits, target, temperature)
+    return _stretch(_softmax(_float64(logits), temperature), target)
+
+
+def linear_kernel_scale(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
+    """Eq. (13) for σ(x) = x + 1: the input scale t, `[N]` float64, at which the linear kernel peaks at T.
+
+    Negative where T > v_m, against the paper's own t > 0; eq. (14) stays right there. Arguments and errors are those
+    of `kkr`.
+    """
+    logits = _check_kkr(logits, target, temperature)
+    return _linear_scale(_softmax(_float64(logits), temperature), target)
+
+
+def _check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> Tensor:
+    checked = _as_logits(logits)
+    check_target_peak(target, checked.shape[1])
+    _check_temperature(temperature)
+    return checked
+
+
+def _stretch(probs_bc: Tensor, target: float) -> Tensor:
+    """Eq. (14) around the uniform distribution: better conditioned than the paper's fraction."""
+    uniform = 1 / probs_bc.shape[1]
+    peak_b1 = probs_bc.amax(dim=1, keepdim=True)
+    factor_b1 = (probs_bc.shape[1] * target - 1) / (probs_bc.shape[1] * peak_b1 - 1)
+    return uniform + factor_b1 * (probs_bc - uniform)
+
+
+def _linear_scale(probs_bc: Tensor, target: float) -> Tensor:
+    peak_b = probs_bc.amax(dim=1)
+    return (peak_b - target) / (peak_b * (probs_bc.shape[1] * target - 1))
+
+
+def _is_flat(probs_bc: Tensor) -> Tensor:
+    return probs_bc.shape[1] * probs_bc.amax(dim=1) - 1 <= _FLAT
+
+
+def _kkr_block(probs_bc: Tensor, target: float) -> Refined:
+    refined_bc = _stretch(probs_bc, target)
+    flat_b = _is_flat(probs_bc)
+    affine_b = ~flat_b & (refined_bc.amin(dim=1) >= _NEGATIVE)
+    rows = (~flat_b & ~affine_b).nonzero().squeeze(1)
+    refined_bc.clamp_(0, 1)
+    refined_bc[rows], codes_r = _rectify(probs_bc[rows], target)
+    refined_bc[flat_b] = 1 / probs_bc.shape[1]
+    codes_b = torch.where(flat_b, RefinementTag.DEGENERATE, RefinementTag.AFFINE).to(torch.int8)
+    codes_b[rows] = codes_r
+    return Refined(refined_bc, codes_b, _linear_scale(probs_bc, target).masked_fill(~affine_b, math.nan))
+
+
+def _is_tied(probs_bc: Tensor) -> Tensor:
+    return probs_bc >= probs_bc.amax(dim=1, keepdim=True) * (1 - _TIE)
+
+
+def _rectify(probs_bc: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """T on the maximum, or on all equal maxima where that leaves no negative rest; the rest shared evenly."""
+    tied_bc = _is_tied(probs_bc)
+    count_b1 = tied_bc.sum(dim=1, keepdim=True, dtype=torch.float64)  # integer times T would be float32
+    shared_b1 = (count_b1 > 1) & (count_b1 * target <= 1)
+    first_bc = tied_bc & (tied_bc.cumsum(dim=1) == 1)
+    peaks_bc = torch.where(shared_b1, tied_bc, first_bc)
+    peaks_b1 = peaks_bc.sum(dim=1, keepdim=True, dtype=torch.float64)
+    rest_b1 = ((1 - peaks_b1 * target) / (probs_bc.shape[1] - peaks_b1)).clamp_min(0)
+    codes_b = torch.where(shared_b1.squeeze(1), RefinementTag.RECTIFIED_TIED, RefinementTag.RECTIFIED)
+    return torch.where(peaks_bc, target, rest_b1), codes_b.to(torch.int8)

@@ -1,0 +1,117 @@
+"""SKR: every row of local logits gets the same entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from fleetdistill.methods.feddkc.ranges import check_epsilon, check_target_entropy
+from fleetdistill_server.methods.feddkc.bisect import Bracket, _bisect
+from fleetdistill_server.methods.feddkc.refined import (
+    Refined,
+    _as_logits,
+    _by_block,
+    _float64,
+    _normalised,
+    _search_codes,
+    _spread,
+)
+
+_SAME_LOGIT = 1e-290  # relative to the row's largest gap; below this the bracket would leave float64
+
+
+def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
+    """Refines knowledge so that every row has the same entropy: SKR, softmax(z / θ) with θ searched (eqs. 15-20).
+
+    θ is bisected geometrically inside `skr_bracket`, which replaces the paper's existence proof: a root exists, and
+    only one, exactly if log2 M < E < log2 C for M equal maxima. A row with E <= log2 M gets the nearest distribution,
+    1/M on its maxima (`unreachable`); a constant row is returned uniform (`degenerate`). A temperature before SKR
+    would only rescale θ, so there is none.
+
+    Args:
+        logits: Local knowledge z, `[N, C]`, any float dtype, finite.
+        target: The entropy E in bits, in (0, log2 C).
+        epsilon: ε < 2·min(E, log2 C - E); the search stops when the entropy is within half of it.
+
+    Returns:
+        Tags `ok`, `unreachable`, `degenerate`; the scale is θ, in the unit of the logits.
+
+    Raises:
+        KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
+        ConfigurationError: A setting is out of range.
+    """
+    logits = _as_logits(logits)
+    check_target_entropy(target, logits.shape[1])
+    check_epsilon(epsilon, target_entropy=target, classes=logits.shape[1])
+    return _by_block(logits, lambda block_bc: _skr_block(block_bc, target, epsilon))
+
+
+def skr_bracket(logits: ArrayLike | Tensor, target: float) -> Bracket:
+    """Temperatures between which SKR's root lies, in closed form.
+
+    With the largest gap D to the row's maximum, the smallest positive gap δ and M equal maxima:
+    high = D / ((log2 C - E)·ln 2), low = δ / ln(C/ρ²), ρ = (E - log2 M) / (2 + log2 C).
+    Above, every weight lies in [e^-(D/θ), 1], so H >= E. Below, the mass outside the maxima is at most ρ², and
+    grouping gives H <= log2 M + ρ·(2 + log2 C) = E. Arguments and errors are those of `skr`.
+    """
+    logits = _as_logits(logits)
+    check_target_entropy(target, logits.shape[1])
+    gaps = _gaps(_float64(logits))
+    low_b, high_b = _unit_bracket(gaps, target)
+    none_b = ~_solvable(gaps, target)
+    return Bracket(*((end_b * 2 * gaps.half_span_b).masked_fill(none_b, math.nan) for end_b in (low_b, high_b)))
+
+
+class _Gaps(NamedTuple):
+    """Logits below their row's maximum, in units of the row's largest gap: no scale of logits overflows."""
+
+    unit_bc: Tensor  # in [0, 1]
+    half_span_b: Tensor  # half of the largest gap, since the whole may overflow; 0 in a constant row
+    tied_bc: Tensor  # the maxima
+    count_b: Tensor  # M, float64
+
+
+def _gaps(logits_bc: Tensor) -> _Gaps:
+    half_bc = logits_bc.amax(dim=1, keepdim=True) / 2 - logits_bc / 2
+    half_span_b1 = half_bc.amax(dim=1, keepdim=True)
+    unit_bc = half_bc / torch.where(half_span_b1 > 0, half_span_b1, 1)
+    tied_bc = unit_bc <= _SAME_LOGIT
+    return _Gaps(unit_bc, half_span_b1.squeeze(1), tied_bc, tied_bc.sum(dim=1, dtype=torch.float64))
+
+
+def _solvable(gaps: _Gaps, target: float) -> Tensor:
+    return (gaps.count_b < gaps.unit_bc.shape[1]) & (gaps.count_b.log2() < target)
+
+
+def _unit_bracket(gaps: _Gaps, target: float) -> Bracket:
+    """`skr_bracket` with D = 1."""
+    classes = gaps.unit_bc.shape[1]
+    smallest_b = gaps.unit_bc.masked_fill(gaps.tied_bc, 1).amin(dim=1)
+    rho_b = (target - gaps.count_b.log2()) / (2 + math.log2(classes))
+    low_b = smallest_b / (math.log(classes) - 2 * rho_b.log())  # not C/ρ²: ρ² may underflow
+    return Bracket(low_b, torch.full_like(low_b, 1 / ((math.log2(classes) - target) * math.log(2))))
+
+
+def _skr_block(logits_bc: Tensor, target: float, epsilon: float) -> Refined:
+    gaps = _gaps(logits_bc)
+    solved_b = _solvable(gaps, target)
+    rows = solved_b.nonzero().squeeze(1)
+    low_b, high_b = _unit_bracket(gaps, target)
+    offsets_rc = -gaps.unit_bc[rows]
+    theta_r = _bisect(offsets_rc, low_b[rows], high_b[rows], target, epsilon, _entropy_bits)
+    refined_bc = gaps.tied_bc / gaps.count_b[:, None]  # the limit θ → 0; uniform in a constant row
+    refined_bc[rows] = _normalised((offsets_rc / theta_r[:, None]).exp_())
+    codes_b = _search_codes(gaps.count_b == logits_bc.shape[1], solved_b)
+    return Refined(refined_bc, codes_b, _spread(theta_r, rows, len(logits_bc)) * 2 * gaps.half_span_b)
+
+
+def _entropy_bits(offsets_bc: Tensor, theta_b: Tensor) -> Tensor:
+    """H(softmax(o / θ)) = (ln Z - Σ w·o/θ / Z) / ln 2 with w = e^(o/θ), Z = Σ w."""
+    scaled_bc = offsets_bc * theta_b.reciprocal()[:, None]
+    weights_bc = scaled_bc.exp()
+    total_b = weights_bc.sum(dim=1)
+    return (total_b.log() - weights_bc.mul_(scaled_bc).sum(dim=1) / total_b) / math.log(2)
