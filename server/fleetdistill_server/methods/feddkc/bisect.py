@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MOST_HALVINGS = 200  # by then the bracket is one float64, however small ε is
+MOST_HALVINGS = 200  # by then the bracket is one float64, however small ε is
 
 
 class Bracket(NamedTuple):
@@ -18,7 +18,7 @@ class Bracket(NamedTuple):
     high: Tensor
 
 
-def _bisect(
+def bisect_rows(
     data_bc: Tensor,
     low_b: Tensor,
     high_b: Tensor,
@@ -32,7 +32,7 @@ def _bisect(
     """
     found_b = torch.empty_like(low_b)
     rows = torch.arange(len(low_b), device=low_b.device)
-    for _ in range(_MOST_HALVINGS):
+    for _ in range(MOST_HALVINGS):
         if not len(rows):
             break
         middle_b = low_b.sqrt() * high_b.sqrt()  # the product itself may underflow

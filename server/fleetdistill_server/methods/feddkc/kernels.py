@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkc.ranges import check_epsilon, check_kernel_name
-from fleetdistill_server.methods.feddkc.bisect import Bracket, _bisect
-from fleetdistill_server.methods.feddkc.kkr import _check_kkr, _is_flat, _is_tied, _rectify, kkr
-from fleetdistill_server.methods.feddkc.refined import Refined, _by_block, _normalised, _search_codes, _softmax, _spread
+from fleetdistill_server.methods.feddkc.bisect import Bracket, bisect_rows
+from fleetdistill_server.methods.feddkc.kkr import check_kkr, is_flat, is_tied, kkr, rectify
+from fleetdistill_server.methods.feddkc.refined import Refined, by_block, normalised, search_codes, softmax, spread
 
 Kernel = Callable[[Tensor], Tensor]
 _SCAN = torch.logspace(-4, 4, 161, dtype=torch.float64)  # x = 1/t
@@ -54,10 +54,10 @@ def kkr_kernel(
     if kernel == "linear":
         check_epsilon(epsilon)
         return kkr(logits, target, temperature=temperature)
-    logits = _check_kkr(logits, target, temperature)
+    logits = check_kkr(logits, target, temperature)
     check_epsilon(epsilon)
     family = _exponential(target) if kernel == "exp" else _sampled(kernel, target)
-    return _by_block(logits, lambda block_bc: _kernel_block(_softmax(block_bc, temperature), target, epsilon, family))
+    return by_block(logits, lambda block_bc: _kernel_block(softmax(block_bc, temperature), target, epsilon, family))
 
 
 class _Family(NamedTuple):
@@ -70,16 +70,16 @@ class _Family(NamedTuple):
 def _kernel_block(probs_bc: Tensor, target: float, epsilon: float, family: _Family) -> Refined:
     ratios_bc = probs_bc / probs_bc.amax(dim=1, keepdim=True)
     bracket = family.bracket(ratios_bc)
-    flat_b = _is_flat(probs_bc)
+    flat_b = is_flat(probs_bc)
     solved_b = ~flat_b & bracket.low.isfinite()
     rows, others = solved_b.nonzero().squeeze(1), (~solved_b).nonzero().squeeze(1)
     ratios_rc, low_r, high_r = ratios_bc[rows], bracket.low[rows], bracket.high[rows]
-    x_r = _bisect(ratios_rc, low_r, high_r, target, epsilon, lambda r, x: _peak(family, r, x))
+    x_r = bisect_rows(ratios_rc, low_r, high_r, target, epsilon, lambda r, x: _peak(family, r, x))
     refined_bc = torch.empty_like(probs_bc)
-    refined_bc[rows] = _normalised(family.weights(ratios_rc, x_r[:, None]))
-    refined_bc[others], _ = _rectify(probs_bc[others], target)
+    refined_bc[rows] = normalised(family.weights(ratios_rc, x_r[:, None]))
+    refined_bc[others], _ = rectify(probs_bc[others], target)
     refined_bc[flat_b] = 1 / probs_bc.shape[1]
-    return Refined(refined_bc, _search_codes(flat_b, solved_b), _spread(1 / x_r, rows, len(probs_bc)))
+    return Refined(refined_bc, search_codes(flat_b, solved_b), spread(1 / x_r, rows, len(probs_bc)))
 
 
 def _peak(family: _Family, ratios_bc: Tensor, x_b: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _exponential(target: float) -> _Family:
 
     def bracket(ratios_bc: Tensor) -> Bracket:
         classes = ratios_bc.shape[1]
-        tied_bc = _is_tied(ratios_bc)
+        tied_bc = is_tied(ratios_bc)
         count_b = tied_bc.sum(dim=1, dtype=torch.float64)
         second_b = ratios_bc.masked_fill(tied_bc, 0).amax(dim=1)
         # Every weight >= e^-x bounds the peak from above; every weight outside the maxima <= e^-x(1-r2) from below.

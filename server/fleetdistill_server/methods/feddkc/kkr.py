@@ -12,11 +12,10 @@ from fleetdistill.methods.feddkc.ranges import check_target_peak
 from fleetdistill_server.methods.feddkc.refined import (
     Refined,
     RefinementTag,
-    _as_logits,
-    _by_block,
-    _check_temperature,
-    _float64,
-    _softmax,
+    as_logits,
+    by_block,
+    check_temperature,
+    softmax,
 )
 
 _FLAT = 1e-6  # C·peak - 1 up to here is a constant row: eq. (14) divides by it
@@ -38,79 +37,72 @@ def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) 
         temperature: τ_r > 0, applied before the refinement.
 
     Returns:
-        Tags `affine`, `rectified`, `rectified-tied`, `degenerate`; the scale is `linear_kernel_scale` on affine rows.
+        Tags `affine`, `rectified`, `rectified-tied`, `degenerate`; the scale is `linear_scale` on affine rows.
 
     Raises:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: A setting is out of range.
     """
-    logits = _check_kkr(logits, target, temperature)
-    return _by_block(logits, lambda block_bc: _kkr_block(_softmax(block_bc, temperature), target))
+    logits = check_kkr(logits, target, temperature)
+    return by_block(logits, lambda block_bc: _kkr_block(softmax(block_bc, temperature), target))
 
 
-def kkr_unrectified(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
-    """Eq. (14) alone, `[N, C]` float64: may be negative, and NaN or infinite in a constant row (0/0).
-
-    Arguments and errors are those of `kkr`.
-    """
-    logits = _check_kkr(logits, target, temperature)
-    return _stretch(_softmax(_float64(logits), temperature), target)
-
-
-def linear_kernel_scale(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) -> Tensor:
-    """Eq. (13) for σ(x) = x + 1: the input scale t, `[N]` float64, at which the linear kernel peaks at T.
-
-    Negative where T > v_m, against the paper's own t > 0; eq. (14) stays right there. Arguments and errors are those
-    of `kkr`.
-    """
-    logits = _check_kkr(logits, target, temperature)
-    return _linear_scale(_softmax(_float64(logits), temperature), target)
-
-
-def _check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> Tensor:
-    checked = _as_logits(logits)
+def check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> Tensor:
+    checked = as_logits(logits)
     check_target_peak(target, checked.shape[1])
-    _check_temperature(temperature)
+    check_temperature(temperature)
     return checked
 
 
-def _stretch(probs_bc: Tensor, target: float) -> Tensor:
-    """Eq. (14) around the uniform distribution: better conditioned than the paper's fraction."""
+def stretch(probs_bc: Tensor, target: float) -> Tensor:
+    """Eq. (14) alone, around the uniform distribution: better conditioned than the paper's fraction.
+
+    Args:
+        probs_bc: `[N, C]` float64, each row a distribution.
+        target: The peak T in (1/C, 1).
+
+    Returns:
+        `[N, C]` float64. Each row sums to 1 and may have negative values; a constant row gives NaN or infinity (0/0).
+    """
     uniform = 1 / probs_bc.shape[1]
     peak_b1 = probs_bc.amax(dim=1, keepdim=True)
     factor_b1 = (probs_bc.shape[1] * target - 1) / (probs_bc.shape[1] * peak_b1 - 1)
     return uniform + factor_b1 * (probs_bc - uniform)
 
 
-def _linear_scale(probs_bc: Tensor, target: float) -> Tensor:
+def linear_scale(probs_bc: Tensor, target: float) -> Tensor:
+    """Eq. (13) for σ(x) = x + 1: the input scale t, `[N]` float64, at which the linear kernel peaks at T.
+
+    Negative where T > v_m, against the paper's own t > 0; eq. (14) stays right there. Arguments are those of `stretch`.
+    """
     peak_b = probs_bc.amax(dim=1)
     return (peak_b - target) / (peak_b * (probs_bc.shape[1] * target - 1))
 
 
-def _is_flat(probs_bc: Tensor) -> Tensor:
+def is_flat(probs_bc: Tensor) -> Tensor:
     return probs_bc.shape[1] * probs_bc.amax(dim=1) - 1 <= _FLAT
 
 
 def _kkr_block(probs_bc: Tensor, target: float) -> Refined:
-    refined_bc = _stretch(probs_bc, target)
-    flat_b = _is_flat(probs_bc)
+    refined_bc = stretch(probs_bc, target)
+    flat_b = is_flat(probs_bc)
     affine_b = ~flat_b & (refined_bc.amin(dim=1) >= _NEGATIVE)
     rows = (~flat_b & ~affine_b).nonzero().squeeze(1)
     refined_bc.clamp_(0, 1)
-    refined_bc[rows], codes_r = _rectify(probs_bc[rows], target)
+    refined_bc[rows], codes_r = rectify(probs_bc[rows], target)
     refined_bc[flat_b] = 1 / probs_bc.shape[1]
     codes_b = torch.where(flat_b, RefinementTag.DEGENERATE, RefinementTag.AFFINE).to(torch.int8)
     codes_b[rows] = codes_r
-    return Refined(refined_bc, codes_b, _linear_scale(probs_bc, target).masked_fill(~affine_b, math.nan))
+    return Refined(refined_bc, codes_b, linear_scale(probs_bc, target).masked_fill(~affine_b, math.nan))
 
 
-def _is_tied(probs_bc: Tensor) -> Tensor:
+def is_tied(probs_bc: Tensor) -> Tensor:
     return probs_bc >= probs_bc.amax(dim=1, keepdim=True) * (1 - _TIE)
 
 
-def _rectify(probs_bc: Tensor, target: float) -> tuple[Tensor, Tensor]:
+def rectify(probs_bc: Tensor, target: float) -> tuple[Tensor, Tensor]:
     """T on the maximum, or on all equal maxima where that leaves no negative rest; the rest shared evenly."""
-    tied_bc = _is_tied(probs_bc)
+    tied_bc = is_tied(probs_bc)
     count_b1 = tied_bc.sum(dim=1, keepdim=True, dtype=torch.float64)  # integer times T would be float32
     shared_b1 = (count_b1 > 1) & (count_b1 * target <= 1)
     first_bc = tied_bc & (tied_bc.cumsum(dim=1) == 1)

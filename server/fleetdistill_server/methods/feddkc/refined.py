@@ -1,7 +1,8 @@
-"""FedDKC's knowledge refinement: gives every row of local logits the same peak (KKR) or entropy (SKR).
+"""FedDKC's refined knowledge, and what its refinements share: checks, blocks of rows, no refinement at all.
 
-All rows at once, in float64, on the device of the logits. Rows are independent of each other, and the results
-carry no gradient: refined knowledge is a constant teacher.
+KKR gives every row of local logits the same peak, SKR the same entropy. All rows at once, in float64, on the device of
+the logits. Rows are independent of each other, and the results carry no gradient: refined knowledge is a constant
+teacher.
 
 References:
     Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation,
@@ -12,20 +13,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 
-_BLOCK_ELEMENTS = 1 << 17  # keeps a block's scratch near the CPU's cache, and memory bounded whatever the upload
+BLOCK_ELEMENTS = 1 << 17  # keeps a block's scratch near the CPU's cache, and memory bounded whatever the upload
 
 
 class RefinementTag(IntEnum):
@@ -44,9 +43,6 @@ class RefinementTag(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-_WORDS: NDArray[np.str_] = np.array([tag.word for tag in RefinementTag])
-
-
 @dataclass(frozen=True, eq=False)
 class Refined:
     """Refined knowledge, row by row.
@@ -60,16 +56,6 @@ class Refined:
     probabilities: Tensor
     codes: Tensor
     scale: Tensor
-
-    def __iter__(self) -> Iterator[Any]:
-        """`probabilities, tags = skr(logits, target)`."""
-        return iter((self.probabilities, self.tags))
-
-    @cached_property
-    def tags(self) -> NDArray[np.str_]:
-        """The tag of each row in words, `[N]`: `refined.tags[0] == "degenerate"`."""
-        words: NDArray[np.str_] = _WORDS[self.codes.cpu().numpy()]
-        return words
 
     def counts(self) -> Counter[str]:
         """How many rows carry each tag; 0 for a tag that does not occur."""
@@ -91,15 +77,15 @@ def no_refinement(logits: ArrayLike | Tensor, *, temperature: float) -> Refined:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: The temperature is out of range.
     """
-    logits = _as_logits(logits)
-    _check_temperature(temperature)
-    return _by_block(logits, lambda block_bc: _untouched(_softmax(block_bc, temperature)))
+    logits = as_logits(logits)
+    check_temperature(temperature)
+    return by_block(logits, lambda block_bc: _untouched(softmax(block_bc, temperature)))
 
 
 # What goes in
 
 
-def _as_logits(given: ArrayLike | Tensor) -> Tensor:
+def as_logits(given: ArrayLike | Tensor) -> Tensor:
     """Tensors as they are, numpy arrays and lists as tensors."""
     logits = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
     if logits.ndim != 2 or logits.shape[1] < 2:
@@ -112,7 +98,7 @@ def _as_logits(given: ArrayLike | Tensor) -> Tensor:
     return logits
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
     if not 0 < temperature < math.inf:
         raise ConfigurationError(f"temperature must be a finite number > 0, got {temperature}")
 
@@ -121,18 +107,18 @@ def _float64(logits: Tensor) -> Tensor:
     return logits.detach().to(torch.float64)
 
 
-def _softmax(logits_bc: Tensor, temperature: float) -> Tensor:
+def softmax(logits_bc: Tensor, temperature: float) -> Tensor:
     # Shifted before the division: logits near float64's end would overflow with a temperature below 1.
-    return _normalised(((logits_bc - logits_bc.amax(dim=1, keepdim=True)) / temperature).exp_())
+    return normalised(((logits_bc - logits_bc.amax(dim=1, keepdim=True)) / temperature).exp_())
 
 
-def _normalised(weights_bc: Tensor) -> Tensor:
+def normalised(weights_bc: Tensor) -> Tensor:
     return weights_bc / weights_bc.sum(dim=1, keepdim=True)
 
 
-def _by_block(logits: Tensor, refine: Callable[[Tensor], Refined]) -> Refined:
+def by_block(logits: Tensor, refine: Callable[[Tensor], Refined]) -> Refined:
     """Rows are independent, so a CPU refines blocks that fit its cache; an accelerator takes all at once."""
-    rows = max(1, _BLOCK_ELEMENTS // logits.shape[1] if logits.device.type == "cpu" else len(logits))
+    rows = max(1, BLOCK_ELEMENTS // logits.shape[1] if logits.device.type == "cpu" else len(logits))
     blocks = [refine(_float64(block_bc)) for block_bc in torch.split(logits, rows)]
     return Refined(
         probabilities=torch.cat([block.probabilities for block in blocks]),
@@ -146,12 +132,12 @@ def _untouched(probs_bc: Tensor) -> Refined:
     return Refined(probs_bc, codes_b, torch.full_like(probs_bc[:, 0], math.nan))
 
 
-def _search_codes(flat_b: Tensor, solved_b: Tensor) -> Tensor:
+def search_codes(flat_b: Tensor, solved_b: Tensor) -> Tensor:
     unsolved_b = torch.where(flat_b, RefinementTag.DEGENERATE, RefinementTag.UNREACHABLE)
     return unsolved_b.masked_fill(solved_b, RefinementTag.OK).to(torch.int8)
 
 
-def _spread(values_r: Tensor, rows: Tensor, length: int) -> Tensor:
+def spread(values_r: Tensor, rows: Tensor, length: int) -> Tensor:
     spread_b = values_r.new_full((length,), math.nan)
     spread_b[rows] = values_r
     return spread_b

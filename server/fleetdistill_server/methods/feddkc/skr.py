@@ -10,15 +10,14 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fleetdistill.methods.feddkc.ranges import check_epsilon, check_target_entropy
-from fleetdistill_server.methods.feddkc.bisect import Bracket, _bisect
+from fleetdistill_server.methods.feddkc.bisect import Bracket, bisect_rows
 from fleetdistill_server.methods.feddkc.refined import (
     Refined,
-    _as_logits,
-    _by_block,
-    _float64,
-    _normalised,
-    _search_codes,
-    _spread,
+    as_logits,
+    by_block,
+    normalised,
+    search_codes,
+    spread,
 )
 
 _SAME_LOGIT = 1e-290  # relative to the row's largest gap; below this the bracket would leave float64
@@ -27,7 +26,7 @@ _SAME_LOGIT = 1e-290  # relative to the row's largest gap; below this the bracke
 def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
     """Refines knowledge so that every row has the same entropy: SKR, softmax(z / θ) with θ searched (eqs. 15-20).
 
-    θ is bisected geometrically inside `skr_bracket`, which replaces the paper's existence proof: a root exists, and
+    θ is bisected geometrically inside `unit_bracket`, which replaces the paper's existence proof: a root exists, and
     only one, exactly if log2 M < E < log2 C for M equal maxima. A row with E <= log2 M gets the nearest distribution,
     1/M on its maxima (`unreachable`); a constant row is returned uniform (`degenerate`). A temperature before SKR
     would only rescale θ, so there is none.
@@ -44,29 +43,13 @@ def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> 
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
         ConfigurationError: A setting is out of range.
     """
-    logits = _as_logits(logits)
+    logits = as_logits(logits)
     check_target_entropy(target, logits.shape[1])
     check_epsilon(epsilon, target_entropy=target, classes=logits.shape[1])
-    return _by_block(logits, lambda block_bc: _skr_block(block_bc, target, epsilon))
+    return by_block(logits, lambda block_bc: _skr_block(block_bc, target, epsilon))
 
 
-def skr_bracket(logits: ArrayLike | Tensor, target: float) -> Bracket:
-    """Temperatures between which SKR's root lies, in closed form.
-
-    With the largest gap D to the row's maximum, the smallest positive gap δ and M equal maxima:
-    high = D / ((log2 C - E)·ln 2), low = δ / ln(C/ρ²), ρ = (E - log2 M) / (2 + log2 C).
-    Above, every weight lies in [e^-(D/θ), 1], so H >= E. Below, the mass outside the maxima is at most ρ², and
-    grouping gives H <= log2 M + ρ·(2 + log2 C) = E. Arguments and errors are those of `skr`.
-    """
-    logits = _as_logits(logits)
-    check_target_entropy(target, logits.shape[1])
-    gaps = _gaps(_float64(logits))
-    low_b, high_b = _unit_bracket(gaps, target)
-    none_b = ~_solvable(gaps, target)
-    return Bracket(*((end_b * 2 * gaps.half_span_b).masked_fill(none_b, math.nan) for end_b in (low_b, high_b)))
-
-
-class _Gaps(NamedTuple):
+class Gaps(NamedTuple):
     """Logits below their row's maximum, in units of the row's largest gap: no scale of logits overflows."""
 
     unit_bc: Tensor  # in [0, 1]
@@ -75,20 +58,26 @@ class _Gaps(NamedTuple):
     count_b: Tensor  # M, float64
 
 
-def _gaps(logits_bc: Tensor) -> _Gaps:
+def row_gaps(logits_bc: Tensor) -> Gaps:
     half_bc = logits_bc.amax(dim=1, keepdim=True) / 2 - logits_bc / 2
     half_span_b1 = half_bc.amax(dim=1, keepdim=True)
     unit_bc = half_bc / torch.where(half_span_b1 > 0, half_span_b1, 1)
     tied_bc = unit_bc <= _SAME_LOGIT
-    return _Gaps(unit_bc, half_span_b1.squeeze(1), tied_bc, tied_bc.sum(dim=1, dtype=torch.float64))
+    return Gaps(unit_bc, half_span_b1.squeeze(1), tied_bc, tied_bc.sum(dim=1, dtype=torch.float64))
 
 
-def _solvable(gaps: _Gaps, target: float) -> Tensor:
+def _solvable(gaps: Gaps, target: float) -> Tensor:
     return (gaps.count_b < gaps.unit_bc.shape[1]) & (gaps.count_b.log2() < target)
 
 
-def _unit_bracket(gaps: _Gaps, target: float) -> Bracket:
-    """`skr_bracket` with D = 1."""
+def unit_bracket(gaps: Gaps, target: float) -> Bracket:
+    """Temperatures between which the root lies, in closed form and in units of the row's largest gap D.
+
+    With the smallest positive gap δ and M equal maxima, and D = 1:
+    high = D / ((log2 C - E)·ln 2), low = δ / ln(C/ρ²), ρ = (E - log2 M) / (2 + log2 C).
+    Above, every weight lies in [e^-(D/θ), 1], so H >= E. Below, the mass outside the maxima is at most ρ², and
+    grouping gives H <= log2 M + ρ·(2 + log2 C) = E. In a row without a root the ends mean nothing.
+    """
     classes = gaps.unit_bc.shape[1]
     smallest_b = gaps.unit_bc.masked_fill(gaps.tied_bc, 1).amin(dim=1)
     rho_b = (target - gaps.count_b.log2()) / (2 + math.log2(classes))
@@ -97,16 +86,16 @@ def _unit_bracket(gaps: _Gaps, target: float) -> Bracket:
 
 
 def _skr_block(logits_bc: Tensor, target: float, epsilon: float) -> Refined:
-    gaps = _gaps(logits_bc)
+    gaps = row_gaps(logits_bc)
     solved_b = _solvable(gaps, target)
     rows = solved_b.nonzero().squeeze(1)
-    low_b, high_b = _unit_bracket(gaps, target)
+    low_b, high_b = unit_bracket(gaps, target)
     offsets_rc = -gaps.unit_bc[rows]
-    theta_r = _bisect(offsets_rc, low_b[rows], high_b[rows], target, epsilon, _entropy_bits)
+    theta_r = bisect_rows(offsets_rc, low_b[rows], high_b[rows], target, epsilon, _entropy_bits)
     refined_bc = gaps.tied_bc / gaps.count_b[:, None]  # the limit θ → 0; uniform in a constant row
-    refined_bc[rows] = _normalised((offsets_rc / theta_r[:, None]).exp_())
-    codes_b = _search_codes(gaps.count_b == logits_bc.shape[1], solved_b)
-    return Refined(refined_bc, codes_b, _spread(theta_r, rows, len(logits_bc)) * 2 * gaps.half_span_b)
+    refined_bc[rows] = normalised((offsets_rc / theta_r[:, None]).exp_())
+    codes_b = search_codes(gaps.count_b == logits_bc.shape[1], solved_b)
+    return Refined(refined_bc, codes_b, spread(theta_r, rows, len(logits_bc)) * 2 * gaps.half_span_b)
 
 
 def _entropy_bits(offsets_bc: Tensor, theta_b: Tensor) -> Tensor:
