@@ -10,7 +10,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["fleetdistill.wire", "fleetdistill_server.intake.ingest"]):
+with atheris.instrument_imports(
+    include=["fleetdistill.wire", "fleetdistill_server.intake.ingest", "fleetdistill_server.intake.ingest_rules"]
+):
     from fleetdistill.wire import payload as wire
     from fleetdistill_server.intake import ingest
 

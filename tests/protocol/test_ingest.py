@@ -36,7 +36,8 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.duplicate_ids import ROOM
-from fleetdistill_server.intake.ingest import MOST_METRICS, Ingest
+from fleetdistill_server.intake.ingest import Ingest
+from fleetdistill_server.intake.ingest_rules import MOST_METRICS
 from fleetdistill_server.store.blobs import MemoryBlobs
 
 FLOAT32 = np.float32
