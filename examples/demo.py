@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill import FleetDistillError
-from fleetdistill_server.simulation.report.report import FleetReport, write_report
+from fleetdistill_server.simulation.report.report import write_report
+from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.show import exchange_lines, show_comparison, show_run, simulate_with_progress
 from fleetdistill_server.simulation.spec.settings import Simulation
 

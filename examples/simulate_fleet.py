@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 REFINEMENTS = ("none", "kkr", "skr")

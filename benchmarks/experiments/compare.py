@@ -25,7 +25,7 @@ from compare_tables import Headline, print_tables
 
 from fleetdistill.methods import config_class
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 

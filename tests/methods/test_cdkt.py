@@ -44,8 +44,8 @@ from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.report.metrics import c_per
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

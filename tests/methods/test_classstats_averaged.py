@@ -73,7 +73,7 @@ from fleetdistill_server.methods.classstats.averaged import _least_recognised
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.report.report import report_table
+from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.device import load_arrays
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated
 from fleetdistill_server.simulation.spec.settings import Simulation

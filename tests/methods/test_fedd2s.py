@@ -48,7 +48,7 @@ from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
-from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.blobs import MemoryBlobs
 

@@ -24,9 +24,9 @@ from support.forked import ForkedEngine, forked_device
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

@@ -23,10 +23,10 @@ from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays, make_device
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 Profile = contract_pb2.DeviceProfile

@@ -29,7 +29,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 DEVICES = ("d0", "d1")

@@ -19,9 +19,9 @@ from fleetdistill.methods import METHODS
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.back_off import available, rounds_left_out
 from fleetdistill_server.store.store import Store
 

@@ -23,10 +23,10 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.fleet import RUN, make_run_config, make_specs
 from fleetdistill_server.simulation.links.links import DriveDevices, as_toml
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.simulation.spec.plan import RUN, make_run_config, make_specs
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

@@ -41,7 +41,7 @@ from fleetdistill_server.methods.traffic import (
     mean_round_bytes,
     round_bytes,
 )
-from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.views.units import readable_bytes
 

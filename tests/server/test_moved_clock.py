@@ -15,8 +15,8 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake import device_api as desk_module
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 HOUR, DEADLINE = 3600.0, 600.0

@@ -27,11 +27,11 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.simulation.data.partition import proxy_rows
-from fleetdistill_server.simulation.fleet import RUN
+from fleetdistill_server.simulation.data.hold_out import proxy_rows
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

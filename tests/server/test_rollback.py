@@ -29,10 +29,10 @@ from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.store import Row, Store
 

@@ -29,8 +29,8 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.methods.cohort import DeviceAnswer
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}

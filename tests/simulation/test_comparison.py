@@ -24,7 +24,7 @@ from fleetdistill_server.simulation.report.comparison import (
     trained_alone,
 )
 from fleetdistill_server.simulation.report.history import FleetHistory
-from fleetdistill_server.simulation.report.report import FleetReport
+from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.show import expected_lines, verdict
 from fleetdistill_server.simulation.spec.settings import Simulation
 

@@ -11,11 +11,12 @@ import onnxruntime
 import pytest
 
 from fleetdistill_server.simulation.data.datasets import load_dataset
-from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.history import read_history
-from fleetdistill_server.simulation.report.report import FleetReport
-from fleetdistill_server.simulation.report.scores import START, append_scores
+from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.simulation.spec.score_log import START, append_scores
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

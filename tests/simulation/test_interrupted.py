@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation.fleet import RUN, Interrupted, Progress, simulate
+from fleetdistill_server.simulation.fleet import Interrupted, simulate
 from fleetdistill_server.simulation.folder import open_folder, saved_simulation
+from fleetdistill_server.simulation.progress import Progress
 from fleetdistill_server.simulation.show import interrupted_line
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

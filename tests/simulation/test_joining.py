@@ -18,9 +18,10 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd.device import FedDKDDevice
 from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.simulation.data.partition import hold_out_validation
-from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.data.hold_out import hold_out_validation
+from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.guards import Verdicts, guard_events, guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store.store import Store

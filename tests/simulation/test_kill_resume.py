@@ -14,9 +14,9 @@ from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, ru
 from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.fleet import RUN
 from fleetdistill_server.simulation.links.links import as_toml, device_processes
 from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

@@ -23,7 +23,8 @@ from support.live_front import live_front
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.service.wakeups import Ends
-from fleetdistill_server.simulation.fleet import RUN, simulate
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

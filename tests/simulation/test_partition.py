@@ -10,23 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_server.simulation.data.dealing import (
+    counts_from_pools,
+    cut_sizes,
+    largest_remainder,
+    mask_full_devices,
+)
 from fleetdistill_server.simulation.data.partition import (
     PARTITIONS,
-    Ints,
-    Partition,
     class_shards,
     classes_random,
     classes_window,
-    counts_from_pools,
-    cut_sizes,
     dirichlet_by_class,
     dirichlet_per_device,
     iid,
-    largest_remainder,
-    mask_full_devices,
     partition,
     partition_parameters,
 )
+from fleetdistill_server.simulation.data.split import Ints, Partition
 
 TEN_BY_100 = np.repeat(np.arange(10), 100)
 PARAMETERS: dict[str, dict[str, Any]] = {

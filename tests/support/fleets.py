@@ -17,9 +17,9 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.fleet import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Row, Store
 

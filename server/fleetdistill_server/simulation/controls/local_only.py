@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,7 +21,10 @@ from fleetdistill.training.local_training import TensorData, as_tensor_data, eva
 from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
+from fleetdistill_server.simulation.spec.score_log import START, append_scores
+from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: tuple[int, ...]) -> nn.Module:
@@ -110,3 +116,68 @@ def _optimizer_in(
 
 def _load(spec: DeviceSpec, file: str) -> TensorData:
     return as_tensor_data(load_arrays(file), spec.classes)
+
+
+def train_fleet_alone(
+    wanted: Simulation,
+    config: RunConfig,
+    initial: ModelParameters | None,
+    specs: Sequence[DeviceSpec],
+    history: FleetHistory,
+    after_rounds: Callable[[int], None],
+) -> dict[str, list[Counts]]:
+    """Trains every device's model by itself, with as many local epochs as in the fleet, or for `control_rounds`.
+
+    Args:
+        wanted, config, specs: The simulation, its run and its devices.
+        initial: What the method gives every device at the start.
+        history: The fleet's, for the rounds that a device took part in.
+        after_rounds: Called with a number of rounds whenever a device has done so many more.
+    """
+    torch.set_num_threads(config.run.threads)
+    rounds = wanted.rounds_of_controls
+
+    def active(name: str) -> list[bool]:
+        part = [] if wanted.one_exchange else history.took_part[name]
+        return [*part, *[True] * (rounds - len(part))][:rounds]
+
+    def counts_of(spec: DeviceSpec) -> list[Counts]:
+        file = Path(f"{spec.state_dir}-alone.npz")
+        if file.exists():
+            after_rounds(rounds)
+            return _load_counts(file)
+        found = train_alone(spec, config, initial, active(spec.name), lambda: after_rounds(1))
+        _save_counts(file, found)
+        return found
+
+    return {spec.name: counts_of(spec) for spec in specs}
+
+
+def _save_counts(file: Path, counts: Sequence[Counts]) -> None:
+    """Whole or not at all, wherever the process is killed."""
+    new = file.with_suffix(".new.npz")
+    np.savez(
+        new,
+        correct=[one.correct for one in counts],
+        count=[one.count for one in counts],
+        loss_sum=[one.loss_sum for one in counts],
+        confusion=np.stack([one.confusion for one in counts]),
+    )
+    os.replace(new, file)
+
+
+def _load_counts(file: Path) -> list[Counts]:
+    with np.load(file) as kept:
+        columns = (kept["correct"].tolist(), kept["count"].tolist(), kept["loss_sum"].tolist(), kept["confusion"])
+    return [Counts(*row) for row in zip(*columns, strict=True)]
+
+
+def note_start(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:
+    """Scores the models that the devices start from: that is what a device has that no round takes.
+
+    Args:
+        initial: What the method gives every device at the start.
+        specs: The devices.
+    """
+    for spec in specs:
+        append_scores(spec.scores_file, START, score_start(spec, initial).confusion.tolist())

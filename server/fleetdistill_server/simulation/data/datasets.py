@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.names import unknown_name
-from fleetdistill_server.simulation.data.partition import largest_remainder
+from fleetdistill_server.simulation.data.dealing import largest_remainder
 
 _DIGITS = tuple("0123456789")
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"

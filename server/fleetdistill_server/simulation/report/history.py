@@ -13,8 +13,9 @@ import numpy as np
 
 from fleetdistill.methods import config_class, device_class
 from fleetdistill_server.simulation.report.metrics import Ints
-from fleetdistill_server.simulation.report.scores import START, Figures, after_rounds, read_scores, round_figures
+from fleetdistill_server.simulation.report.scores import Figures, round_figures
 from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.score_log import START, after_rounds, read_scores
 from fleetdistill_server.store.store import Store
 
 

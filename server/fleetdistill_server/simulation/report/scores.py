@@ -8,10 +8,8 @@ has: the one of its last round, or the one that it started from.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -27,8 +25,6 @@ from fleetdistill_server.simulation.report.metrics import (
 )
 
 SCORES: Mapping[str, Score] = {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}
-START = 0
-"""The round of the models that devices start from."""
 _LAST_ROUNDS_OF_UA = 10
 _LAST_ROUNDS_OF_MEDIANS = 20
 
@@ -108,25 +104,3 @@ def late_figures(by_round: Sequence[Figures]) -> Figures:
     last = [figures["c_spec"] for figures in by_round[-_LAST_ROUNDS_OF_UA:]]
     late["ua_mean"] = None if None in last else float(np.mean([value for value in last if value is not None]))
     return late
-
-
-def append_scores(file: Path, number: int, confusion: Sequence[Sequence[int]]) -> None:
-    """Notes how a device's model does on the test part after a round."""
-    with file.open("a") as stream:
-        stream.write(json.dumps({"round": number, "confusion": confusion}) + "\n")
-
-
-def read_scores(file: Path) -> dict[int, Ints]:
-    """Round -> confusion matrix `[C, C]` that a device noted; of a round that it did twice, the last."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {row["round"]: np.array(row["confusion"], dtype=np.int64) for row in map(json.loads, lines)}
-
-
-def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]:
-    """The confusion matrix of the model that a device has after each of these rounds.
-
-    Args:
-        noted: `read_scores` of a device, with the round `START`.
-        rounds: Ascending.
-    """
-    return [noted[max(number for number in noted if number <= last)] for last in rounds]

@@ -24,7 +24,7 @@ from fleetdistill.link.base import Link
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
-from fleetdistill_server.simulation.report.scores import append_scores
+from fleetdistill_server.simulation.spec.score_log import append_scores
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""How far a simulation is, for whoever shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.simulation.links.links import Watch
+from fleetdistill_server.simulation.spec.plan import (
+    RUN,
+)
+from fleetdistill_server.store.store import Store
+
+Phase = Literal["fleet", "alone", "fedavg"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a simulation is.
+
+    Attributes:
+        phase: `fleet`, then the controls: `alone` and `fedavg`.
+        completed, total: Rounds of it; of `alone` those of all devices together.
+        accuracy: Of the fleet's devices on the test part after the last round, their mean, where it is known.
+    """
+
+    phase: Phase
+    completed: int
+    total: int
+    accuracy: float | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def _watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
+    """Calls `on_progress` when another round of a run has been completed."""
+    last = -1
+
+    def watch(store: Store) -> None:
+        nonlocal last
+        row = store.run(RUN)
+        completed = int(row["completed_rounds"]) if row else 0
+        if completed != last:
+            last = completed
+            on_progress(Progress(phase, completed, config.run.rounds, _latest_accuracy(store)))
+
+    return watch
+
+
+def _latest_accuracy(store: Store) -> float | None:
+    closed = [row["round"] for row in store.rounds(RUN) if row["status"] == "closed"]
+    if not closed:
+        return None
+    rates = [row["sum"] / row["count"] for row in store.figures(RUN, "accuracy", "test") if row["round"] == closed[-1]]
+    return sum(rates) / len(rates) if rates else None

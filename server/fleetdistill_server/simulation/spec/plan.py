@@ -1,0 +1,191 @@
+"""The plan of a simulation: the run.toml, the devices with their data files, and the proxy set."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.models import PREDICTORS, build_model
+from fleetdistill.training.model import parameter_count
+from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.simulation.data.datasets import Dataset, stratified_rows
+from fleetdistill_server.simulation.data.hold_out import hold_out_validation, proxy_rows
+from fleetdistill_server.simulation.data.partition import partition_parameters
+from fleetdistill_server.simulation.data.split import Ints, Partition
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.store import Store
+
+RUN = "simulation"
+PATIENCE_SECONDS = 1e7
+"""Nobody is late in a simulation: one that is resumed after months has all its devices, and their open asks."""
+PROXY_PER_CLASS = 8
+DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
+RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """A simulation that is ready to run: data, partition, run and devices, in its folder."""
+
+    data: Dataset
+    split: Partition
+    config: RunConfig
+    specs: list[DeviceSpec]
+    initial: ModelParameters | None
+    work: Path
+
+
+def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
+    """Writes the proxy set, where there is to be one, and returns the data set without it."""
+    per_class = proxy_per_class(wanted, data)
+    if not per_class:
+        return data
+    taken, left = proxy_rows(data.train_labels.numpy(), per_class)
+    inputs, labels = data.train_images.numpy()[taken], data.train_labels.numpy()[taken]
+    np.savez(_proxy_file(work), inputs=inputs, labels=labels)
+    return data.with_training_rows(left)
+
+
+def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
+    """Images of each class that are held out; see `Simulation.proxy_per_class`."""
+    if wanted.proxy_per_class is not None:
+        return wanted.proxy_per_class
+    smallest = int(data.train_labels.bincount().min())
+    return min(PROXY_PER_CLASS, smallest // 2) if _server_half(wanted).proxy_set else 0
+
+
+def _server_half(wanted: Simulation) -> type[ServerMethod]:
+    """Of the form that the settings choose."""
+    return server_class(wanted.method, wanted.configuration())
+
+
+def _proxy_file(work: Path) -> Path:
+    return work / "proxy.npz"
+
+
+def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
+    if not _server_half(wanted).proxy_set:
+        return {}
+    licence = "that of the data set it is taken from"
+    return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
+
+
+def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
+    """The run.toml of a simulation, as settings; `store` is `work/store` by default."""
+    extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
+    if _server_half(wanted).server_reads_inputs:
+        server = _largest_model(wanted, data)
+    return run_config(
+        {
+            "run": {
+                "name": RUN,
+                "method": wanted.method,
+                "rounds": wanted.rounds_to_complete,
+                "seed": wanted.seed,
+                "min_devices": wanted.devices,
+                "deadline_seconds": PATIENCE_SECONDS,
+                "threads": wanted.threads,
+            },
+            "contract": {
+                "classes": list(data.classes),
+                "input_shape": list(data.train_images.shape[1:]),
+                "knowledge_type": wanted.knowledge_type,
+            },
+            "model": {"extractor": extractor, "server": server, "device": _common_model(wanted, data)},
+            "method": dict(wanted.settings),
+            "proxy": _proxy_section(wanted, data, work),
+            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # test rows judge nobody
+            "server": {
+                "listen": "127.0.0.1:0",
+                "store": str(store or work / "store"),
+                "lease_seconds": PATIENCE_SECONDS,
+                "torch_device": wanted.torch_device,
+            },
+        }
+    )
+
+
+def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
+    """Gives each device its part of the data, as files, and its model."""
+    common = _common_model(wanted, data)
+    models = (common,) if common else _models(wanted, data)
+    predictors = wanted.predictors or tuple(PREDICTORS)
+    test_file = work / "test.npz"
+    np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
+    specs = []
+    for number, rows in enumerate(split.indices):
+        name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
+        own, held_out = hold_out_validation(data.train_labels.numpy(), rows, wanted.validation_share, wanted.seed)
+        specs.append(
+            DeviceSpec(
+                name=name,
+                model=models[number % len(models)],
+                predictor=predictors[number % len(predictors)],
+                attack=wanted.attack if number < wanted.hostile else "",
+                seed=wanted.seed,
+                classes=len(data.classes),
+                data_file=_save_rows(data, own, work / f"{name}.npz"),
+                validation_file=_save_rows(data, held_out, work / f"{name}-validation.npz") if len(held_out) else "",
+                test_file=str(test_file),
+                state_dir=str(work / name),
+                run=RUN,
+            )
+        )
+    return specs
+
+
+def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
+    np.savez(file, inputs=data.train_images[rows].numpy(), labels=data.train_labels[rows].numpy())
+    return str(file)
+
+
+def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
+    return wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+
+
+def _common_model(wanted: Simulation, data: Dataset) -> str:
+    """The largest of the models, where the method wants one for all devices; empty where it does not."""
+    if not _server_half(wanted).same_architecture:
+        return ""
+    return _largest_model(wanted, data)
+
+
+def _largest_model(wanted: Simulation, data: Dataset) -> str:
+    shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
+    return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
+
+
+@functools.cache
+def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
+    """Parameters of a model, which is built once to count them."""
+    return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+
+
+def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
+    if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
+        return data
+    rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
+    return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
+
+
+def _shape(wanted: Simulation, data: Dataset) -> dict[str, Any]:
+    """What the partition needs to be told, of the settings that the simulation has under the same names."""
+    needed = partition_parameters(wanted.partition)
+    return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
+
+
+def _is_small(data: Dataset) -> bool:
+    return tuple(data.train_images.shape[1:]) == (1, 8, 8)
+
+
+def _store(fleet: _Fleet) -> contextlib.closing[Store]:
+    return contextlib.closing(Store.open(Path(fleet.config.server.store)))
