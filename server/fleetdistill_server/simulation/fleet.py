@@ -16,13 +16,13 @@ from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
 from fleetdistill.training.figures import Counts
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation.controls.fedavg import _check_fedavg, _fedavg
+from fleetdistill_server.simulation.controls.fedavg import check_fedavg, run_fedavg_control
 from fleetdistill_server.simulation.controls.local_only import note_start, train_fleet_alone
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_server.simulation.data.partition import partition
 from fleetdistill_server.simulation.folder import IfThere, open_folder
 from fleetdistill_server.simulation.links.links import run_over_grpc, run_over_memory
-from fleetdistill_server.simulation.progress import OnProgress, Progress, _watcher
+from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
 from fleetdistill_server.simulation.report.controls import Controls
 from fleetdistill_server.simulation.report.history import read_history
 from fleetdistill_server.simulation.report.plots import load_matplotlib
@@ -31,13 +31,13 @@ from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.hostile import ATTACKS
 from fleetdistill_server.simulation.spec.plan import (
     RUN,
-    _Fleet,
-    _limit_test_part,
-    _shape,
-    _store,
+    Fleet,
     hold_out_proxy,
+    limit_test_part,
     make_run_config,
     make_specs,
+    open_store,
+    partition_settings,
     proxy_per_class,
 )
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -84,17 +84,17 @@ def simulate(
             image_size=wanted.image_size,
             seed=wanted.seed,
         )
-        data = _limit_test_part(data, wanted)
+        data = limit_test_part(data, wanted)
         wanted = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
         fleet = _prepare(wanted, data, work)
         alone: dict[str, list[Counts]] = {}
         load_matplotlib()
         try:
             run = run_over_memory if wanted.link == "memory" else run_over_grpc
-            run(fleet.config, fleet.specs, work, _watcher("fleet", fleet.config, on_progress)).close()
+            run(fleet.config, fleet.specs, work, watcher("fleet", fleet.config, on_progress)).close()
             if wanted.with_alone:
                 alone = _train_alone(wanted, fleet, on_progress)
-            fedavg = _fedavg(wanted, fleet, on_progress)
+            fedavg = run_fedavg_control(wanted, fleet, on_progress)
         except KeyboardInterrupt as interrupt:
             done = Controls(alone, None)
             raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
@@ -103,23 +103,24 @@ def simulate(
     return report
 
 
-def _prepare(wanted: Simulation, data: Dataset, work: Path) -> _Fleet:
+def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
     """Deals the data out and makes the run; a second time it makes the same again."""
     data = hold_out_proxy(wanted, data, work)
-    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, **_shape(wanted, data))
+    labels, settings = data.train_labels.numpy(), partition_settings(wanted, data)
+    split = partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
-    _check_fedavg(wanted, config)
+    check_fedavg(wanted, config)
     initial = build_method(config).initial()
     note_start(initial, specs)
-    return _Fleet(data, split, config, specs, initial, work)
+    return Fleet(data, split, config, specs, initial, work)
 
 
 def _report(
-    wanted: Simulation, fleet: _Fleet, controls: Controls, started: float, *, finished: bool
+    wanted: Simulation, fleet: Fleet, controls: Controls, started: float, *, finished: bool
 ) -> FleetReport | None:
     """The report of the completed rounds; None without any."""
-    with _store(fleet) as store:
+    with open_store(fleet) as store:
         if not any(row["status"] == "closed" for row in store.rounds(RUN)):
             return None
         return make_report(
@@ -138,7 +139,7 @@ def _report(
         )
 
 
-def _train_alone(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
+def _train_alone(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
     """Every device's model by itself."""
     completed, total = 0, wanted.rounds_of_controls * len(fleet.specs)
 
@@ -147,7 +148,7 @@ def _train_alone(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> 
         completed += more
         on_progress(Progress("alone", completed, total))
 
-    with _store(fleet) as store:
+    with open_store(fleet) as store:
         history = read_history(store, RUN, fleet.specs)
     return train_fleet_alone(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)
 

@@ -35,7 +35,7 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-def _watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
+def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
     """Calls `on_progress` when another round of a run has been completed."""
     last = -1
 

@@ -11,12 +11,12 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation.controls.local_only import note_start
 from fleetdistill_server.simulation.links.links import Watch, run_over_memory
-from fleetdistill_server.simulation.progress import OnProgress, _watcher
+from fleetdistill_server.simulation.progress import OnProgress, watcher
 from fleetdistill_server.simulation.report.comparison import cost_of
 from fleetdistill_server.simulation.report.controls import FedAvgControl
 from fleetdistill_server.simulation.report.history import read_history
 from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.plan import RUN, _Fleet, _largest_model, _store, make_run_config
+from fleetdistill_server.simulation.spec.plan import RUN, Fleet, largest_model, make_run_config, open_store
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 
@@ -45,17 +45,17 @@ def fedavg_specs(specs: Sequence[DeviceSpec], model: str, work: Path) -> list[De
     return [replace(spec, model=model, state_dir=str(work / spec.name)) for spec in specs]
 
 
-def _fedavg(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> FedAvgControl | None:
+def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> FedAvgControl | None:
     """FedAvg on the same data; the run itself, with its history and store, where that is FedAvg."""
     config, specs = fleet.config, fleet.specs
     plan = config.method_config()
     if wanted.method == "fedavg":
-        with _store(fleet) as store:
+        with open_store(fleet) as store:
             history, cost = read_history(store, RUN, specs), cost_of(store, RUN, len(specs))
         return FedAvgControl(specs[0].model, asdict(plan), history, cost)
     if not wanted.with_fedavg:
         return None
-    model = _largest_model(wanted, fleet.data)
+    model = largest_model(wanted, fleet.data)
     settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
     rounds = wanted.rounds_of_controls
     control = replace(wanted, method="fedavg", models=(model,), settings=settings, rounds=rounds)
@@ -63,7 +63,7 @@ def _fedavg(wanted: Simulation, fleet: _Fleet, on_progress: OnProgress) -> FedAv
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
     specs = fedavg_specs(specs, model, work)
     note_start(build_method(control_config).initial(), specs)
-    return run_fedavg(control_config, model, specs, work, _watcher("fedavg", control_config, on_progress))
+    return run_fedavg(control_config, model, specs, work, watcher("fedavg", control_config, on_progress))
 
 
 def _passes(config: RunConfig) -> int:
@@ -71,7 +71,7 @@ def _passes(config: RunConfig) -> int:
     return int(config.method_config().cross_entropy_epochs(2))
 
 
-def _check_fedavg(wanted: Simulation, config: RunConfig) -> None:
+def check_fedavg(wanted: Simulation, config: RunConfig) -> None:
     """Before the fleet runs: FedAvg trains on labels only, so it has no round that makes no pass over them."""
     if wanted.with_fedavg and wanted.method != "fedavg" and _passes(config) < 1:
         raise ConfigurationError(

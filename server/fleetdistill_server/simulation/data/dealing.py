@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.data.split import Floats, Ints, Partition, _check_nobody_empty, _no_split, _sorted
+from fleetdistill_server.simulation.data.split import Floats, Ints, Partition, check_nobody_empty, no_split, sorted_rows
 
 
 def mask_full_devices(shares_k: Floats, loads_k: Ints, even_share: float) -> Floats:
@@ -54,7 +54,7 @@ def counts_from_pools(prior_c: Floats, pools_c: Ints, size: int, rounding: str =
     return counts_c
 
 
-def _deal_classes(
+def deal_classes(
     pools: list[Ints], devices: int, alpha: float, rng: np.random.Generator, *, balance: bool
 ) -> list[Ints]:
     even_share = sum(len(pool) for pool in pools) / devices
@@ -83,7 +83,7 @@ def _balanced(shares_k: Floats, loads_k: Ints, even_share: float, alpha: float, 
     return masked_k
 
 
-def _deal_to_holders(
+def deal_to_holders(
     kind: str, labels: Ints, held_ks: Ints, seed: int, settings: Mapping[str, float | str]
 ) -> Partition:
     """Cuts each class between the devices that hold it; `held_ks[k]` are device k's classes."""
@@ -100,17 +100,17 @@ def _deal_to_holders(
         for holder, piece in zip(holders, np.split(rows, np.cumsum(sizes)[:-1]), strict=True):
             pieces[holder].append(piece)
     parts = [np.concatenate(mine) for mine in pieces]
-    _check_nobody_empty(kind, [len(rows) for rows in parts])
-    return Partition(kind, _sorted(parts), {"devices": len(held_ks), "seed": seed, **settings})
+    check_nobody_empty(kind, [len(rows) for rows in parts])
+    return Partition(kind, sorted_rows(parts), {"devices": len(held_ks), "seed": seed, **settings})
 
 
-def _device_sizes(count: int, devices: int, unbalanced: float, rng: np.random.Generator) -> list[int]:
+def device_sizes(count: int, devices: int, unbalanced: float, rng: np.random.Generator) -> list[int]:
     if unbalanced == 0:
         return [count // devices] * devices
     weights = rng.lognormal(sigma=unbalanced, size=devices)
     sizes: list[int] = np.floor(weights / weights.sum() * count).astype(np.int64).tolist()
     if min(sizes) < 1:
-        raise DataError(_no_split(1, f"the lognormal sizes with sigma {unbalanced} are {sizes}"))
+        raise DataError(no_split(1, f"the lognormal sizes with sigma {unbalanced} are {sizes}"))
     return sizes
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.simulation.data.dealing import largest_remainder
-from fleetdistill_server.simulation.data.split import Ints, _checked_labels
+from fleetdistill_server.simulation.data.split import Ints, checked_labels
 
 
 def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
@@ -23,7 +23,7 @@ def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
     Raises:
         DataError: The labels cannot be used, or a class would have no row left.
     """
-    y = _checked_labels(labels)
+    y = checked_labels(labels)
     if per_class < 0:
         raise ConfigurationError(f"proxy_per_class is {per_class}, must be at least 0")
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]

@@ -19,27 +19,27 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.names import unknown_name
 from fleetdistill_server.simulation.data.dealing import (
     ROUNDINGS,
-    _deal_classes,
-    _deal_to_holders,
-    _device_sizes,
     counts_from_pools,
+    deal_classes,
+    deal_to_holders,
+    device_sizes,
 )
 from fleetdistill_server.simulation.data.split import (
     Partition,
-    _check_alpha,
-    _check_classes_per_device,
-    _check_nobody_empty,
-    _checked,
-    _no_split,
-    _sorted,
+    check_alpha,
+    check_classes_per_device,
+    check_nobody_empty,
+    checked_for,
+    no_split,
+    sorted_rows,
 )
 
 
 def iid(labels: npt.ArrayLike, devices: int, seed: int) -> Partition:
     """Shuffles all rows and splits them evenly; sizes differ by one at most and every row is used."""
-    y = _checked(labels, devices)
+    y = checked_for(labels, devices)
     parts = np.array_split(np.random.default_rng(seed).permutation(len(y)), devices)
-    return Partition("iid", _sorted(parts), {"devices": devices, "seed": seed})
+    return Partition("iid", sorted_rows(parts), {"devices": devices, "seed": seed})
 
 
 def dirichlet_by_class(
@@ -71,20 +71,20 @@ def dirichlet_by_class(
     References:
         Wang et al., Federated Learning with Matched Averaging; the code of FedML, MOON, NIID-Bench and FedICT.
     """
-    y = _checked(labels, devices)
-    _check_alpha(alpha)
+    y = checked_for(labels, devices)
+    check_alpha(alpha)
     if max_tries < 1 or min_size < 0:
         raise ConfigurationError(f"max_tries is {max_tries} and min_size {min_size}; must be at least 1 and 0")
     if min_size * devices > len(y):
-        raise DataError(_no_split(min_size, f"{devices} devices of {min_size} rows need more than {len(y)} rows"))
+        raise DataError(no_split(min_size, f"{devices} devices of {min_size} rows need more than {len(y)} rows"))
     rng = np.random.default_rng(seed)
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]
     for _ in range(max_tries):
-        parts = _deal_classes(pools, devices, alpha, rng, balance=balance)
+        parts = deal_classes(pools, devices, alpha, rng, balance=balance)
         if min(len(rows) for rows in parts) >= min_size:
             settings = {"alpha": alpha, "min_size": min_size, "balance": balance, "max_tries": max_tries}
-            return Partition("dirichlet_by_class", _sorted(parts), {"devices": devices, "seed": seed, **settings})
-    raise DataError(_no_split(min_size, f"none of {max_tries} draws for {devices} devices, alpha {alpha}, had it"))
+            return Partition("dirichlet_by_class", sorted_rows(parts), {"devices": devices, "seed": seed, **settings})
+    raise DataError(no_split(min_size, f"none of {max_tries} draws for {devices} devices, alpha {alpha}, had it"))
 
 
 def dirichlet_per_device(
@@ -118,8 +118,8 @@ def dirichlet_per_device(
         Acar et al., Federated Learning Based on Dynamic Regularization, and its code. Theirs redraws a class until
         one is left, which need not end; ours does.
     """
-    y = _checked(labels, devices)
-    _check_alpha(alpha)
+    y = checked_for(labels, devices)
+    check_alpha(alpha)
     if not (math.isfinite(unbalanced) and unbalanced >= 0):
         raise ConfigurationError(f"unbalanced is {unbalanced}, must be a finite number >= 0")
     if rounding not in ROUNDINGS:
@@ -127,13 +127,13 @@ def dirichlet_per_device(
     rng = np.random.default_rng(seed)
     pools = [rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
     parts = []
-    for size in _device_sizes(len(y), devices, unbalanced, rng):
+    for size in device_sizes(len(y), devices, unbalanced, rng):
         prior_c = rng.dirichlet(np.full(len(pools), alpha))
         taken_c = counts_from_pools(prior_c, np.array([len(pool) for pool in pools]), size, rounding)
         parts.append(np.concatenate([pool[:taken] for pool, taken in zip(pools, taken_c, strict=True)]))
         pools = [pool[taken:] for pool, taken in zip(pools, taken_c, strict=True)]
     settings: dict[str, float | str] = {"alpha": alpha, "unbalanced": unbalanced, "rounding": rounding}
-    return Partition("dirichlet_per_device", _sorted(parts), {"devices": devices, "seed": seed, **settings})
+    return Partition("dirichlet_per_device", sorted_rows(parts), {"devices": devices, "seed": seed, **settings})
 
 
 def classes_window(
@@ -161,14 +161,14 @@ def classes_window(
         ConfigurationError: An argument is out of range.
         DataError: The labels cannot be used, or a device would get no row.
     """
-    y = _checked(labels, devices)
+    y = checked_for(labels, devices)
     if stride < 1:
         raise ConfigurationError(f"stride is {stride}, must be at least 1")
     present = np.unique(y)
-    _check_classes_per_device(classes_per_device, len(present))
+    check_classes_per_device(classes_per_device, len(present))
     places = (stride * np.arange(devices)[:, None] + np.arange(classes_per_device)) % len(present)
     settings = {"classes_per_device": classes_per_device, "stride": stride, "unbalanced": unbalanced}
-    return _deal_to_holders("classes_window", y, present[places], seed, settings)
+    return deal_to_holders("classes_window", y, present[places], seed, settings)
 
 
 def classes_random(
@@ -189,9 +189,9 @@ def classes_random(
         ConfigurationError: An argument is out of range.
         DataError: The labels cannot be used, or a device would get no row.
     """
-    y = _checked(labels, devices)
+    y = checked_for(labels, devices)
     present = np.unique(y)
-    _check_classes_per_device(classes_per_device, len(present))
+    check_classes_per_device(classes_per_device, len(present))
     rng = np.random.default_rng([seed, devices, classes_per_device])
     held = []
     for number in range(devices):
@@ -199,7 +199,7 @@ def classes_random(
         others = rng.permutation(np.delete(np.arange(len(present)), first))[: classes_per_device - 1]
         held.append(present[[first, *others.tolist()]])
     settings = {"classes_per_device": classes_per_device, "unbalanced": unbalanced}
-    return _deal_to_holders("classes_random", y, np.stack(held), seed, settings)
+    return deal_to_holders("classes_random", y, np.stack(held), seed, settings)
 
 
 def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, seed: int) -> Partition:
@@ -219,7 +219,7 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     References:
         McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data; FedRep, FedNTD.
     """
-    y = _checked(labels, devices)
+    y = checked_for(labels, devices)
     present = np.unique(y)
     if classes_per_device < 1 or (classes_per_device * devices) % len(present):
         raise ConfigurationError(
@@ -231,11 +231,11 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     pieces = [
         piece for label in present for piece in np.array_split(rng.permutation(np.flatnonzero(y == label)), pieces_each)
     ]
-    _check_nobody_empty("class_shards", [len(piece) for piece in pieces])
+    check_nobody_empty("class_shards", [len(piece) for piece in pieces])
     order = rng.permutation(len(pieces)).reshape(devices, classes_per_device)
     parts = [np.concatenate([pieces[number] for number in mine]) for mine in order.tolist()]
     settings = {"devices": devices, "seed": seed, "classes_per_device": classes_per_device}
-    return Partition("class_shards", _sorted(parts), settings)
+    return Partition("class_shards", sorted_rows(parts), settings)
 
 
 def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None, seed: int) -> Partition:
@@ -252,14 +252,14 @@ def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None
         ConfigurationError: There are fewer clients than devices.
         DataError: The labels cannot be used, or the data set does not tell.
     """
-    y = _checked(labels, devices)
+    y = checked_for(labels, devices)
     if clients is None or len(own := np.asarray(clients)) != len(y):
         raise DataError("the data set does not tell whose each row is; by_client needs one that does: femnist-digits")
     present = np.unique(own)
     if devices > len(present):
         raise ConfigurationError(f"{devices} devices, and the data set has {len(present)} clients; take fewer devices")
     parts = [np.flatnonzero(own == client) for client in present[:devices]]
-    return Partition("by_client", _sorted(parts), {"devices": devices, "seed": seed})
+    return Partition("by_client", sorted_rows(parts), {"devices": devices, "seed": seed})
 
 
 PARTITIONS: Mapping[str, Callable[..., Partition]] = {

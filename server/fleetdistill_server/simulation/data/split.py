@@ -40,37 +40,37 @@ class Partition:
         Raises:
             DataError: A label is outside [0, classes).
         """
-        y = _checked_labels(labels)
+        y = checked_labels(labels)
         if y.max(initial=0) >= classes:
             raise DataError(f"label {y.max()} at row {y.argmax()} is outside [0, {classes})")
         return np.stack([np.bincount(y[rows], minlength=classes) for rows in self.indices]).astype(np.int64)
 
 
-def _check_classes_per_device(count: int, classes: int) -> None:
+def check_classes_per_device(count: int, classes: int) -> None:
     if not 1 <= count <= classes:
         raise ConfigurationError(
             f"classes_per_device is {count}, must be between 1 and the {classes} classes there are"
         )
 
 
-def _check_nobody_empty(kind: str, sizes: list[int]) -> None:
+def check_nobody_empty(kind: str, sizes: list[int]) -> None:
     if min(sizes) < 1:
-        raise DataError(_no_split(1, f"{kind} gives {sizes} rows"))
+        raise DataError(no_split(1, f"{kind} gives {sizes} rows"))
 
 
-def _no_split(min_size: int, reason: str) -> str:
+def no_split(min_size: int, reason: str) -> str:
     return (
         f"no split with the wanted minimum size {min_size}: {reason}; "
         "use fewer devices, a larger alpha, a smaller min_size, more data or another seed"
     )
 
 
-def _sorted(parts: list[npt.NDArray[np.intp]]) -> tuple[Ints, ...]:
+def sorted_rows(parts: list[npt.NDArray[np.intp]]) -> tuple[Ints, ...]:
     return tuple(np.sort(rows).astype(np.int64) for rows in parts)
 
 
-def _checked(labels: npt.ArrayLike, devices: int) -> Ints:
-    y = _checked_labels(labels)
+def checked_for(labels: npt.ArrayLike, devices: int) -> Ints:
+    y = checked_labels(labels)
     if devices < 1:
         raise ConfigurationError(f"devices is {devices}, must be at least 1")
     if devices > len(y):
@@ -78,7 +78,7 @@ def _checked(labels: npt.ArrayLike, devices: int) -> Ints:
     return y
 
 
-def _checked_labels(labels: npt.ArrayLike) -> Ints:
+def checked_labels(labels: npt.ArrayLike) -> Ints:
     y = np.asarray(labels)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"the labels are {y.dtype} of shape {list(y.shape)}, expected integers of [rows]")
@@ -87,6 +87,6 @@ def _checked_labels(labels: npt.ArrayLike) -> Ints:
     return y.astype(np.int64)
 
 
-def _check_alpha(alpha: float) -> None:
+def check_alpha(alpha: float) -> None:
     if not (math.isfinite(alpha) and alpha > 0):
         raise ConfigurationError(f"alpha is {alpha}, must be a finite number > 0")

@@ -33,7 +33,7 @@ RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 
 
 @dataclass(frozen=True)
-class _Fleet:
+class Fleet:
     """A simulation that is ready to run: data, partition, run and devices, in its folder."""
 
     data: Dataset
@@ -83,7 +83,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
     """The run.toml of a simulation, as settings; `store` is `work/store` by default."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
     if _server_half(wanted).server_reads_inputs:
-        server = _largest_model(wanted, data)
+        server = largest_model(wanted, data)
     return run_config(
         {
             "run": {
@@ -156,10 +156,10 @@ def _common_model(wanted: Simulation, data: Dataset) -> str:
     """The largest of the models, where the method wants one for all devices; empty where it does not."""
     if not _server_half(wanted).same_architecture:
         return ""
-    return _largest_model(wanted, data)
+    return largest_model(wanted, data)
 
 
-def _largest_model(wanted: Simulation, data: Dataset) -> str:
+def largest_model(wanted: Simulation, data: Dataset) -> str:
     shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
     return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
 
@@ -170,14 +170,14 @@ def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
     return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
 
 
-def _limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
+def limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
     if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
         return data
     rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
     return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
 
 
-def _shape(wanted: Simulation, data: Dataset) -> dict[str, Any]:
+def partition_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
     """What the partition needs to be told, of the settings that the simulation has under the same names."""
     needed = partition_parameters(wanted.partition)
     return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
@@ -187,5 +187,5 @@ def _is_small(data: Dataset) -> bool:
     return tuple(data.train_images.shape[1:]) == (1, 8, 8)
 
 
-def _store(fleet: _Fleet) -> contextlib.closing[Store]:
+def open_store(fleet: Fleet) -> contextlib.closing[Store]:
     return contextlib.closing(Store.open(Path(fleet.config.server.store)))
