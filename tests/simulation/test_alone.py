@@ -13,7 +13,7 @@ import torch
 from support.fleets import RUNS, SMALL, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods import METHODS, config_class, device_class
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation import fleet
 from fleetdistill_server.simulation.controls import local_only as alone
@@ -67,7 +67,8 @@ def test_a_method_says_the_truth_about_its_optimiser(
 ) -> None:
     """Two devices of two rounds make two optimisers that they keep, or four; averaged classstats one a model."""
     wanted = RUNS.get(f"{method} averaged", RUNS[method])
-    module, made = importlib.import_module(type(wanted.configuration()).__module__), []
+    half = device_class(method, wanted.configuration())
+    module, made = importlib.import_module(half.__module__), []
     make = module.make_local_optimizer
     monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))
     run_in_memory(prepare(wanted, tmp_path / "work"))
