@@ -18,11 +18,8 @@ from fleetdistill_server.simulation.report.metrics import (
     f1_by_class,
     f1_macro,
     f1_weighted,
-    fairness,
     fleet_scores,
     median_of_rounds,
-    rounds_to_target,
-    top_k,
 )
 
 
@@ -84,26 +81,6 @@ def test_metrics_a_class_that_is_absent_or_never_answered_counts_as_it_should() 
     counts = confusion([0, 0, 1], [0, 0, 0], 4)  # class 1 is never answered, 2 and 3 are neither there nor answered
     assert f1_by_class(counts).tolist() == pytest.approx([0.8, 0, 0, 0])
     assert f1_macro(counts) == pytest.approx(0.4)
-
-
-def test_metrics_top_1_and_top_5() -> None:
-    scores, labels = [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]], [4, 0]
-    assert top_k(scores, labels, 1) == 0
-    assert top_k(scores, labels, 5) == 0.5
-    with pytest.raises(ConfigurationError, match="top-6 of 6 classes says nothing"):
-        top_k(scores, labels, 6)
-
-
-def test_metrics_rounds_to_target_is_the_first_hit() -> None:
-    curve = [0.50, 0.61, 0.59, 0.63]
-    assert rounds_to_target(curve, 0.60) == 2
-    assert rounds_to_target(curve, 0.64) is None
-
-
-def test_metrics_fairness() -> None:
-    found = fairness([0.05, 0.55, 0.61, 0.72, 0.79, 0.80, 1.0])
-    assert found.bins == (1, 0, 0, 0, 0, 1, 1, 2, 1, 1)
-    assert (found.std, found.worst, found.jain) == pytest.approx((0.277996, 0.05, 0.843632), abs=1e-6)
 
 
 # C-Gen and C-Spec as the paper prints them, the mean of both, and the C-Per that it prints

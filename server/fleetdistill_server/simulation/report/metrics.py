@@ -20,8 +20,6 @@ Cells = Ints | npt.NDArray[np.float64]
 Score = Callable[[Cells], float]
 """Confusion matrix [C, C] -> a rate in [0, 1], NaN for no rows."""
 
-_BINS = 10
-
 
 def confusion(labels: npt.ArrayLike, answers: npt.ArrayLike, classes: int) -> Ints:
     """Counts `[C, C]` of one model's answers on one test part.
@@ -132,56 +130,9 @@ def fleet_scores(
     )
 
 
-def top_k(scores_bc: npt.ArrayLike, labels_b: npt.ArrayLike, k: int) -> float:
-    """Share of rows whose class has fewer than k classes with a strictly larger score.
-
-    Raises:
-        ConfigurationError: k is not in [1, C): every answer would count.
-    """
-    scores, labels = np.asarray(scores_bc, np.float64), np.asarray(labels_b, np.int64)
-    if not 1 <= k < scores.shape[1]:
-        raise ConfigurationError(f"top-{k} of {scores.shape[1]} classes says nothing; k must be at least 1 and below C")
-    own = np.take_along_axis(scores, labels[:, None], axis=1)
-    return float(((scores > own).sum(1) < k).mean())
-
-
-def rounds_to_target(curve: Sequence[float], target: float) -> int | None:
-    """First round, from 1, whose figure reaches the target, even if it falls back later; None if there is none."""
-    return next((number for number, value in enumerate(curve, start=1) if value >= target), None)
-
-
 def median_of_rounds(curve: Sequence[float], first: int, last: int) -> float:
     """Median over the rounds first to last, both counted from 1 and included."""
     return float(np.median(curve[first - 1 : last]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fairness:
-    """How even a fleet's accuracies are.
-
-    Attributes:
-        bins: Devices with an accuracy in [0, .1), ..., [.9, 1].
-        std: Population standard deviation.
-        worst: Mean of the worst tenth of the devices, at least one.
-        jain: Jain's index, 1 where all are equal.
-    """
-
-    bins: tuple[int, ...]
-    std: float
-    worst: float
-    jain: float
-
-
-def fairness(accuracies: Sequence[float]) -> Fairness:
-    """Fairness figures of the devices' accuracies, at least one, each in [0, 1]."""
-    a = np.sort(np.asarray(accuracies, np.float64))
-    places = np.minimum(np.floor(a * _BINS + 1e-9).astype(np.int64), _BINS - 1)
-    return Fairness(
-        bins=tuple(int(count) for count in np.bincount(places, minlength=_BINS)),
-        std=float(a.std()),
-        worst=float(a[: max(1, len(a) // _BINS)].mean()),
-        jain=float(a.sum() ** 2 / (len(a) * (a**2).sum())) if a.any() else 1.0,
-    )
 
 
 def _check_average(average: str) -> None:
