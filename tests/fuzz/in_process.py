@@ -12,7 +12,7 @@ import google_crc32c
 import numpy as np
 from fuzz.hostile import hostile, mangled_bytes, swollen
 from fuzz.specimens import Specimen, contract_for, specimens
-from wire_samples import make_identity, make_profile
+from support.wire_samples import make_identity, make_profile
 
 from fleetdistill.errors import RefusedError, WireError
 from fleetdistill.knowledge import SharedStatistics

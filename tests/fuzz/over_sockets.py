@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from support.processes import PATIENCE_SECONDS, peak_memory
 from support.secured import SecuredFront, device_credentials, make_pki, person_credentials, secured_front
-from wire_samples import make_identity, make_profile
+from support.wire_samples import make_identity, make_profile
 
 from fleetdistill.wire import v1
 from fleetdistill.wire.codes import MEANINGS, Code

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from wire_samples import CLASSES, make_contract, make_knowledge, make_metrics
+from support.wire_samples import CLASSES, make_contract, make_knowledge, make_metrics
 
 from fleetdistill import knowledge as k
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reliability.small_run import DEVICES, FRAGILE, SmallRun, small_run, store_of
 from support.fleets import assert_no_upload_lost, record
+from support.small_run import DEVICES, FRAGILE, SmallRun, small_run, store_of
 
 from fleetdistill.state import failpoints
 from fleetdistill.state.failpoints import FAILPOINTS, VARIABLE, FailpointError

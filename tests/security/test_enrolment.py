@@ -24,8 +24,8 @@ from support.secured import (
     server_key,
 )
 from support.small_device import Events, SmallWorker
+from support.wire_samples import make_contract
 from typer.testing import CliRunner
-from wire_samples import make_contract
 
 from fleetdistill import COLUMNS, Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError

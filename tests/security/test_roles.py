@@ -29,7 +29,7 @@ from support.secured import (
     serial_of,
     wait_for_expiry,
 )
-from wire_samples import in_pieces, make_contract, make_payload, make_profile
+from support.wire_samples import in_pieces, make_contract, make_payload, make_profile
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.link import x509 as device_x509

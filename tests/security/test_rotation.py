@@ -23,7 +23,7 @@ from support.secured import (
     wait_for_expiry,
 )
 from support.small_device import SmallWorker
-from wire_samples import in_pieces, make_payload, make_profile
+from support.wire_samples import in_pieces, make_payload, make_profile
 
 from fleetdistill import Device
 from fleetdistill.errors import LinkError, RefusedError

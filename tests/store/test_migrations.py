@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.record_schema import DEVICES, RUN, recorded_config
 from support.parroting import ParrotDevice
+from support.record_schema import DEVICES, RUN, recorded_config
 
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.links.memory_link import MemoryLink

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from wire_samples import EXPECTS, make_contract, make_identity, make_payload, make_profile
+from support.wire_samples import EXPECTS, make_contract, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire import payload as wire

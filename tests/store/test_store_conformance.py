@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_samples import data_of, make_metrics, make_payload
+from support.wire_samples import data_of, make_metrics, make_payload
 
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics, SampleKnowledge

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.processes import PATIENCE_SECONDS
-from wire_samples import (
+from support.wire_samples import (
     data_of,
     in_pieces,
     make_chunk,

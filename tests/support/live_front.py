@@ -20,7 +20,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from support.processes import PATIENCE_SECONDS, wait_until
-from wire_samples import EXPECTS, make_contract, make_profile
+from support.wire_samples import EXPECTS, make_contract, make_profile
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload

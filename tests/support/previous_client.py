@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 from support.processes import PATIENCE_SECONDS
 
-GOLDEN = Path(__file__).parents[1] / "protocol" / "golden"
+GOLDEN = Path(__file__).parents[1] / "wire" / "golden"
 PACKAGE = "fleetdistill.wire.v1"
 CHUNK_BYTES = 1 << 20
 _SECONDS = PATIENCE_SECONDS

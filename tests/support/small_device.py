@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.live_front import RUN
-from wire_samples import make_knowledge, make_profile
+from support.wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.device.compute import Work

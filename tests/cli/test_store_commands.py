@@ -1,0 +1,161 @@
+"""`runs prune`, `backup`, `restore`, and what `runs list` says of a run without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.wire_samples import make_payload
+from typer.testing import CliRunner
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.units import readable_bytes
+
+RUN = "digits"
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A store with one running run of three closed rounds, each with a payload."""
+    store = Store.open(tmp_path / "store")
+    store.begin_run(RUN, {"run": {"rounds": 9}})
+    store.set_keep_rounds(RUN, 9)
+    store.publish_contract(RUN, b"")
+    for _ in range(3):
+        number = store.start_round(RUN, ["d1"])
+        payload = make_payload(number)
+        store.blobs.put(payload)
+        row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": "d1", "step": "train"}
+        row |= {"expects": {}, "payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
+        store.write_asks([row])
+        store.close_round(RUN, number, store.blobs.put_state(b"state"), [], {})
+    store.close()
+    return tmp_path / "store"
+
+
+def status(directory: Path) -> str:
+    code, said = call("runs", "list", "--store", str(directory), "--json")
+    assert code == 0
+    return str(json.loads(said)[0]["status"])
+
+
+def test_a_running_run_without_a_server_says_so(directory: Path) -> None:
+    assert status(directory) == "running (no server)"
+    lock = serve_lock.take(directory, RUN)
+    assert status(directory) == "running"
+    assert serve_lock.served_run(directory) == RUN
+    with pytest.raises(RunError, match="another `fleetdistill serve` uses the store"):
+        serve_lock.take(directory, "other")
+    lock.close()
+    other = serve_lock.take(directory, "other")
+    assert status(directory) == "running (no server)", "another run of the store is served"
+    other.close()
+
+
+def test_a_run_that_is_over_needs_no_server(directory: Path) -> None:
+    store = Store.open(directory)
+    store.end_run(RUN, "finished", "3 rounds completed")
+    store.close()
+    assert status(directory) == "finished"
+
+
+def test_prune_says_what_it_frees(directory: Path) -> None:
+    where = ("--store", str(directory))
+    sizes = [path.stat().st_size for path in (directory / "blobs").rglob("*.safetensors")]
+    one, both = (sorted(size for size in sizes if size > 100)[:count] for count in (1, 2))
+    first, two = readable_bytes(sum(one)), readable_bytes(sum(both))
+    with_rows = "with 1 event, 0 figures"
+    nothing = "freed 0 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n"
+    store = Store.open(directory)
+    store.add_event(RUN, "late", "a sentence", number=1)
+    store.close()
+    assert call("runs", "prune", RUN, "--keep-rounds", "1", "--dry-run", *where) == (
+        0,
+        f"would free 2 rounds {with_rows}, 2 payloads ({two})\n",
+    )
+    assert call("runs", "prune", RUN, "--older-than", "30d", *where) == (0, nothing)
+    assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (
+        0,
+        f"freed 1 round {with_rows}, 1 payload ({first})\n",
+    )
+    assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (0, nothing)
+
+
+def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
+    lock = serve_lock.take(directory, RUN)
+    code, said = call("runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory))
+    lock.close()
+    assert code == 0
+    assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n2 payloads (")
+    assert said.endswith("written within the hour: left to the server, which deletes them later\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--keep-rounds", "0"), "its newest closed round is needed"),
+        (("--keep-rounds", "-1"), "--keep-rounds is -1, must be at least 0"),
+        (("--older-than", "soon"), "--older-than 'soon': give a number and d, h or m, such as 30d"),
+    ],
+)
+def test_prune_refuses_with_a_sentence(directory: Path, arguments: tuple[str, ...], said: str) -> None:
+    code, told = call("runs", "prune", RUN, *arguments, "--store", str(directory))
+    assert code == 1
+    assert said in told
+
+
+@pytest.mark.parametrize("command", [("show",), ("watch",), ("prune",)])
+def test_a_run_that_is_mistyped_is_guessed(directory: Path, command: tuple[str, ...]) -> None:
+    code, told = call("runs", *command, "digist", "--store", str(directory))
+    assert (code, told) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits\n")
+
+
+def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
+    code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
+    assert (code, "4 payloads and the database" in said) == (0, True)
+    code, said = call("restore", str(tmp_path / "backup"), "--store", str(tmp_path / "restored"))
+    assert (code, "goes on from there" in said) == (0, True)
+    assert status(tmp_path / "restored") == "running (no server)"
+    code, said = call("restore", str(tmp_path / "backup"), "--store", str(directory))
+    assert (code, "is not an empty directory" in said) == (1, True)
+
+
+def test_a_lossy_backup_warns(directory: Path, tmp_path: Path) -> None:
+    path = next((directory / "blobs").rglob("*.safetensors"))
+    path.unlink()
+    code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
+    assert code == 0
+    assert "warning: not in the backup: " in said
+    assert path.stem in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "none.toml"), "there is no file none.toml; name the run.toml of the run"),
+        (("serve", "."), "cannot read .: Is a directory"),
+        (("restore", "none"), "there is no directory none; name one that `fleetdistill backup` has made"),
+        (("restore", "."), "is no backup, or one that was never finished: its manifest.json cannot be read: No such"),
+        (("backup", "x" * 999), f"looking at {'x' * 999}: File name too long ("),
+        (("runs", "list", "--server", "127.0.0.1:1", "--identity", "none"), "the identity in none cannot be read: No"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_sentence_without_numbers(
+    directory: Path, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = ("--store", str(directory)) if arguments[0] == "backup" else ()
+    code, told = call(*arguments, *stored)
+    assert code == 1
+    assert said in told
+    assert "Errno" not in told

@@ -1,0 +1,87 @@
+"""The gate: nothing leaves a device that its app has not allowed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.wire_samples import make_knowledge, make_metrics
+
+from fleetdistill import COLUMNS
+from fleetdistill import knowledge as k
+from fleetdistill.device.consent import check_may_leave
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.wire.codec import KINDS
+
+ROW = np.zeros((1, 3), np.float32)
+IDS = np.zeros(1, np.int64)
+MODEL = k.ModelParameters(parameters={"w": ROW})
+HOLDS: list[tuple[k.Kind, set[str]]] = [
+    (make_knowledge(), {"features", "logits", "labels"}),
+    (k.SampleKnowledge(sample_ids=IDS), set()),
+    (k.SampleKnowledge(sample_ids=IDS, features={"cut": ROW}), {"features"}),
+    (k.SampleKnowledge(sample_ids=IDS, logits=ROW), {"logits"}),
+    (k.SampleKnowledge(sample_ids=IDS, labels=IDS), {"labels"}),
+    (k.ProxyKnowledge(valid=True, logits=ROW), {"logits"}),
+    (k.ProxyKnowledge(valid=True, embeddings=ROW), {"features"}),
+    (k.ProxyKnowledge(valid=True, logits=ROW, embeddings=ROW), {"features", "logits"}),
+    (k.ProxyKnowledge(valid=False), set()),
+    (k.WeightedPredictions(noise_seed=1, values=ROW), {"logits"}),
+    (k.SoftPredictions(noise_seed=1, values=ROW), {"logits"}),
+    (k.ClassStatistics(labels=[]), {"features", "counts"}),
+    (k.SharedStatistics(labels=[]), {"features", "counts"}),
+    (MODEL, {"parameters"}),
+    (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
+    (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),
+    (k.DistillationGradient(gradients={"w": ROW}, batch_size=1, loss=0.0), {"gradients"}),
+    (make_metrics(), {"metrics"}),
+]
+NEVER: list[k.Kind] = [
+    k.RefinedKnowledge(valid=True, sample_ids=IDS, values=ROW),
+    k.Plan(values={"cut": 1}),
+    k.ProxySet(name="p", licence="none", inputs=ROW, labels=IDS),
+    k.ClassSpace(
+        labels=[0, 1], counts=IDS, directions=ROW, origin=ROW, centres=ROW, df=IDS, shrinkage=ROW, outside=ROW
+    ),
+    k.NetworkFile(onnx=np.zeros(3, np.uint8)),
+]
+
+
+def test_every_kind_has_its_place_here() -> None:
+    """A new kind must be given a column, or be kept in, before it can be sent."""
+    assert {type(kind) for kind, _ in HOLDS} | {type(kind) for kind in NEVER} == set(KINDS.values())
+
+
+@pytest.mark.parametrize(("kind", "columns"), HOLDS)
+def test_what_a_part_tells_about_the_device(kind: k.Kind, columns: set[str]) -> None:
+    assert set(kind.columns()) == columns
+    assert columns <= set(kind.tells or ()) <= set(COLUMNS)
+
+
+@given(
+    st.dictionaries(st.text(min_size=1), st.sampled_from(HOLDS), max_size=4),
+    st.sets(st.sampled_from(COLUMNS)),
+)
+def test_parts_pass_exactly_when_every_column_is_allowed(
+    held: dict[str, tuple[k.Kind, set[str]]], allow: set[str]
+) -> None:
+    parts = {name: kind for name, (kind, _) in held.items()}
+    if all(columns <= allow for _, columns in held.values()):
+        check_may_leave(parts, sorted(allow))
+        return
+    with pytest.raises(ConfigurationError, match="which the app keeps back; nothing was sent"):
+        check_may_leave(parts, sorted(allow))
+
+
+def test_the_refusal_names_part_and_column() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_may_leave({"metrics": make_metrics(), "knowledge": make_knowledge()}, ["metrics", "features", "logits"])
+    assert str(error.value) == "part 'knowledge' holds labels, which the app keeps back; nothing was sent"
+
+
+@pytest.mark.parametrize("kind", NEVER)
+def test_kinds_that_no_column_lets_out_never_leave(kind: k.Kind) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check_may_leave({"extra": kind}, COLUMNS)
+    assert str(error.value) == f"part 'extra' is a {type(kind).__name__}, which never leaves; nothing was sent"

@@ -1,0 +1,43 @@
+"""What a method declares about its uploads and its extractor, as its contract says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.record_schema import recorded_config
+
+from fleetdistill.knowledge import NetworkFile
+from fleetdistill.wire.codec import decode
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.methods.fedavg import FedAvgServer
+
+
+def test_a_method_that_says_nothing_of_them_has_neither(tmp_path: Path) -> None:
+    config = recorded_config(tmp_path)
+    contract, initial, extractor = make_contract(config, build_method(config))
+    assert initial is not None
+    assert contract.initial_weights == initial.sha256
+    assert (contract.extractor_file, extractor) == (b"", None)
+    assert contract.uploads
+    assert {(one.least_samples, one.most_rows, one.rows_per_direction) for one in contract.uploads} == {(0, 0, 0)}
+
+
+def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"statistics": {"means": (4,), "variances": (4,)}, "other": {"means": (2,)}}
+    file = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
+    monkeypatch.setattr(FedAvgServer, "uploads", lambda self: shapes)
+    monkeypatch.setattr(FedAvgServer, "least_samples", lambda self: {"statistics": 5})
+    monkeypatch.setattr(FedAvgServer, "most_rows", lambda self: {"statistics": 128})
+    monkeypatch.setattr(FedAvgServer, "rows_per_direction", lambda self: {"statistics": 15})
+    monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
+    config = recorded_config(tmp_path)
+    contract, _, extractor = make_contract(config, build_method(config))
+    said = [(one.part, one.least_samples, one.most_rows, one.rows_per_direction) for one in contract.uploads]
+    assert said == [("statistics", 5, 128, 15), ("other", 0, 0, 0)]
+    assert extractor is not None
+    assert contract.extractor_file == extractor.sha256
+    (sent,) = decode(extractor).values()
+    assert isinstance(sent, NetworkFile)
+    np.testing.assert_array_equal(sent.onnx, file.onnx)

@@ -1,0 +1,625 @@
+"""Forgetting a device: nothing of its part is left in the store, whoever dies, works or comes back meanwhile.
+
+One run on the disk, halted between its second and third round, is made once; each test has a copy of it. One device has
+a class that no other has, so that the merge of this class is its part to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
+from support.forked import ForkedEngine, forked_forget_command
+from support.live_front import RUN as MADE_RUN
+from support.live_front import open_round, prepare_store, upload_name, write_asks
+from support.processes import wait_until
+from support.wire_samples import in_pieces, make_identity, make_payload, make_profile
+
+from fleetdistill.errors import ConfigurationError, RefusedError, RunError
+from fleetdistill.knowledge import ClassStatistics
+from fleetdistill.state import failpoints
+from fleetdistill.state.state_file import unpack_state
+from fleetdistill.wire.codec import Payload, decode
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.engine import forgetting
+from fleetdistill_server.engine.cancelling import cancel
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.forgetting import ask_to_forget
+from fleetdistill_server.front.server import open_desk
+from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
+from fleetdistill_server.simulation.links.links import DriveDevices
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.store import retention
+from fleetdistill_server.store.retention import sweep_all
+from fleetdistill_server.store.store import Row, Store
+
+NAMED_LATER = (
+    "disk.before-rename",  # what is staged of a state or a payload
+    "blob.before-commit",
+    "blob.after-commit",
+    "engine.asks.before-commit",
+    "engine.checkpoint.after-write",
+)
+"""Where something is on the disk that no row names yet."""
+KILLS = ("forget.after-state", "forget.before-note")
+
+
+class Halt(BaseException):
+    """Ends an engine between two rounds."""
+
+
+@dataclass
+class Halted:
+    """A run on the disk whose engine has ended between two rounds.
+
+    Attributes:
+        device: Has a class that no other device has.
+        part: What the mean of this class looks like, wherever it is kept.
+    """
+
+    prepared: Prepared
+    directory: Path
+    device: str
+    part: list[bytes]
+
+    def open(self) -> Store:
+        return Store.open(self.directory)
+
+    def files_with_the_part(self) -> list[Path]:
+        """The database and its log among them."""
+        files = [file for file in sorted(self.directory.rglob("*")) if file.is_file()]
+        return [file for file in files if any(one in file.read_bytes() for one in self.part)]
+
+    def engine(self, store: Store, waker: Any = None) -> Engine:
+        return Engine(store, self.prepared[0], waker or DriveDevices([], lambda: None))
+
+    def parts(self, store: Store) -> list[str]:
+        """Whose parts the run's state has."""
+        row = store.run(RUN)
+        assert row is not None
+        return sorted(unpack_state(store.blobs.get_state(row["checkpoint"]))["parts"])
+
+    def others(self) -> list[str]:
+        return [spec.name for spec in self.prepared[1] if spec.name != self.device]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Halted:
+    directory = tmp_path_factory.mktemp("made")
+    wanted = replace(RUNS["classstats averaged"], devices=3, rounds=3, train_limit=120, alpha=0.1)
+    prepared = _on_disk(prepare(wanted, directory / "work"), directory / "store")
+    with ExitStack() as stack:
+        store = Store.open(directory / "store")
+        stack.callback(store.close)
+        desk = Desk(store)
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in prepared[1]]
+        engine = Engine(store, prepared[0], DriveDevices(devices, lambda: None))
+        engine._close = _then_halt(engine._close, after=2)  # type: ignore[method-assign, assignment]
+        with pytest.raises(Halt):
+            asyncio.run(engine.run())
+        device, mean = _lone_class(store)
+    part = [mean.astype(kind).tobytes() for kind in ("<f2", "<f4", "<f8")]
+    return Halted(prepared, directory / "store", device, part)
+
+
+def _on_disk(prepared: Prepared, store: Path) -> Prepared:
+    config, specs, work = prepared
+    terms = config.run.model_copy(update={"min_devices": 2})  # those that are left are enough
+    server = config.server.model_copy(update={"store": str(store)})
+    return config.model_copy(update={"run": terms, "server": server}), specs, work
+
+
+def _then_halt(close: Callable[[Any], None], after: int) -> Callable[[Any], None]:
+    def closing(cohort: Any) -> None:
+        close(cohort)
+        if cohort.round == after:
+            raise Halt
+
+    return closing
+
+
+def _lone_class(store: Store) -> tuple[str, np.ndarray]:
+    """A device that alone has a class, and the mean that it has sent of this class."""
+    sent: dict[str, ClassStatistics] = {}
+    for row in store.uploads(RUN):
+        if row["step"] == "summarise":
+            part = decode(store.blobs.open(row["sha256"]))["statistics"]
+            assert isinstance(part, ClassStatistics)
+            sent[row["device"]] = part
+    holders = Counter(label for part in sent.values() for label in part.labels)
+    device, place = next(
+        (device, place)
+        for device, part in sorted(sent.items())
+        for place, label in enumerate(part.labels)
+        if holders[label] == 1
+    )
+    means = sent[device].means
+    assert means is not None
+    return device, np.array(means[place])
+
+
+@pytest.fixture
+def run(made: Halted, tmp_path: Path) -> Halted:
+    shutil.copytree(made.directory, tmp_path / "store")
+    config, specs, _ = made.prepared
+    (tmp_path / "work").mkdir()
+    return replace(
+        made, directory=tmp_path / "store", prepared=_on_disk((config, specs, tmp_path / "work"), tmp_path / "store")
+    )
+
+
+@pytest.fixture
+def store(run: Halted) -> Iterator[Store]:
+    opened = run.open()
+    yield opened
+    opened.close()
+
+
+def told_with_the_part(run: Halted, store: Store) -> list[Row]:
+    """Asks of other devices whose payload has the forgotten device's part in it."""
+    asks = [ask for step in (1, 2, 3) for ask in store.asks(RUN, 2, step) if ask["payload"] is not None]
+    found = {file.stem for file in run.files_with_the_part()}
+    return [ask for ask in asks if ask["device"] != run.device and ask["payload"].hex() in found]
+
+
+def assert_forgotten(run: Halted, store: Store) -> None:
+    assert run.files_with_the_part() == []
+    assert run.parts(store) == run.others()
+    assert store.to_forget(RUN) == []
+    assert [row["device"] for row in store.events(RUN, "forgotten")] == [run.device]
+
+
+def assert_still_to_forget(run: Halted, store: Store) -> None:
+    assert run.files_with_the_part()
+    assert store.to_forget(RUN) == [run.device]
+    assert (store.device(RUN, run.device) or {})["forgotten_at"] is None
+    assert store.events(RUN, "forgotten") == []
+
+
+# --- where the part may be
+
+
+def test_of_a_class_that_only_the_forgotten_device_has_nothing_is_left(run: Halted, store: Store) -> None:
+    """The merge of such a class, which the other devices were sent, is its part to the bit."""
+    assert run.device in run.parts(store)
+    assert {ask["device"] for ask in told_with_the_part(run, store)} == set(run.others())
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert_forgotten(run, store)
+
+
+def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(run: Halted, store: Store) -> None:
+    sent = next(row for row in store.uploads(RUN) if row["device"] == run.device and row["step"] == "summarise")
+    lost = [sent["sha256"], told_with_the_part(run, store)[0]["payload"]]
+    for sha256 in lost:
+        store.blobs.quarantine(sha256)
+    store.blobs.put(make_payload())
+    store.blobs.quarantine(make_payload().sha256)
+    staging = run.directory / "blobs" / "staging"
+    for name in (f"ask-{sent['ask']}-attempt-2", f"put-{'ab' * 32}-1", "state-1"):
+        (staging / f"{name}.part").write_bytes(b"torn" + run.part[0])
+    (run.directory / "blobs" / "00").mkdir(exist_ok=True)
+    (run.directory / "blobs" / "00" / f"{'00' * 32}.safetensors").write_bytes(run.part[0])  # an upload without a row
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert_forgotten(run, store)
+    assert list(staging.iterdir()) == []
+    (other,) = (run.directory / "blobs" / "quarantine").iterdir()
+    assert other.name.startswith(make_payload().sha256.hex()), "damage of others stays to be looked at"
+
+
+def test_figures_by_class_go_and_the_others_stay(run: Halted, store: Store) -> None:
+    def figures() -> list[Row]:
+        return [row for row in store.figures(RUN, "accuracy", "test") if row["device"] == run.device]
+
+    store._write("UPDATE figures SET by_class = ?", json.dumps({"3": [1, 2]}))
+    before = figures()
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert figures() == [{**row, "by_class": "{}"} for row in before]
+    assert before
+    kept = [row["by_class"] for row in store.figures(RUN, "accuracy", "test") if row["device"] != run.device]
+    assert set(kept) == {json.dumps({"3": [1, 2]})}
+
+
+def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted, store: Store) -> None:
+    """It says which question it has answered; the answer is in the round's result."""
+    upload = next(row for row in store.uploads(RUN) if row["device"] != run.device and row["status"] == "used")
+    ask = store.ask(RUN, upload["round"], upload["step_number"], upload["device"])
+    assert ask is not None
+    assert ask["payload"] is not None
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    name = upload_name(upload["round"], upload["step_number"])
+    name.payload = ask["payload"]
+    desk = Desk(store)
+    identity = service_pb2.Identity(run=RUN, device=upload["device"], secret=b"")
+    store._write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
+    said = desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+    assert said.receipt.id == upload["receipt"]
+
+
+# --- who dies, and who holds things up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", KILLS)
+def test_forgetting_that_is_killed_is_done_again(point: str, run: Halted, store: Store) -> None:
+    """A command that dies at forget.after-state or forget.before-note."""
+    command = forked_forget_command(run.directory, RUN, run.device)
+    command.start(f"{point}=kill")
+    command.work(lambda: None)
+    assert command.was_killed
+    assert store.to_forget(RUN) == [run.device]
+    assert store.events(RUN, "forgotten") == []
+    assert bool(run.files_with_the_part()) == (point == "forget.after-state")
+    command.start()
+    command.wait_for_the_end()
+    assert_forgotten(run, store)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_forgets_before_its_next_round(run: Halted, store: Store) -> None:
+    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    engine = ForkedEngine(run.prepared)
+    for point in KILLS:
+        engine.start(f"{point}=kill")
+        engine.work(lambda: None)
+        assert engine.was_killed
+        assert store.open_round(RUN) is None
+        assert store.to_forget(RUN) == [run.device]
+    engine.start()
+    wait_until(lambda: not store.to_forget(RUN), "the device to be forgotten")
+    engine.kill()
+    assert_forgotten(run, store)
+
+
+def test_while_a_backup_is_made_it_is_not_done_and_the_next_call_does_it(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "WAIT_SECONDS", 0.0)
+    other = run.open()
+    with other.blobs.alone() as alone:
+        assert alone
+        assert not ask_to_forget(store, RUN, run.device, served=None)
+        assert_still_to_forget(run, store)
+        assert run.parts(store) == run.others(), "what does not have to wait does not"
+    other.close()
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert_forgotten(run, store)
+
+
+class Waker:
+    """Runs an action at each wait of an engine; implements the engine's `Waker`."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        self._action()
+
+    def wake_other(self) -> None:
+        return
+
+
+def complete(run: Halted, store: Store) -> None:
+    """As if the run had no round left."""
+    store._write("UPDATE runs SET completed_rounds = ?", run.prepared[0].run.rounds)
+
+
+def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, store: Store) -> None:
+    complete(run, store)
+    other = run.open()
+    with ExitStack() as stack:
+        stack.enter_context(other.blobs.alone())
+
+        def look() -> None:
+            assert_still_to_forget(run, store)
+            assert (store.run(RUN) or {})["status"] == "running"
+            stack.close()  # the backup is made
+
+        assert not ask_to_forget(store, RUN, run.device, served=RUN)
+        asyncio.run(run.engine(store, Waker(look)).run())
+    other.close()
+    assert (store.run(RUN) or {})["status"] == "finished"
+    assert_forgotten(run, store)
+
+
+def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the engine's last look and the end."""
+    complete(run, store)
+    engine = run.engine(store, Waker(lambda: None))
+    forget = engine._forget
+
+    def then_asked() -> None:
+        monkeypatch.undo()
+        forget()
+        assert not ask_to_forget(store, RUN, run.device, served=RUN)
+
+    monkeypatch.setattr(engine, "_forget", then_asked)
+    asyncio.run(engine.run())
+    assert (store.run(RUN) or {})["status"] == "finished"
+    assert_forgotten(run, store)
+
+
+def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served(run: Halted, store: Store) -> None:
+    assert not ask_to_forget(store, RUN, run.device, served=RUN), "while it runs this is for the engine to do"
+    store.end_run(RUN, "finished", "")
+    assert ask_to_forget(store, RUN, run.device, served=RUN)
+    assert_forgotten(run, store)
+
+
+# --- who else works on the run
+
+
+def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancelled(run: Halted, store: Store) -> None:
+    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert cancel(store, RUN)
+    assert_forgotten(run, store)
+
+
+def all_present(store: Store) -> None:
+    """As if all had called again, but for those that are to be forgotten."""
+    for row in store.devices(RUN):
+        store.device_back(RUN, row["device"])
+
+
+def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Runs an action when the next state is made, which is not yet the run's."""
+    put = store.blobs.put_state
+
+    def later(data: bytes) -> bytes:
+        monkeypatch.setattr(store.blobs, "put_state", put)
+        action()
+        return put(data)
+
+    monkeypatch.setattr(store.blobs, "put_state", later)
+
+
+def test_two_commands_at_once_undo_nothing_of_each_other(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, (other, left) = run.open(), run.others()
+
+    def forget_the_device() -> None:
+        assert ask_to_forget(second, RUN, run.device, served=None)
+        assert run.parts(second) == [left], "it does all that is asked for"
+
+    meanwhile(store, monkeypatch, forget_the_device)
+    assert ask_to_forget(store, RUN, other, served=None)
+    assert run.parts(store) == [left]
+    assert run.files_with_the_part() == [], "also not in the state that came too late"
+    assert sorted(row["device"] for row in store.events(RUN, "forgotten")) == sorted([run.device, other])
+    second.close()
+
+
+def test_an_engine_that_starts_while_a_command_works_does_the_forgetting(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, engines = run.open(), list[Engine]()
+
+    def serve() -> None:
+        engines.append(run.engine(opened))
+        engines[0]._prepare()
+
+    meanwhile(store, monkeypatch, serve)
+    assert not ask_to_forget(store, RUN, run.device, served=None)
+    assert_still_to_forget(run, store)
+    all_present(store)
+    asyncio.run(engines[0]._next_cohort())
+    assert_forgotten(run, store)
+    opened.close()
+
+
+def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_new_one(
+    run: Halted, store: Store
+) -> None:
+    """The command looked for a server just before there was one."""
+    opened = run.open()
+    engine = run.engine(opened)
+    engine._prepare()
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    all_present(store)
+    asyncio.run(engine._next_cohort())
+    assert sorted(engine.method.state_dict()["parts"]) == run.others()
+    opened.close()
+
+
+def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted, store: Store) -> None:
+    number = store.start_round(RUN, run.others())
+    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert_still_to_forget(run, store)
+    assert (store.open_round(RUN) or {})["round"] == number
+
+
+@pytest.mark.parametrize("status", ["running", "stopped"])
+def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, run: Halted, store: Store) -> None:
+    left = run.engine(store)
+    number = store.start_round(RUN, sorted([run.device, *run.others()]))
+    write_asks(store, number, run.device, *run.others(), run=RUN)
+    store.end_run(RUN, status, "")
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert_forgotten(run, store)
+    closed = store.rounds(RUN)[-1]
+    assert (closed["round"], closed["status"]) == (number, "short")
+    assert {ask["status"] for ask in store.asks(RUN, number, 1)} == {"out"}
+    with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
+        left._store.assert_owner(RUN, left._token)
+
+
+def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts just after the command looked for one."""
+    number, end = store.start_round(RUN, run.others()), forgetting._end_open_round
+    engines: list[Engine] = []
+
+    def then_end(*given: Any) -> None:
+        engines.append(run.engine(store))
+        end(*given)
+
+    monkeypatch.setattr(forgetting, "_end_open_round", then_end)
+    assert not ask_to_forget(store, RUN, run.device, served=None)
+    assert_still_to_forget(run, store)
+    assert (store.open_round(RUN) or {})["round"] == number
+    store.assert_owner(RUN, engines[0]._token)
+
+
+def test_what_a_method_notes_is_written_with_its_state_and_not_before(
+    run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(method: AveragedServer, device: str, notes: Notes) -> None:
+        notes.event("member-left-out", "by the merge", device)
+        left_out(method, device, notes)
+
+    def fail() -> None:
+        raise RunError("taken over")
+
+    left_out = AveragedServer.forget
+    monkeypatch.setattr(AveragedServer, "forget", forget)
+    store.ask_to_forget(RUN, run.device)
+    method = run.engine(store).method
+    with pytest.raises(RunError):
+        forgetting.forget_asked(store, RUN, method, fail)
+    assert store.events(RUN, "member-left-out") == []
+    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert [row["device"] for row in store.events(RUN, "member-left-out")] == [run.device]
+
+
+def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:
+    with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
+        ask_to_forget(store, RUN, "nobody", served=None)
+
+
+# --- the device, after it was asked for
+
+
+class Desked:
+    """A front's desk with an open round and one device that has been asked."""
+
+    def __init__(self, store: Store, desk: Desk) -> None:
+        self.store, self.desk = store, desk
+        request = service_pb2.CheckInRequest(identity=make_identity("d1"), profile=make_profile())
+        self.identity = make_identity("d1", self.desk.check_in(request).secret)
+        self.round = open_round(store, "d1")
+        write_asks(store, self.round, "d1")
+
+    def forget(self) -> None:
+        assert not ask_to_forget(self.store, MADE_RUN, "d1", served=MADE_RUN)
+
+    def begin(self) -> tuple[Payload, UploadSession]:
+        """An upload that has only to be finished."""
+        payload = make_payload()
+        header = service_pb2.UploadHeader(
+            identity=self.identity, name=upload_name(self.round), payload=payload.header(), samples=4
+        )
+        session = self.desk.begin_upload(header)
+        for chunk in in_pieces(payload, 1 << 20):
+            session.feed(chunk)
+        return payload, session
+
+    def status(self, step_number: int) -> str:
+        (ask,) = self.store.asks(MADE_RUN, self.round, step_number)
+        return str(ask["status"])
+
+
+@pytest.fixture
+def desked(tmp_path: Path) -> Iterator[Desked]:
+    store = prepare_store(tmp_path / "store")
+    with open_desk(tmp_path / "store", lambda: None, lease_seconds=60.0) as (desk, _):
+        yield Desked(store, desk)
+    store.close()
+
+
+def test_it_is_asked_no_more_within_the_round_though_it_calls_again(desked: Desked) -> None:
+    desked.forget()
+    desked.desk.heartbeat(service_pb2.HeartbeatRequest(identity=desked.identity))
+    request = service_pb2.CheckInRequest(identity=desked.identity, profile=make_profile())
+    desked.desk.check_in(request)
+    assert not (desked.store.device(MADE_RUN, "d1") or {})["present"]
+    write_asks(desked.store, desked.round, "d1", step_number=2)
+    assert (desked.status(1), desked.status(2)) == ("out", "out")
+
+
+def test_an_upload_that_ends_after_it_leaves_nothing(desked: Desked) -> None:
+    payload, session = desked.begin()
+    desked.forget()
+    with pytest.raises(RefusedError, match="takes no answer any more"):
+        session.finish()
+    assert not desked.store.blobs.has(payload.sha256)
+    assert desked.store.blobs.staging() == []
+
+
+def test_for_an_upload_that_ends_too_late_nobody_is_held_up(desked: Desked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader, which all calls share, writes nothing, and nobody waits for a backup."""
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError(given)
+
+    payload, session = desked.begin()
+    desked.forget()
+    monkeypatch.setattr(desked.desk.store, "transaction", refuse)
+    monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
+    with desked.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
+        session.finish()
+    assert desked.store.blobs.has(payload.sha256), "a sweep deletes it"
+
+
+def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
+    desked: Desked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked what all runs need for each of them would hold up every commit."""
+
+    def refuse(*given: Any) -> None:
+        raise AssertionError(given)
+
+    payload, session = desked.begin()
+    desked.store.close_short_round(MADE_RUN, desked.round, "too few")
+    monkeypatch.setattr(retention, "needed", refuse)
+    with pytest.raises(RefusedError, match="takes no answer any more"):
+        session.finish()
+    assert desked.store.blobs.has(payload.sha256)
+
+
+# --- deleting the young too
+
+
+@pytest.mark.parametrize("point", NAMED_LATER)
+def test_a_run_ends_the_same_though_all_is_deleted_that_nothing_needs_yet(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every other hit of a failpoint another process sweeps away what is about to be named."""
+    wanted = replace(RUNS["fedavg"], rounds=3)
+    prepared = prepare(wanted, tmp_path / "work")
+    expected = outcome(run_in_memory(prepare(wanted, tmp_path / "undisturbed")))
+    store, other = Store.open(tmp_path / "store"), Store.open(tmp_path / "store")
+    hits = Counter[str]()
+
+    def hit(name: str) -> None:
+        hits[name] += 1
+        if name == point and hits[name] % 2 and not store._db.conn.in_transaction:
+            assert sweep_all(other, ())
+
+    with ExitStack() as stack:
+        desk = Desk(store)
+        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in prepared[1]]
+        monkeypatch.setattr(failpoints, "hit", hit)
+        asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
+        monkeypatch.undo()
+    assert outcome(store) == expected
+    assert store.blobs.get_state(expected[0])
+    assert hits[point] > 1
+    store.close()
+    other.close()

@@ -1,0 +1,177 @@
+"""Work that nobody waits for outlives what goes wrong, and uploads do not make other calls wait."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import pytest
+from support.processes import PATIENCE_SECONDS
+from support.wire_samples import make_payload
+
+from fleetdistill.errors import StoreError
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.front.server import DeviceService, _guarded
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted, Sending
+
+RUN = "run"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path)
+    opened.begin_run(RUN, {})
+    yield opened
+    opened.close()
+
+
+# --- the commit thread
+
+
+@pytest.mark.parametrize("point", ["front.commit.before", "front.commit.after"])
+def test_a_commit_that_fails_in_an_unforeseen_way_is_told_to_all_and_the_next_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    fails = [point]
+
+    def hit(name: str) -> None:
+        if name in fails:
+            fails.remove(name)
+            raise MemoryError
+
+    monkeypatch.setattr("fleetdistill_server.store.group_commit.failpoints.hit", hit)
+    commits = CommitThread(store)
+    with pytest.raises(StoreError, match="committing: MemoryError"):
+        commits.commit(lambda one: one.add_event(RUN, "kind", "first"))
+    commits.commit(lambda one: one.add_event(RUN, "kind", "second"))
+    commits.close()
+    assert store.events(RUN)[-1]["text"] == "second"
+
+
+def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
+    commits = CommitThread(store)
+
+    def fail() -> None:
+        raise RuntimeError("the loop is closed")
+
+    commits.call(lambda: commits.afterwards(fail)).result(PATIENCE_SECONDS)()
+    commits.commit(lambda one: one.add_event(RUN, "kind", "later"))
+    commits.close()
+    assert [event["text"] for event in store.events(RUN)] == ["later"]
+
+
+DYING = """
+import sys
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.store import Store
+
+class Broken(CommitThread):
+    def _group(self):
+        found = super()._group()
+        raise MemoryError
+
+Broken(Store.in_memory()).commit(lambda one: None)
+"""
+
+
+def test_a_front_does_not_outlive_its_commit_thread() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert ended.returncode == 1
+    assert "the commit thread failed; the process ends" in ended.stderr
+
+
+# --- what is done now and then
+
+
+def test_a_background_task_goes_on_after_any_exception(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError("non-hexadecimal number")
+
+    asyncio.run(_guarded(fail()))
+    assert "background work failed" in caplog.text
+
+
+def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_path: Path) -> None:
+    payload = make_payload()
+    store.blobs.put(payload)
+    folder = tmp_path / "blobs" / payload.sha256.hex()[:2]
+    strange = [folder / "._x.safetensors", folder / "Thumbs.db", tmp_path / "blobs" / "staging" / ".DS_Store"]
+    for path in strange:
+        path.write_bytes(b"?")
+    assert [one.sha256 for one in store.blobs.held()] == [payload.sha256]
+    assert store.blobs.staging() == []
+    freed = sweep(store, 0.0)
+    assert (freed.payloads, freed.staged) == (1, 0)
+    assert all(path.exists() for path in strange)
+
+
+# --- the front's pools
+
+
+def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class SlowDesk:
+        def begin_upload(self, header: object) -> object:
+            began.set()
+            go_on.wait()
+            raise StoreError("never mind")
+
+        def heartbeat(self, request: object) -> service_pb2.HeartbeatResponse:
+            return service_pb2.HeartbeatResponse(ask_open=True)
+
+    async def messages() -> AsyncIterator[service_pb2.UploadRequest]:
+        yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
+        await asyncio.Event().wait()
+
+    async def beat() -> None:
+        with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as uploads:
+            service = DeviceService(cast(Desk, SlowDesk()), pool, uploads=uploads)
+            upload = asyncio.create_task(service.Upload(messages(), None))
+            while not began.is_set():
+                await asyncio.sleep(0.01)
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    assert (await service.Heartbeat(service_pb2.HeartbeatRequest(), None)).ask_open
+            finally:
+                go_on.set()
+                upload.cancel()
+                await asyncio.gather(upload, return_exceptions=True)
+
+    asyncio.run(beat())
+
+
+def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
+    counted: list[Counted] = []
+
+    class OneDownload:
+        def __init__(self) -> None:
+            self.limiter = Desk(Store.in_memory()).limiter
+
+        def run_name(self, name: str) -> str:
+            return name or RUN
+
+        def download(self, request: object) -> object:
+            return make_payload(), Sending(iter(()), make_payload().slots, counted.append)
+
+    async def close() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            service = DeviceService(cast(Desk, OneDownload()), pool)
+            responses = service._responses(service_pb2.DownloadRequest(), None)
+            assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
+            await responses.aclose()
+
+    asyncio.run(close())
+    assert counted == [Counted()]

@@ -1,0 +1,246 @@
+"""An engine that hangs is seen, and killed; one that starts, computes for long, or is watched by a sleeper is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service.test_supervisor import ENGINE, RUN, completed, serve, write_config
+from support.answering import AnsweringFleet
+from support.processes import PATIENCE_SECONDS, is_alive, wait_until
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.event_kinds import ENGINE_FAILED
+from fleetdistill_server.service import heartbeat, serve_lock, supervisor
+from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, forget_beats, served
+from fleetdistill_server.service.supervisor import Supervisor
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
+
+
+class Seconds:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def seconds() -> Seconds:
+    return Seconds()
+
+
+def beat(directory: Path, at: float) -> None:
+    (directory / FILE).touch()
+    os.utime(directory / FILE, (at, at))
+
+
+# --- who watches
+
+
+def test_seconds_without_a_beat_are_counted_whatever_the_beats_say_of_the_time(
+    tmp_path: Path, seconds: Seconds
+) -> None:
+    beats = Beats(tmp_path, seconds)
+    for at in (1e9, 1e9 - 3600, 1e9 + 3600):  # the system's clock is set back and forward
+        seconds.now += 1
+        assert beats.silent_seconds() > 0
+        beat(tmp_path, at)
+        assert beats.silent_seconds() == 0
+    for past in range(1, 31):
+        seconds.now += 1
+        assert beats.silent_seconds() == past
+
+
+def test_who_stood_still_itself_takes_nobody_for_silent(tmp_path: Path, seconds: Seconds) -> None:
+    beats = Beats(tmp_path, seconds)
+    seconds.now += 3600
+    assert beats.silent_seconds() == 1
+
+
+def test_what_an_earlier_engine_left_is_no_sign_of_life(tmp_path: Path, seconds: Seconds) -> None:
+    beat(tmp_path, 1e9)
+    beats = Beats(tmp_path, seconds)
+    seconds.now += 1
+    assert (beats.silent_seconds(), beats.seen) == (1, False)
+    beat(tmp_path, 1e9 + 1)
+    assert (beats.silent_seconds(), beats.seen) == (0, True)
+    forget_beats(tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_an_engine_beats_while_it_computes(tmp_path: Path) -> None:
+    code = f"from pathlib import Path\nfrom {begin_beats.__module__} import begin_beats\n"
+    code += f"begin_beats(Path({str(tmp_path)!r}))\nwhile True: pass"  # no event loop would come to its turn
+    beats, heard = Beats(tmp_path), 0
+
+    def beats_again() -> bool:
+        return beats.silent_seconds() == 0 and beats.seen
+
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            while heard < 3:
+                wait_until(beats_again, "a beat")
+                heard += 1
+                time.sleep(0.01)
+        finally:
+            process.kill()
+
+
+# --- the supervisor
+
+
+class Hung:
+    """A child that lives and does nothing."""
+
+    def __init__(self) -> None:
+        self.process: Any = self
+        self.failures, self.started, self.code, self.starts = 0, time.monotonic(), None, 0
+
+    def poll(self) -> int | None:
+        return self.code  # type: ignore[return-value]
+
+    def kill(self) -> None:
+        self.code = -signal.SIGKILL  # type: ignore[assignment]
+
+    def wait(self) -> None:
+        return
+
+    def restart(self) -> None:
+        self.code, self.starts = None, self.starts + 1
+
+
+@pytest.fixture
+def serving(tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    monkeypatch.setattr(supervisor, "Beats", lambda directory: Beats(directory, seconds))
+    path = write_config(tmp_path)
+    made = Supervisor(path, load_run_config(path))
+    yield made
+    made.store.close()
+    made._lock.close()
+
+
+def look(serving: Supervisor, seconds: Seconds, times: int) -> None:
+    for _ in range(times):
+        seconds.now += 1
+        serving._look_after_engine()
+
+
+def test_a_hung_engine_is_killed_and_started_again(
+    serving: Supervisor, seconds: Seconds, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Hung()
+    serving._engine = engine  # type: ignore[assignment]
+    serving._expect_beats()
+    beat(tmp_path / "store", 1e9)
+    look(serving, seconds, 60)
+    assert engine.code is None
+    look(serving, seconds, 2)
+    assert (engine.code, engine.starts) == (None, 1)
+    (event,) = serving.store.events(RUN, ENGINE_FAILED)
+    assert event["text"] == "the engine hangs: it gave no sign of life for 60 s, and was killed"
+    assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
+    look(serving, seconds, 599)
+    assert engine.starts == 1, "the new one is given the time that its start takes"
+    look(serving, seconds, 2)
+    assert engine.starts == 2
+
+
+def test_an_engine_that_has_ended_after_its_run_is_none_that_hangs(serving: Supervisor, seconds: Seconds) -> None:
+    engine = Hung()
+    serving._engine = engine  # type: ignore[assignment]
+    serving.store.end_run(RUN, "finished", "1 rounds completed")
+    look(serving, seconds, 2000)
+    assert (engine.code, engine.starts) == (None, 0)
+
+
+# --- what people see
+
+
+def test_runs_list_says_that_the_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
+    store = Store.open(tmp_path)
+    store.begin_run(RUN, {})
+    store.end_run(RUN, "running", "")
+
+    def status() -> str:
+        return str(views.runs(store, served(tmp_path)).lists["runs"][0]["status"])
+
+    assert status() == "running (no server)"
+    with serve_lock.take(tmp_path, RUN):
+        assert status() == "running", "its engine is about to start"
+        beat(tmp_path, time.time())
+        assert status() == "running"
+        beat(tmp_path, time.time() - 60)
+        assert status() == "running (engine hangs)"
+        listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path), "--json"])
+        assert json.loads(listed.stdout)[0]["status"] == "running (engine hangs)"
+    store.close()
+
+
+def health_of_engine(port: int) -> int:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = health_pb2.HealthCheckRequest(service="fleetdistill.engine")
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS).status)
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
+    """kill -STOP: SIGTERM would wait for ever."""
+    answer = health_pb2.HealthCheckResponse
+    with serve(write_config(tmp_path, server_engine_timeout_seconds=25.0)) as server:
+        port = server.port()
+        with AnsweringFleet(port, RUN, 2):
+            store = Store.open(tmp_path / "store")
+            wait_until(lambda: completed(store) >= 1, "a round")
+            wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
+            engine = server.child(ENGINE)
+            os.kill(engine, signal.SIGSTOP)
+            wait_until(lambda: health_of_engine(port) == answer.NOT_SERVING, "the hang to be seen", 60)
+            wait_until(lambda: not is_alive(engine), "the engine to be killed", 120)
+            before = completed(store)
+            wait_until(lambda: completed(store) > before, "the next engine's round", 120)
+            wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
+            assert "gave no sign of life" in store.events(RUN, ENGINE_FAILED)[0]["text"]
+            store.close()
+
+
+# --- a signal that comes early
+
+
+def catches_sigterm(pid: int) -> bool:
+    """As Linux tells it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_serve_with_0_from_its_first_moment(number: int, tmp_path: Path) -> None:
+    """`start.main` is what the installed command calls; before it, Python itself is starting."""
+    config = write_config(tmp_path)
+    command = [sys.executable, "-c", "from fleetdistill_server.start import main; main()", "serve", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: catches_sigterm(process.pid) or process.poll() is not None, "the handler")
+        process.send_signal(number)
+        said, told = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, "Traceback" in said + told) == (0, False)

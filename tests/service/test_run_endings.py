@@ -1,0 +1,311 @@
+"""Runs that an operator cancels or deletes, while they are served and while they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from support.answering import AnsweringFleet
+from support.processes import children, is_alive, wait_until
+from support.secured import device_credentials, make_pki, secured_front
+from support.wire_samples import make_payload
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError, LinkError, RunError
+from fleetdistill.wire.payload import ELEMENT_TYPES
+from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.remote import RemoteServer
+from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
+from fleetdistill_server.engine.cancelling import cancel
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.security.pki import Role
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.supervisor import Supervisor
+from fleetdistill_server.store.store import Row, Store
+
+RUN = "digits"
+FLOAT16 = ELEMENT_TYPES[np.dtype("float16")]
+
+
+def config() -> RunConfig:
+    return run_config({"run": {"name": RUN}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A store with one closed and one open round of a run, each with a payload and an answer; and another run."""
+    store = Store.open(tmp_path / "store")
+    for name in (RUN, "other"):
+        play(store, name)
+    store.close()
+    return tmp_path / "store"
+
+
+def play(store: Store, name: str) -> None:
+    store.begin_run(name, {**config().fixed_part(), "run": {**config().fixed_part()["run"], "name": name}})
+    store.publish_contract(name, contract_pb2.Contract(run=name, knowledge_type=FLOAT16).SerializeToString())
+    store.register_device(name, "d1", b"hash", b"")
+    store.own_run(name)
+    for rows in (1, 2):
+        number = store.start_round(name, ["d1"])
+        sent, answer = make_payload(rows), make_payload(rows + len(name) * 10)
+        for payload in (sent, answer):
+            store.blobs.put(payload)
+        ask: dict[str, Any] = {"run": name, "round": number, "step_number": 1, "device": "d1", "step": "train"}
+        ask |= {"expects": {}, "payload": sent.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
+        store.write_asks([ask])
+        asked = store.ask(name, number, 1, "d1")
+        assert asked is not None
+        store.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
+        if rows == 1:
+            store.close_round(name, number, store.blobs.put_state(name.encode()), [asked["id"]], {})
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[Store]:
+    opened = Store.open(directory)
+    yield opened
+    opened.close()
+
+
+def row_of(store: Store, name: str = RUN) -> Row:
+    row = store.run(name)
+    assert row is not None
+    return row
+
+
+def files(directory: Path) -> set[str]:
+    return {path.stem for path in (directory / "blobs").rglob("*.safetensors")}
+
+
+def call(directory: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["runs", *arguments, "--store", str(directory)], input=typed)
+    return result.exit_code, result.output
+
+
+# --- cancelling
+
+
+def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
+    token = store.own_run(RUN)
+    assert cancel(store, RUN)
+    assert (row_of(store)["status"], row_of(store)["reason"]) == ("cancelled", "by the operator, after 1 rounds")
+    assert [(row["status"], row["reason"]) for row in store.rounds(RUN)][1:] == [("short", "run cancelled")]
+    assert [row["status"] for row in store.uploads(RUN)] == ["used", "reported"]
+    with pytest.raises(RunError, match="run 'digits' was cancelled"):
+        store.assert_owner(RUN, token)
+    with pytest.raises(RunError, match="run 'digits' was cancelled"):
+        store.own_run(RUN)
+    with pytest.raises(RunError, match="run 'digits' was cancelled; give the next run another name, or delete this"):
+        register(store, config())
+
+
+def test_cancelling_again_changes_nothing(store: Store) -> None:
+    assert cancel(store, RUN)
+    before = row_of(store), store.rounds(RUN)
+    assert not cancel(store, RUN)
+    assert (row_of(store), store.rounds(RUN)) == before
+    store.end_run("other", "finished", "")
+    assert not cancel(store, "other")
+    assert row_of(store, "other")["status"] == "finished"
+    with pytest.raises(ConfigurationError, match="there is no run 'none'"):
+        cancel(store, "none")
+
+
+def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
+    desk = Desk(store)
+    identity = service_pb2.Identity(device="d2")
+    identity.run = RUN
+    profile = contract_pb2.DeviceProfile(knowledge_types=[FLOAT16], samples=1)
+    identity.secret = desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
+    assert desk.next_ask(identity) is None
+    cancel(store, RUN)
+    told = desk.next_ask(identity)
+    assert told is not None
+    assert told.finished == "cancelled: by the operator, after 1 rounds"
+
+
+def test_the_command_cancels(directory: Path) -> None:
+    assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
+    assert call(directory, "cancel", RUN) == (0, "run 'digits' was over already\n")
+    code, said = call(directory, "list", "--json")
+    assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
+    code, said = call(directory, "cancel", "digist")
+    assert (code, said) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits, other\n")
+
+
+def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path: Path, store: Store) -> None:
+    authority = make_pki(tmp_path / "pki")
+    for role in (Role.OPERATOR, Role.VIEWER):
+        authority.issue_person(role, "olga", 1.0, tmp_path / role)
+    identity = service_pb2.Identity(run=RUN, device="d2")
+    profile = contract_pb2.DeviceProfile(knowledge_types=[FLOAT16], samples=1)
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        there = ["--server", f"127.0.0.1:{front.port}", "--identity"]
+
+        def cancels(role: Role, run: str) -> tuple[int, str]:
+            result = CliRunner().invoke(app, ["runs", "cancel", run, *there, str(tmp_path / role)])
+            return result.exit_code, result.output
+
+        with front.channel(device_credentials(authority, "d2")) as channel:
+            device = service_pb2_grpc.DeviceServiceStub(channel)
+            checked_in = device.CheckIn(service_pb2.CheckInRequest(identity=identity, profile=profile))
+            identity.secret = checked_in.secret
+            store.ask_to_forget(RUN, "d1")
+            code, said = cancels(Role.OPERATOR, RUN)
+            assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
+            assert "has devices to forget first; try again after its next round, or cancel it on the" in said
+            store.note_forgotten(RUN, "d1")
+            code, said = cancels(Role.VIEWER, RUN)
+            assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
+            assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
+            told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
+            assert told.finished == "cancelled: by the operator, after 1 rounds"
+        before = row_of(store), store.rounds(RUN)
+        assert before[0]["status"] == "cancelled"
+        assert [row["status"] for row in before[1]] == ["closed", "short"]
+        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' was over already\n")
+        assert (row_of(store), store.rounds(RUN)) == before
+        code, said = cancels(Role.OPERATOR, "digist")
+        assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
+        assert row_of(store, "other")["status"] == "running"
+
+
+def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -> None:
+    older = grpc.server(ThreadPoolExecutor(1))
+    port = older.add_insecure_port("127.0.0.1:0")
+    older.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        remote = RemoteServer("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
+        with pytest.raises(LinkError, match="is of an earlier release without CancelRun; update it, or give the com"):
+            remote.cancel(RUN)
+    older.stop(None).wait()
+
+
+# --- deleting
+
+
+@pytest.mark.parametrize("status", ["preparing", "running", "stopped", "finished", "cancelled"])
+def test_a_run_is_deleted_in_any_state_with_its_files(directory: Path, store: Store, status: str) -> None:
+    whole = files(directory)
+    store.end_run(RUN, status, "")
+    gone = delete(directory, store, RUN)
+    assert (gone.rounds, gone.freed.payloads) == (2, 3), "two answers and the checkpoint; the other run has the asks'"
+    assert store.run_names() == ["other"]
+    assert len(whole - files(directory)) == 3
+    assert files(directory) == {row.hex() for row in store.payloads_between("other", 0, 9)} | {
+        row_of(store, "other")["checkpoint"].hex()
+    }
+    assert store.devices(RUN) == store.rounds(RUN) == store.uploads(RUN) == []
+    assert delete(directory, store, RUN).rounds == 0
+    register(store, config())
+    assert row_of(store)["completed_rounds"] == 0
+
+
+def test_a_run_that_is_served_is_not_deleted_and_others_are(directory: Path, store: Store) -> None:
+    with serve_lock.take(directory, RUN):
+        with pytest.raises(RunError, match="run 'digits' is being served; stop its server first, or only end the run"):
+            delete(directory, store, RUN)
+        assert store.run(RUN) is not None
+    with serve_lock.take(directory, "other"):
+        gone = delete(directory, store, RUN)
+    assert store.run_names() == ["other"]
+    assert (gone.freed.payloads, gone.later.payloads) == (0, 3), "young files are left to the server's sweeps"
+
+
+def test_nobody_serves_a_store_while_a_run_is_deleted(directory: Path) -> None:
+    with serve_lock.kept_from_serving(directory) as served:
+        assert served is None
+        with pytest.raises(RunError, match="another `fleetdistill serve` uses the store"):
+            serve_lock.take(directory, RUN)
+    serve_lock.take(directory, RUN).close()
+
+
+def test_the_command_asks_before_it_deletes(directory: Path) -> None:
+    question = "Delete run 'digits' (running, 1 completed round) with its model, receipts and figures? [y/N]: "
+    code, said = call(directory, "delete", RUN, typed="n\n")
+    assert code == 1
+    assert said.startswith(question)
+    code, said = call(directory, "delete", RUN, typed="y\n")
+    assert code == 0
+    assert said.startswith(f"{question}y\nrun 'digits' is deleted: 2 rounds, 0 events, 0 figures, 3 payloads (")
+    code, said = call(directory, "delete", RUN)
+    assert (code, said) == (0, "there is no run 'digits'; the store has other; nothing to delete\n")
+    code, said = call(directory, "delete", "other", "--yes")
+    assert (code, files(directory)) == (0, set())
+
+
+@pytest.mark.parametrize("point", ["engine.gc.before-drop", "engine.gc.after-drop"])
+def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, point: str) -> None:
+    command = ["-c", "from fleetdistill_server.cli.app import app; app()", "runs", "delete", RUN, "--yes"]
+    killed = subprocess.run(
+        [sys.executable, *command, "--store", str(directory)],
+        env={**os.environ, "FLEETDISTILL_FAILPOINTS": f"{point}=kill@2"},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    store = Store.open(directory)
+    assert store.run_names() == ["other"], "the rows had gone"
+    assert len(files(directory)) > 5
+    delete(directory, store, RUN)
+    assert len(files(directory)) == 5, "two asks, two answers and the checkpoint of the other run"
+    store.close()
+
+
+# --- beside a server
+
+
+RUN_TOML = """
+[run]
+name = "digits"
+rounds = 1000000
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[method]
+server_epochs = 1
+[server]
+listen = "127.0.0.1:0"
+store = "{store}"
+torch_device = "cpu"
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_served_is_cancelled_and_its_devices_go(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_TOML.format(store=tmp_path / "store"))
+    supervisor = Supervisor(path, load_run_config(path), log=tmp_path / "server.log")
+    told: list[str] = []
+    ended: list[bool] = []
+    serving = threading.Thread(target=lambda: ended.append(supervisor.serve(on_over=told.append)), name="serving")
+    serving.start()
+    store = Store.open(tmp_path / "store")
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.close)
+        stack.callback(serving.join)
+        stack.callback(supervisor.stop)
+        port = wait_until(lambda: supervisor.port or 0, "the front to listen")
+        stack.enter_context(AnsweringFleet(port, RUN, 2))
+        wait_until(lambda: row_of(store)["completed_rounds"] > 0, "a round")
+        (engine,) = children(os.getpid(), "fleetdistill_server.engine")
+        assert cancel(store, RUN)
+        wait_until(lambda: not is_alive(engine), "the engine to end")
+        wait_until(lambda: told, "the supervisor to tell")
+    assert (told, ended) == (["cancelled"], [True])
+    assert row_of(Store.open(tmp_path / "store"))["status"] == "cancelled"

@@ -1,0 +1,636 @@
+"""A device's state directory: one device at a time, and no crash leaves a state that is half one and half the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.wire_samples import data_of, make_payload
+
+from fleetdistill import Device
+from fleetdistill.errors import NoRoomError, StateError
+from fleetdistill.state.directory import FORMAT, Outcome, Pending, Storage
+from fleetdistill.verdict import Verdict
+
+PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
+NOWHERE = "127.0.0.1:1"  # never contacted
+
+
+def put(
+    storage: Storage, pending: Pending = PENDING, candidate: bytes = b"new state", delivered: bytes | None = None
+) -> None:
+    storage.put_answer(pending, make_payload(), candidate, delivered)
+
+
+def kill(storage: Storage) -> None:
+    """What the end of a process does: the lock goes, nothing else happens."""
+    storage.close()
+
+
+# --- one device at a time
+
+
+def test_a_directory_belongs_to_one_device_at_a_time(tmp_path: Path) -> None:
+    first = Storage(tmp_path / "state")
+    with pytest.raises(StateError) as error:
+        Storage(tmp_path / "state")
+    assert str(error.value) == (
+        f"{tmp_path / 'state'} is in use by another device; give each device a state directory of its own"
+    )
+    first.close()
+    Storage(tmp_path / "state").close()
+
+
+def test_the_lock_holds_between_processes_and_ends_with_them(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        from fleetdistill.state.directory import Storage
+        storage = Storage(Path(sys.argv[1]))
+        print("held", flush=True)
+        sys.stdin.read()
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(StateError, match="is in use by another device"):
+        Storage(tmp_path)
+    other.kill()
+    other.communicate()
+    Storage(tmp_path).close()
+
+
+def test_a_directory_that_cannot_be_made_is_a_state_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match=f"the state directory {tmp_path / 'file'} cannot be used: "):
+        Storage(tmp_path / "file")
+
+
+def test_a_full_disk_is_a_state_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StateError, match=r"cannot be used: \[Errno 28\] No space left on device"):
+        put(storage)
+    monkeypatch.undo()
+    assert storage.pending() is None
+    storage.close()
+
+
+# --- identity
+
+
+def test_the_identity_comes_back_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.load_identity() == {}
+    identity = {"device": "d1", "run": "digits", "secret": "ab" * 32}
+    mask = os.umask(0)  # the mode must not hang on the process's mask
+    try:
+        storage.save_identity({})
+        storage.save_identity(identity)
+    finally:
+        os.umask(mask)
+    assert storage.load_identity() == identity
+    assert stat.S_IMODE((tmp_path / "device.json").stat().st_mode) == 0o600
+    storage.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"[1]", b"\xff\xfe", b'{"device": "d1"'])
+def test_a_damaged_identity_is_never_taken_for_a_new_device(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "device.json").write_bytes(content)
+    storage = Storage(tmp_path)
+    with pytest.raises(StateError) as error:
+        storage.load_identity()
+    assert str(error.value).startswith(f"{tmp_path / 'device.json'} is damaged: ")
+    assert str(error.value).endswith("; restore it, or use a fresh state directory")
+    storage.close()
+
+
+def make_device(directory: Path, **settings: Any) -> Device:
+    return Device(server=NOWHERE, worker=lambda contract: None, state_dir=directory, **settings)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("settings", "known", "given"),
+    [
+        ({"run": "letters"}, "run 'digits'", "'letters'"),
+        ({"device_id": "d2"}, "device id 'd1'", "'d2'"),
+        ({"run": "digits", "device_id": "d2"}, "device id 'd1'", "'d2'"),
+    ],
+)
+def test_a_directory_of_another_run_or_device_is_refused_and_let_go(
+    tmp_path: Path, settings: dict[str, str], known: str, given: str
+) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "run": "digits", "secret": "ab" * 32}))
+    with pytest.raises(StateError) as error:
+        make_device(tmp_path, **settings)
+    assert str(error.value) == (
+        f"the state directory {tmp_path} belongs to {known}, not {given}; "
+        "use another directory, or the name it belongs to"
+    )
+    with make_device(tmp_path, run="digits") as device:  # the refused one holds no lock
+        assert device.device_id == "d1"
+
+
+def test_two_devices_on_one_directory_are_refused(tmp_path: Path) -> None:
+    with make_device(tmp_path), pytest.raises(StateError, match="is in use by another device"):
+        make_device(tmp_path)
+
+
+# --- the outbox
+
+
+def test_an_answer_waits_with_its_payload_and_its_state(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.pending() is None
+    storage.save("state.safetensors", b"old state")
+    put(storage)
+    kill(storage)
+
+    again = Storage(tmp_path)
+    assert again.pending() == PENDING
+    with again.answer() as payload:
+        assert payload.header() == make_payload().header()
+        assert data_of(payload) == data_of(make_payload())
+        assert payload.source.read(33, 7) == data_of(make_payload())[33:40]
+    assert again.load("state.safetensors") == b"old state"
+    again.close()
+
+
+def test_a_receipt_makes_the_candidate_the_state(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.save("state.safetensors", b"old state")
+    put(storage)
+    storage.promote_answer()
+    assert list((tmp_path / "outbox").iterdir()) == []
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"new state"
+    storage.close()
+
+
+def test_a_refusal_leaves_the_state_as_it_was(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.save("state.safetensors", b"old state")
+    put(storage)
+    storage.drop_answer()
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"old state"
+    storage.drop_answer()  # nothing there is no error
+    storage.close()
+
+
+def test_an_unknown_file_is_none(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.load("profile.bin") is None
+    storage.close()
+
+
+# --- crashes
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ends the process right before its n-th fsync, rename or deletion, counted from 0."""
+    count = [0]
+
+    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if count[0] == step:
+                raise Crash
+            count[0] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", guarded(os.fsync))
+    monkeypatch.setattr(Path, "replace", guarded(Path.replace))
+    monkeypatch.setattr(Path, "unlink", guarded(Path.unlink))
+    return count
+
+
+def every_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Storage], None], act: Callable[[Storage], None]
+) -> list[Storage]:
+    """Runs `act` with a crash before each of its steps; returns what the restarted process opens, crash by crash."""
+    found = []
+    for step in range(100):
+        storage = Storage(tmp_path / str(step))
+        prepare(storage)
+        with monkeypatch.context() as patched:
+            crash_at(step, patched)
+            try:
+                act(storage)
+                crashed = False
+            except Crash:
+                crashed = True
+        kill(storage)
+        found.append(Storage(tmp_path / str(step)))
+        if not crashed:
+            return found
+    raise AssertionError("it never ends")
+
+
+def whole_answer(storage: Storage) -> bool:
+    """True if an answer is pending, and then all of it is there; False if none is."""
+    pending = storage.pending()
+    if pending is None:
+        return False
+    assert pending == PENDING
+    with storage.answer() as payload:
+        assert data_of(payload) == data_of(make_payload())
+    return True
+
+
+def test_a_crash_while_an_answer_is_put_away_leaves_all_of_it_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(storage: Storage) -> None:
+        storage.save("state.safetensors", b"old state")
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, put)
+    whole = [whole_answer(storage) for storage in restarted]
+    assert whole == sorted(whole), "once it is there it stays"
+    assert set(whole) == {False, True}
+    assert len(whole) > 8  # four files, each with content, name and directory
+    for storage in restarted:
+        assert storage.load("state.safetensors") == b"old state"
+        put(storage)  # whatever was left behind is no obstacle
+        assert whole_answer(storage)
+        storage.close()
+
+
+def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died while it cleared the outbox, started again, and died while it put the next answer away."""
+
+    def prepare(storage: Storage) -> None:
+        old = Pending(round=2, step_number=2, attempt=1, samples=40)
+        storage.put_answer(old, make_payload(7), b"older state")
+        (storage.directory / "outbox" / "manifest.json").unlink()
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, put)
+    assert {whole_answer(storage) for storage in restarted} == {False, True}
+    for storage in restarted:
+        if storage.pending():
+            storage.promote_answer()
+            assert storage.load("state.safetensors") == b"new state"
+        storage.close()
+
+
+def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(storage: Storage) -> None:
+        storage.save("state.safetensors", b"old state")
+        put(storage)
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.promote_answer)
+    outcomes = set()
+    for storage in restarted:
+        outcomes.add((whole_answer(storage), storage.load("state.safetensors")))
+        assert storage.pending() is None or whole_answer(storage)
+        storage.close()
+    assert outcomes == {(True, b"old state"), (False, b"new state")}
+
+
+def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the answer is pending either model may lie there: settling again delivers the new one."""
+
+    def prepare(storage: Storage) -> None:
+        storage.save("delivered.safetensors", b"old model")
+        put(storage, delivered=b"new model")
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.promote_answer)
+    outcomes = set()
+    for storage in restarted:
+        outcomes.add((whole_answer(storage), storage.load("delivered.safetensors")))
+        if storage.pending():
+            storage.promote_answer()
+        assert storage.load("delivered.safetensors") == b"new model"
+        assert storage.load("state.safetensors") == b"new state"
+        storage.close()
+    assert outcomes == {(True, b"old model"), (True, b"new model"), (False, b"new model")}
+
+
+def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_keeps_it(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.save("delivered.safetensors", b"old model")
+    put(storage, delivered=b"never reported")
+    (tmp_path / "outbox" / "manifest.json").unlink()
+    put(storage)
+    storage.promote_answer()
+    assert storage.load("delivered.safetensors") == b"old model"
+    storage.close()
+
+
+@pytest.mark.parametrize("verdict", [None, Verdict(True), Verdict(False, 0.5, 0.75)])
+def test_the_verdict_on_the_apps_model_survives_a_restart(tmp_path: Path, verdict: Verdict | None) -> None:
+    storage = Storage(tmp_path)
+    pending = Pending(3, 2, 1, 40, verdict)
+    put(storage, pending)
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.pending() == pending
+    again.close()
+
+
+def test_a_crash_while_an_answer_is_dropped_keeps_the_old_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(storage: Storage) -> None:
+        storage.save("state.safetensors", b"old state")
+        put(storage)
+
+    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.drop_answer)
+    whole = [whole_answer(storage) for storage in restarted]
+    assert whole == sorted(whole, reverse=True)
+    assert set(whole) == {False, True}
+    for storage in restarted:
+        assert storage.load("state.safetensors") == b"old state"
+        storage.close()
+
+
+def test_a_crash_while_a_file_is_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    restarted = every_crash(
+        tmp_path,
+        monkeypatch,
+        lambda storage: storage.save_identity({"device": "old"}),
+        lambda storage: storage.save_identity({"device": "new"}),
+    )
+    names = [storage.load_identity()["device"] for storage in restarted]
+    assert names == ["old", "old", "new", "new"]  # before fsync, before rename, before the directory's, after
+    for storage in restarted:
+        storage.close()
+
+
+def test_the_manifest_is_gone_from_the_disk_before_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may keep the deletions in any order unless the directory is synced between them."""
+    storage = Storage(tmp_path)
+    put(storage)
+    steps: list[str] = []
+    fsync, unlink = os.fsync, Path.unlink
+
+    def noted_unlink(self: Path, missing_ok: bool = False) -> None:
+        steps.append(self.name)
+        unlink(self, missing_ok)
+
+    def noted_fsync(descriptor: int) -> None:
+        steps.append("fsync")
+        fsync(descriptor)
+
+    monkeypatch.setattr(Path, "unlink", noted_unlink)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    storage.drop_answer()
+    assert steps[:2] == ["manifest.json", "fsync"]
+    storage.close()
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"round": 1}', b'{"who": "knows"}'])
+def test_a_damaged_manifest_is_a_state_error(tmp_path: Path, content: bytes) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    (tmp_path / "outbox" / "manifest.json").write_bytes(content)
+    with pytest.raises(StateError, match=r"outbox/manifest.json is damaged: .*; restore it, or use a fresh"):
+        storage.pending()
+    storage.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 40, b"\x10\x07"])
+def test_a_damaged_header_is_a_state_error(tmp_path: Path, content: bytes | None) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    path = tmp_path / "outbox" / "header.bin"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(StateError, match=r"outbox/header.bin is damaged: "), storage.answer():
+        pass
+    storage.close()
+
+
+def test_missing_data_are_a_state_error(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    (tmp_path / "outbox" / "data.bin").unlink()
+    with pytest.raises(StateError, match="No such file or directory"), storage.answer():
+        pass
+    storage.close()
+
+
+def test_a_manifest_without_its_candidate_is_an_answer_that_has_its_receipt(tmp_path: Path) -> None:
+    """The crash fell between promoting the candidate and clearing the outbox."""
+    storage = Storage(tmp_path)
+    put(storage)
+    (tmp_path / "outbox" / "candidate.safetensors").unlink()
+    assert storage.pending() is None
+    assert list((tmp_path / "outbox").iterdir()) == []
+    storage.close()
+
+
+# --- room
+
+
+def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    needed = make_payload().data_bytes + len(b"new state")
+    storage = Storage(tmp_path, max_answer_bytes=needed - 1)
+    storage.save("state.safetensors", b"old state")
+    with pytest.raises(NoRoomError) as error:
+        put(storage)
+    assert str(error.value) == (
+        f"the answer and its state are {needed} bytes, the device keeps at most {needed - 1} (max_spool_bytes)"
+    )
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"old state"
+    storage.close()
+    exact = Storage(tmp_path, max_answer_bytes=needed)
+    put(exact)
+    assert whole_answer(exact)
+    exact.close()
+
+
+def test_an_answer_that_the_disk_has_no_room_for_is_said_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(NoRoomError, match=r"the answer and its state are \d+ bytes, the disk has 100 free"):
+        put(storage)
+    assert list((tmp_path / "outbox").iterdir()) == []
+    storage.close()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    storage = Storage(tmp_path)
+    storage.save("state.safetensors", b"old state")
+    left, fsync = [at], os.fsync
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(StateError):
+            put(storage)
+    storage.drop_answer()  # what the next answer finds, or the next process
+    assert storage.pending() is None
+    assert storage.load("state.safetensors") == b"old state"
+    put(storage)
+    assert whole_answer(storage)
+    storage.close()
+
+
+def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    with pytest.raises(StateError, match=r"holds the answer \(3, 2, 1\) .*, which has no receipt yet"):
+        put(storage, Pending(round=4, step_number=1, attempt=1, samples=40))
+    assert whole_answer(storage)
+    storage.close()
+
+
+# --- tries, attempts and outcomes
+
+
+def test_tries_are_counted_over_restarts_and_from_anew_for_the_next_answer(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    assert storage.tries == 0
+    assert [storage.count_try(), storage.count_try()] == [1, 2]
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.tries == 2
+    assert again.count_try() == 3
+    again.promote_answer()
+    put(again)
+    assert again.tries == 0
+    again.close()
+
+
+def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert storage.next_attempt(3, 2) == 1
+    for attempt in (1, 2):
+        pending = Pending(round=3, step_number=2, attempt=attempt, samples=40)
+        put(storage, pending)
+        storage.note_outcome(Outcome(pending, code="checksum"))
+        storage.drop_answer()
+        storage.outcome_told()
+        kill(storage)
+        storage = Storage(tmp_path)
+        assert storage.next_attempt(3, 2) == attempt + 1
+    assert storage.next_attempt(3, 3) == 1
+    assert storage.next_attempt(4, 2) == 1
+    storage.close()
+
+
+@pytest.mark.parametrize("act", [Storage.promote_answer, Storage.drop_answer])
+def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Storage], None]
+) -> None:
+    """At every moment the answer is still to be settled, or there is something to tell."""
+    known = Outcome(PENDING, receipt="r1", tries=2)
+
+    def prepare(storage: Storage) -> None:
+        storage.save("state.safetensors", b"old state")
+        put(storage)
+
+    def settle(storage: Storage) -> None:
+        storage.note_outcome(known)
+        act(storage)
+
+    found = set()
+    for storage in every_crash(tmp_path, monkeypatch, prepare, settle):
+        pending = storage.pending()
+        found.add((pending is not None, storage.outcome() is not None))
+        assert pending is not None or storage.outcome() == known
+        storage.close()
+    assert found == {(True, False), (True, True), (False, True)}
+
+
+def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    told = Outcome(Pending(3, 2, 1, 40, Verdict(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
+    storage.note_outcome(told)
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.outcome() == told
+    again.outcome_told()
+    assert again.outcome() is None
+    again.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"pending": 7}', b'{"pending": {"round": 1}}'])
+def test_a_damaged_outcome_tells_nothing_and_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    storage = Storage(tmp_path)
+    (tmp_path / "outbox" / "outcome.json").write_bytes(content)
+    (tmp_path / "last_outcome.json").write_bytes(content)
+    assert storage.outcome() is None
+    assert storage.next_attempt(1, 1) == 1
+    storage.close()
+
+
+# --- directories of other versions
+
+
+def test_a_directory_of_a_newer_sdk_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT + 1, "sdk": "9.1.0"}))
+    with pytest.raises(StateError) as error:
+        make_device(tmp_path)
+    assert f"{tmp_path} was written by a newer SDK: it has format {FORMAT + 1}, SDK 9.1.0" in str(error.value)
+    assert "update it, or use a fresh state directory" in str(error.value)
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT}))
+    make_device(tmp_path).close()  # the refused one holds no lock
+
+
+@pytest.mark.parametrize("more", [{"colour": "red"}, {"format": FORMAT + 1}])
+def test_an_answer_of_a_newer_sdk_is_refused_and_kept(tmp_path: Path, more: dict[str, Any]) -> None:
+    storage = Storage(tmp_path)
+    put(storage)
+    path = tmp_path / "outbox" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 3)"):
+        storage.pending()
+    assert path.exists()
+    storage.close()
+
+
+def test_what_this_sdk_does_not_know_of_the_identity_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT, "certificate": "later"}))
+    storage = Storage(tmp_path)
+    storage.save_identity({"device": "d1", "run": "digits"})
+    saved = json.loads((tmp_path / "device.json").read_text())
+    assert (saved["certificate"], saved["run"], saved["format"]) == ("later", "digits", FORMAT)
+    storage.close()

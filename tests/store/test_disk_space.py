@@ -1,0 +1,321 @@
+"""Uploads and asks are refused before the disk is full, and taken again once there is space."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live_front import Client, live_front, open_round, prepare_store, refused, upload_name, write_asks
+from support.parroting import ParrotDevice
+from support.processes import PATIENCE_SECONDS
+from support.record_schema import DEVICES, RUN, recorded_config
+from support.wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
+
+from fleetdistill.errors import NoSpaceError
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.store.disk_space import Bounds, DiskSpace
+from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.store import Store
+
+PAYLOAD = make_payload(5000)  # 220 kB
+SIZE = PAYLOAD.data_bytes
+
+
+class Sender:
+    """Devices with an open ask each at a desk that has a budget."""
+
+    def __init__(self, directory: Path, room_for: float, make_room: Callable[[], object] = lambda: None) -> None:
+        self.store = Store.open(directory)
+        self.store.begin_run("digits", {})
+        self.store.publish_contract("digits", make_contract().SerializeToString())
+        self.desk = Desk(self.store)
+        self.secrets = {}
+        number = open_round(self.store, "d1", "d2")
+        write_asks(self.store, number, "d1", "d2")
+        for device in ("d1", "d2"):
+            request = service_pb2.CheckInRequest(identity=make_identity(device), profile=make_profile())
+            self.secrets[device] = self.desk.check_in(request).secret
+        taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        bounds = Bounds(disk_budget_bytes=int(taken + room_for * SIZE + 400_000))  # the database grows too
+        self.desk.space = DiskSpace(directory, self.store.blobs, bounds, make_room)
+
+    def begin(self, device: str, payload: Payload = PAYLOAD) -> UploadSession:
+        name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
+        identity = make_identity(device, self.secrets[device])
+        request = service_pb2.UploadStatusRequest(identity=identity, name=name)
+        first = self.desk.upload_status(request).next_byte
+        return self.desk.begin_upload(
+            service_pb2.UploadHeader(
+                identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
+            )
+        )
+
+    def events(self) -> list[str]:
+        return [row["text"] for row in self.store.events("digits", "no-space")]
+
+
+def finish(session: UploadSession, payload: Payload = PAYLOAD) -> None:
+    for chunk in in_pieces(payload, 1 << 20):
+        session.feed(chunk)
+    session.finish()
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[Sender]:
+    """With room for one payload and a half."""
+    made = Sender(tmp_path / "store", 1.5)
+    yield made
+    made.store.close()
+
+
+LARGE = make_payload(23_000)  # 1 MB, the contract's limit
+
+
+def test_what_is_in_flight_counts(tmp_path: Path) -> None:
+    """Each alone would fit, both do not."""
+    sender = Sender(tmp_path / "store", 3.0)
+    first = sender.begin("d1", LARGE)
+    told = rf"\({LARGE.data_bytes} of uploads under way\), \[server\] disk_budget_bytes is \d+"
+    with pytest.raises(NoSpaceError, match=told):
+        sender.begin("d2", LARGE)
+    finish(first, LARGE)
+    with pytest.raises(NoSpaceError):
+        sender.begin("d2", LARGE)
+    sender.store.close()
+
+
+def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
+    sender = Sender(tmp_path / "store", 3.0)
+    first = sender.begin("d1", LARGE)
+    with pytest.raises(NoSpaceError):
+        sender.begin("d2", LARGE)
+    first.abandon()
+    assert sender.desk.space is not None
+    sender.desk.space._looked = -1e9  # the next look at the disk
+    sender.begin("d2", LARGE).abandon()
+    assert len(sender.events()) == 1
+    sender.store.close()
+
+
+def test_an_upload_that_is_broken_off_takes_no_room_from_the_others(tmp_path: Path) -> None:
+    """It had declared a megabyte and brought nothing, or a little again and again."""
+    sender = Sender(tmp_path / "store", 3.0)
+    for _ in range(5):
+        sender.begin("d1", LARGE).abandon()
+    session = sender.begin("d1", LARGE)
+    session.feed(in_pieces(LARGE, 50_000)[0])
+    session.abandon()
+    for _ in range(20):
+        sender.begin("d1", LARGE).abandon()
+    sender.begin("d2", LARGE).abandon()
+    assert sender.events() == []
+    finish(sender.begin("d2", LARGE), LARGE)
+    with pytest.raises(NoSpaceError):  # what is at rest counts at once, before the next look
+        sender.begin("d1", LARGE)
+    sender.store.close()
+
+
+def test_making_room_holds_up_nobody_who_has_room(tmp_path: Path) -> None:
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def make_room() -> None:
+        at_work.set()
+        go_on.wait()
+
+    sender = Sender(tmp_path / "store", 1.5, make_room)
+    refused_late: list[str] = []
+
+    def begin() -> None:
+        try:
+            sender.begin("d1", LARGE)
+        except NoSpaceError as error:
+            refused_late.append(str(error))
+
+    waiting = threading.Thread(target=begin)
+    small = threading.Thread(target=lambda: sender.begin("d2").abandon(), daemon=True)
+    waiting.start()
+    assert at_work.wait(PATIENCE_SECONDS)
+    small.start()
+    small.join(PATIENCE_SECONDS)
+    held_up = small.is_alive()
+    go_on.set()
+    waiting.join(PATIENCE_SECONDS)
+    small.join(PATIENCE_SECONDS)
+    assert not held_up
+    assert len(refused_late) == 1
+    sender.store.close()
+
+
+def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> None:
+    sender = Sender(tmp_path / "store", 3.0)
+    session = sender.begin("d1", LARGE)
+    for chunk in in_pieces(LARGE, 1 << 20)[:-1]:
+        session.feed(chunk)
+    session.abandon()
+    assert sender.desk.space is not None
+    sender.desk.space._looked = -1e9
+    sender.begin("d1", LARGE).abandon()
+    sender.store.close()
+
+
+def test_what_nobody_needs_goes_before_anything_is_refused(tmp_path: Path) -> None:
+    swept: list[Any] = []
+    sender = Sender(tmp_path / "store", 3.0, make_room=lambda: swept.append(sweep(sender.store, 0.0)))
+    for rows in (22_000, 21_000):  # two orphans of a megabyte
+        sender.store.blobs.put(make_payload(rows))
+    sender.begin("d2", LARGE).abandon()
+    assert [one.payloads for one in swept] == [2]
+    assert sender.events() == []
+    sender.store.close()
+
+
+def test_refusing_is_told_once_and_again_after_it_was_over(sender: Sender) -> None:
+    for _ in range(3):
+        with pytest.raises(NoSpaceError):
+            sender.begin("d1", LARGE)
+    finish(sender.begin("d2"))
+    with pytest.raises(NoSpaceError):
+        sender.begin("d1", LARGE)
+    assert len(sender.events()) == 2
+    assert sender.events()[0].startswith("uploads are refused: with ")
+
+
+def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    free = found.f_bavail * found.f_frsize
+    space = DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=2 * free), lambda: None)
+    with pytest.raises(NoSpaceError, match=r"would have -?\d+ free, \[server\] keep_free_bytes is"):
+        space.reserve("ask-1-attempt-1", 1)
+    DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=1), lambda: None).reserve("ask-1-attempt-1", 1)
+
+
+# --- the engine
+
+
+def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    store = Store.open(directory)
+    ballast = directory / "ballast"
+    desk = Desk(store)
+    devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
+    waited = 0
+
+    class Driver:
+        async def wait(self, seconds: float = 0.0) -> None:
+            nonlocal waited
+            if ballast.exists() and store.events(RUN, "no-space"):
+                waited += 1
+                if waited == 3:
+                    ballast.unlink()
+            assert store.blobs.space is not None
+            store.blobs.space._looked = -1e9  # type: ignore[attr-defined]
+            for device in devices:
+                device.step()
+            if store.open_round(RUN) and (store.open_round(RUN) or {})["round"] == 2 and not waited:
+                ballast.write_bytes(bytes(30_000_000))
+
+        def wake_other(self) -> None:
+            return
+
+    bounds = Bounds(disk_budget_bytes=20_000_000)
+    store.blobs.space = DiskSpace(directory, store.blobs, bounds, lambda: sweep(store))
+    asyncio.run(Engine(store, recorded_config(directory), Driver()).run())
+    assert waited >= 3
+    assert (store.run(RUN) or {})["status"] == "finished"
+    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * 4
+    (event,) = store.events(RUN, "no-space")
+    assert event["text"] == "step 'train' cannot be asked"
+    store.close()
+
+
+# --- a real front, and a disk that is really small
+
+
+def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path: Path) -> None:
+    store = prepare_store(tmp_path / "store")
+    number = open_round(store, "d1")
+    write_asks(store, number, "d1")
+    ballast = tmp_path / "store" / "ballast"
+    ballast.write_bytes(bytes(20_000_000))
+    with live_front(tmp_path / "store", options=["--disk-budget-bytes", "20000000"]) as front:
+        client = Client(front.port)
+        client.check_in()
+        with refused() as found:
+            client.upload(upload_name(number), PAYLOAD)
+        assert (found[0].status.name, found[0].reason) == ("RESOURCE_EXHAUSTED", "no-space")
+        assert client.status(upload_name(number)).ask_open, "the answer may come later"
+        ballast.unlink()
+        receipt = _until_taken(client, number)
+        client.channel.close()
+    assert receipt.sha256 == PAYLOAD.sha256
+    assert len(store.events("digits", "no-space")) == 1
+    store.close()
+
+
+def _until_taken(client: Client, number: int) -> service_pb2.Receipt:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        with contextlib.suppress(Exception):
+            return client.upload(upload_name(number), PAYLOAD)
+        assert time.monotonic() < until, "the front still refuses"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Path) -> None:
+    """Eight devices send at once what would not fit twice over; each is acknowledged or told that there is no space."""
+    store = prepare_store(small_disk / "store")
+    names = [f"d{number}" for number in range(8)]
+    number = open_round(store, *names)
+    write_asks(store, number, *names)
+    payloads = {name: make_payload(20_000 - place) for place, name in enumerate(names)}  # 880 kB each, no two alike
+    outcomes: dict[str, str] = {}
+
+    def send(port: int, name: str) -> None:
+        client = Client(port, name)
+        client.check_in()
+        with contextlib.suppress(AssertionError), refused() as found:
+            outcomes[name] = client.upload(upload_name(number), payloads[name]).id
+        if name not in outcomes:
+            outcomes[name] = found[0].reason
+        client.channel.close()
+
+    with live_front(small_disk / "store", options=["--keep-free-bytes", "1000000"]) as front:
+        threads = [threading.Thread(target=send, args=(front.port, name)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = os.statvfs(small_disk)
+    assert found.f_bavail * found.f_frsize >= 900_000, "but for what the database wrote, the floor held"
+    refusals = [outcome for outcome in outcomes.values() if outcome == "no-space"]
+    receipts = {outcome for outcome in outcomes.values() if outcome != "no-space"}
+    assert len(refusals) >= 5
+    assert receipts == {row["receipt"] for row in store.uploads("digits")}
+    assert receipts
+    for row in store.uploads("digits"):
+        store.blobs.open(row["sha256"], verify=True)
+    store.close()

@@ -1,0 +1,312 @@
+"""What a run leaves on the disk: the newest round's payloads, its newest checkpoints, the initial weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.wire_samples import make_contract, make_metrics, make_payload
+
+from fleetdistill.errors import ConfigurationError, RunError, StoreError
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store import retention
+from fleetdistill_server.store.blobs import FileBlobs, Held
+from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
+from fleetdistill_server.store.store import Store
+
+
+def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:
+    simulate(Simulation(rounds=4, devices=2, seed=1, with_alone=False, with_fedavg=False, out=tmp_path))
+    store = Store.open(tmp_path / "work" / "store")
+    uploads = store.uploads(RUN)
+    assert len(uploads) == 8, "the receipts of every round stay"
+    for upload in uploads:
+        if upload["round"] == 4:
+            assert store.blobs.open(upload["sha256"]).data_bytes == upload["data_bytes"]
+        else:
+            with pytest.raises(StoreError, match="is not in the store"):
+                store.blobs.open(upload["sha256"])
+    row = store.run(RUN)
+    assert row is not None
+    contract = contract_pb2.Contract.FromString(row["contract"])
+    assert store.blobs.open(contract.initial_weights).data_bytes > 0
+    assert [one["round"] for one in store.checkpoints(RUN)] == [2, 3, 4]
+    states = {one["sha256"] for one in store.checkpoints(RUN)}
+    asked = {one["payload"] for one in store.asks(RUN, 4, 1)}
+    newest = {one["sha256"] for one in uploads if one["round"] == 4}
+    assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
+    assert len(states) == 3
+    store.close()
+
+
+# --- which rounds are kept
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store.in_memory()
+    made.begin_run(RUN, {})
+    yield made
+    made.close()
+
+
+def play(store: Store, states: str, run: str = RUN) -> dict[int, bytes]:
+    """Rounds that end as the letters say: closed, short, or open; returns the payload of each one's only ask."""
+    asked = {}
+    for state in states:
+        number = store.start_round(run, ["d1"])
+        payload = make_payload(number)
+        store.blobs.put(payload)
+        asked[number] = payload.sha256
+        write_ask(store, run, number, payload.sha256)
+        if state == "c":
+            store.close_round(run, number, b"", [], {})
+        elif state == "s":
+            store.close_short_round(run, number, "too few")
+    return asked
+
+
+def write_ask(store: Store, run: str, number: int, payload: bytes, step_number: int = 1) -> None:
+    row = {"run": run, "round": number, "step_number": step_number, "device": "d1", "step": "train", "expects": {}}
+    store.write_asks([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": time.time() + 600}])
+
+
+def readable(store: Store, asked: dict[int, bytes]) -> list[int]:
+    return [number for number, sha256 in asked.items() if store.blobs.has(sha256)]
+
+
+@pytest.mark.parametrize(
+    ("states", "keep", "kept"),
+    [
+        ("ccc", 1, [3]),
+        ("ccc", 2, [2, 3]),
+        ("ccc", 5, [1, 2, 3]),
+        ("cco", 1, [2, 3]),
+        ("csso", 1, [1, 2, 3, 4]),  # slow devices may still fetch what the newest closed round told them
+        ("ccsc", 1, [4]),
+        ("ss", 1, [1, 2]),
+    ],
+)
+def test_the_newest_closed_rounds_and_all_after_them_are_kept(
+    store: Store, states: str, keep: int, kept: list[int]
+) -> None:
+    store.set_keep_rounds(RUN, keep)
+    asked = play(store, states)
+    freed = sweep(store, 0.0)
+    assert readable(store, asked) == kept
+    assert freed.payloads == len(asked) - len(kept)
+
+
+def test_what_a_later_round_or_another_run_speaks_of_stays(store: Store) -> None:
+    store.begin_run("other", {})
+    asked = play(store, "ccccc")
+    write_ask(store, RUN, 5, asked[1], step_number=2)
+    store.start_round("other", ["d1"])
+    write_ask(store, "other", 1, asked[2])
+    free_after_round(store, RUN)
+    assert readable(store, asked) == [1, 2, 3, 5], "a round frees what it replaced"
+    sweep(store, 0.0)
+    assert readable(store, asked) == [1, 2, 5], "a sweep also what a crash left"
+
+
+def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> None:
+    named = ("initial_weights", "proxy_digest", "extractor_file")
+    payloads = {name: make_payload(rows) for rows, name in enumerate(named, 1)}
+    for payload in (*payloads.values(), make_payload(9)):
+        store.blobs.put(payload)
+    digests = {name: payload.sha256 for name, payload in payloads.items()}
+    store.publish_contract(RUN, make_contract(**digests).SerializeToString())
+    assert sweep(store, 0.0).payloads == 1, "the one that it does not name"
+    assert {one.sha256 for one in store.blobs.held()} == set(digests.values())
+    store.end_run(RUN, "finished", "0 rounds completed")
+    assert prune(store, RUN, whole=True).freed.payloads == len(named)
+
+
+# --- what crashes leave
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Store]:
+    made = Store.open(tmp_path / "store")
+    made.begin_run(RUN, {})
+    yield made
+    made.close()
+
+
+def staged_keys(store: Store) -> list[str]:
+    return sorted(one.key for one in store.blobs.staging())
+
+
+def test_an_orphan_goes_when_it_is_old_and_stays_while_it_is_young(on_disk: Store) -> None:
+    """The front renames a payload into place before it commits the receipt's row."""
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    assert sweep(on_disk) == Freed()
+    assert on_disk.blobs.has(payload.sha256)
+    assert sweep(on_disk, 0.0).payloads == 1
+    assert not on_disk.blobs.has(payload.sha256)
+
+
+def test_putting_again_makes_young_again(on_disk: Store) -> None:
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    (first,), looked = on_disk.blobs.held(), time.time()
+    time.sleep(0.2)
+    on_disk.blobs.put(payload)
+    (again,), looked_again = on_disk.blobs.held(), time.time()
+    assert looked_again - again.age_seconds > looked - first.age_seconds + 0.1, "the moment that its age counts from"
+
+
+def test_what_is_put_again_while_a_sweep_goes_on_is_young(
+    on_disk: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is about to ask with a payload that nothing has spoken of for long."""
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    monkeypatch.setattr(FileBlobs, "age_seconds", lambda self, sha256: 2 * retention.GRACE_SECONDS)
+    listed = [dataclasses.replace(one, age_seconds=2 * retention.GRACE_SECONDS) for one in on_disk.blobs.held()]
+    engine = Store.open(tmp_path / "store")
+
+    def held() -> list[Held]:
+        engine.blobs.put(payload)
+        monkeypatch.undo()
+        return listed
+
+    monkeypatch.setattr(on_disk.blobs, "held", held)
+    assert sweep(on_disk) == Freed()
+    assert engine.blobs.has(payload.sha256)
+    engine.close()
+
+
+def test_what_is_deleted_while_it_is_put_again_is_written_anew(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = make_payload()
+    on_disk.blobs.put(payload)
+    path = on_disk.blobs.path_of(payload.sha256)  # type: ignore[attr-defined]
+    renew = os.utime
+
+    def too_late(what: Path) -> None:
+        path.unlink()
+        renew(what)
+
+    monkeypatch.setattr(os, "utime", too_late)
+    on_disk.blobs.put(payload)
+    assert on_disk.blobs.open(payload.sha256, verify=True).data_bytes == payload.data_bytes
+
+
+def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> None:
+    on_disk.start_round(RUN, ["d1"])
+    payload = make_payload()
+    for step in (1, 2):
+        row = {"run": RUN, "round": 1, "step_number": step, "device": "d1", "step": "train", "expects": {}}
+        on_disk.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 0, "deadline_at": 1e12}])
+    for key in ("ask-1-attempt-1", "ask-1-attempt-2", "ask-2-attempt-1", "put-abc-1", "state-1"):
+        staging = on_disk.blobs.stage(key, payload.parts)
+        staging.append(b"x")
+        staging.close()
+    on_disk.close_ask(1, "deadline passed")
+    freed = sweep(on_disk)
+    assert staged_keys(on_disk) == ["ask-2-attempt-1", "put-abc-1", "state-1"]
+    assert (freed.staged, freed.bytes > 0) == (2, True)
+    sweep(on_disk, 0.0)
+    assert staged_keys(on_disk) == ["ask-2-attempt-1"], "a dead process's pieces go when they are old"
+
+
+def test_a_sweep_leaves_all_alone_while_another_process_needs_it(on_disk: Store, tmp_path: Path) -> None:
+    on_disk.blobs.put(make_payload())
+    with Store.open(tmp_path / "store").blobs.alone() as alone:
+        assert alone
+        assert sweep(on_disk, 0.0) == Freed()
+    assert sweep(on_disk, 0.0).payloads == 1
+
+
+# --- pruning
+
+
+def events_and_figures(store: Store, asked: dict[int, bytes]) -> None:
+    for number in asked:
+        store.add_event(RUN, "late", "a sentence", number=number, device="d1")
+        store.add_figures(RUN, number, "d1", make_metrics())
+
+
+def told(store: Store) -> tuple[list[int], list[int]]:
+    events = [row["round"] for row in store.events(RUN)]
+    return events, [row["round"] for row in store.figures(RUN, "accuracy", "test")]
+
+
+def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> None:
+    store.set_keep_rounds(RUN, 9)
+    asked = play(store, "cccco")
+    store.accept_upload(1, 1, asked[2], 10, 1)
+    events_and_figures(store, asked)
+    would = prune(store, RUN, keep_rounds=2, dry_run=True)
+    assert told(store) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert readable(store, asked) == [1, 2, 3, 4, 5]
+    pruned = prune(store, RUN, keep_rounds=2)
+    assert pruned == would
+    assert (pruned.rounds, pruned.freed.payloads) == (2, 2)
+    assert (pruned.events, pruned.figures) == (2, 2)
+    assert told(store) == ([3, 4, 5], [3, 4, 5])
+    assert readable(store, asked) == [3, 4, 5]
+    assert [row["round"] for row in store.rounds(RUN)] == [1, 2, 3, 4, 5]
+    assert prune(store, RUN, keep_rounds=2) == Pruned()
+
+
+def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
+    asked = play(store, "cccc")
+    store._write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round = 1")
+    assert prune(store, RUN, keep_rounds=1, older_than_seconds=30 * 86_400.0).rounds == 1
+    assert readable(store, asked) == [2, 3, 4]
+
+
+def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
+    asked = play(store, "cco")
+    with pytest.raises(RunError, match=r"its newest closed round is needed.*keep at least 1"):
+        prune(store, RUN, keep_rounds=0)
+    assert readable(store, asked) == [1, 2, 3]
+    with pytest.raises(ConfigurationError, match="there is no run 'nonsense'; the store has"):
+        prune(store, "nonsense")
+
+
+def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Store) -> None:
+    store.begin_run("other", {})
+    for run in (RUN, "other"):
+        store.set_checkpoint(run, store.blobs.put_state(b"the same state"))
+    asked = play(store, "cc")
+    own = store.blobs.put_state(b"its own state")
+    store.set_checkpoint(RUN, own)
+    store.end_run(RUN, "finished", "2 rounds completed")
+    events_and_figures(store, asked)
+    assert prune(store, RUN, keep_rounds=1).rounds == 1
+    pruned = prune(store, RUN, whole=True)
+    assert (pruned.rounds, pruned.events, pruned.figures) == (2, 1, 1), "all rounds, and what was left of them"
+    assert pruned.freed.payloads == 2
+    assert store.run_names() == ["other"]
+    assert store.blobs.get_state((store.run("other") or {})["checkpoint"]) == b"the same state"
+    assert readable(store, asked) == []
+
+
+def test_pruning_beside_a_server_leaves_the_young_to_its_sweeps(on_disk: Store) -> None:
+    asked = play(on_disk, "ccc")
+    would = prune(on_disk, RUN, keep_rounds=1, served=RUN, dry_run=True)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    assert pruned == would
+    assert (pruned.freed, pruned.later.payloads, pruned.later.bytes > 0) == (Freed(), 2, True)
+    assert readable(on_disk, asked) == [1, 2, 3], "the server may be about to speak of them"
+    assert prune(on_disk, RUN, keep_rounds=1, served=RUN).rounds == 0, "their events are gone"
+    sweep(on_disk, 0.0)
+    assert readable(on_disk, asked) == [3]
+
+
+def test_pruning_beside_a_server_deletes_what_is_old(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = play(on_disk, "ccc")
+    monkeypatch.setattr(retention, "GRACE_SECONDS", 0.0)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    assert (pruned.freed.payloads, pruned.later) == (2, Freed())
+    assert readable(on_disk, asked) == [3]

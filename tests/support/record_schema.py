@@ -1,0 +1,103 @@
+"""Records a store as this version writes it, for `test_migrations.py`: one run in the middle of its third round.
+
+    python tests/support/record_schema.py tests/store/golden/schema-0.2.0.sql
+
+Run it once for each release, with that release's code. The file holds the whole database as SQL, and in a table of the
+recorder's own, `golden_blobs`, what lies in the blob directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
+
+from support.parroting import ParrotDevice
+
+from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.store.store import Store
+
+RUN = "recorded"
+DEVICES = ("d0", "d1")
+
+
+class PowerCut(BaseException):
+    """Ends the recording in mid-round."""
+
+
+def recorded_config(directory: Path) -> RunConfig:
+    """The run that every recording holds; `directory` is its store."""
+    return run_config(
+        {
+            "run": {"name": RUN, "method": "fedavg", "rounds": 4, "seed": 5, "deadline_seconds": 1e9},
+            "contract": {"classes": 3, "input_shape": [1, 8, 8]},
+            "model": {"device": "digits_linear", "extractor": "digits_extractor", "server": "digits_linear"},
+            "server": {"store": str(directory), "torch_device": "cpu"},
+        }
+    )
+
+
+class _Driver:
+    """Implements the engine's `Waker`: lets the devices answer in turn, and pulls the plug in the third round."""
+
+    def __init__(self, store: Store, devices: list[ParrotDevice]) -> None:
+        self._store, self._devices = store, devices
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        for device in self._devices:
+            device.step()
+            opened = self._store.open_round(RUN)
+            if opened is not None and opened["round"] == 3 and len(self._store.uploads(RUN)) == 5:
+                raise PowerCut
+
+    def wake_other(self) -> None:
+        return
+
+
+def make_store(directory: Path) -> None:
+    """Writes two closed rounds, a third with one answer of two, a refusal and a lease that ended."""
+    store = Store.open(directory)
+    desk = Desk(store)
+    devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
+    engine = Engine(store, recorded_config(directory), _Driver(store, devices))
+    with contextlib.suppress(PowerCut):
+        asyncio.run(engine.run())
+    store.register_device(RUN, "gone", b"h" * 32, b"")
+    store.device_gone(RUN, "gone", "lease ended")
+    store.add_event(RUN, "lease-ended", "gone was silent for 60 s", number=2, device="gone")
+    store.add_event(RUN, "refused", "a sentence", number=2, device="d0", code="bad-value")
+    store.close()
+
+
+def dump(directory: Path) -> str:
+    """The database and the blobs as SQL."""
+    database = sqlite3.connect(directory / "store.sqlite")
+    database.execute("CREATE TABLE golden_blobs (path TEXT PRIMARY KEY, data BLOB)")
+    for path in sorted((directory / "blobs").rglob("*.safetensors")):
+        name = str(path.relative_to(directory / "blobs"))
+        database.execute("INSERT INTO golden_blobs VALUES (?, ?)", (name, path.read_bytes()))
+    text = "\n".join(database.iterdump()) + "\n"
+    database.close()
+    return text
+
+
+def main() -> None:
+    """Records into the file that the command line names."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        make_store(Path(directory))
+        Path(sys.argv[1]).write_text(dump(Path(directory)))
+
+
+if __name__ == "__main__":
+    main()

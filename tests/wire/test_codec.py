@@ -1,0 +1,488 @@
+"""The codec: what goes in comes out, to the bit, whatever its kind, type, shape or cut into chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from support.wire_samples import (
+    EXPECTS,
+    cut_at,
+    data_of,
+    f32,
+    make_contract,
+    make_knowledge,
+    make_payload,
+    raw_payload,
+)
+
+from fleetdistill import knowledge as k
+from fleetdistill.errors import KnowledgeError, WireError
+from fleetdistill.wire.codec import KINDS, Payload, decode, encode
+from fleetdistill.wire.payload import (
+    CHUNK_BYTES,
+    DTYPES,
+    MAX_AXES,
+    MAX_NAME,
+    MAX_TENSORS,
+    array_of,
+    chunks,
+    data_bytes,
+    digest,
+    pieces,
+    slots,
+)
+from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
+from fleetdistill_server.intake.ingest import Ingest
+from fleetdistill_server.store.blobs import MemoryBlobs
+
+FLOAT16, FLOAT32 = np.float16, np.float32
+MODEL = k.ModelParameters(
+    parameters={"conv.weight": np.arange(6, dtype=FLOAT32).reshape(1, 2, 3), "bias": f32([0.5])},
+    buffers={"count": np.array(7, np.int64), "mean": np.zeros((0, 4), FLOAT32)},
+    scope="extractor",
+)
+ONE_OF_EACH: dict[str, k.Kind] = {
+    "model_parameters": MODEL,
+    "sample_knowledge": make_knowledge(3),
+    "refined_knowledge": k.RefinedKnowledge(
+        valid=True, sample_ids=np.arange(2), values=np.full((2, 3), 1 / 3, FLOAT32), scale=k.PROBABILITIES
+    ),
+    "proxy_knowledge": k.ProxyKnowledge(valid=True, proxy_digest=b"p" * 32, embeddings=np.ones((2, 5), FLOAT32)),
+    "proxy_set": k.ProxySet(
+        name="digits-proxy", licence="CC0-1.0", inputs=np.ones((2, 1, 8, 8), FLOAT32), labels=np.int32([0, 2])
+    ),
+    "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
+    "class_statistics": k.ClassStatistics(
+        labels=[2, 0],
+        counts=np.int32([5, 9]),
+        means=np.ones((2, 4), FLOAT32),
+        directions=np.ones((2, 1, 4), FLOAT32),
+        variances=np.zeros((2, 4), FLOAT32),
+    ),
+    "soft_predictions": k.SoftPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
+    "shared_statistics": k.SharedStatistics(
+        labels=[2, 0],
+        counts=np.int32([5, 9]),
+        means=np.ones((2, 4), FLOAT16),
+        directions=np.int8([[-127, 0, 5, 127]]),
+        steps=np.full(1, 0.5, FLOAT16),
+        variances=np.zeros(4, FLOAT16),
+        df=np.array(12, np.int32),
+    ),
+    "class_space": k.ClassSpace(
+        labels=[0, 2],
+        counts=np.int32([9, 5]),
+        directions=np.ones((4, 1), FLOAT16),
+        origin=np.zeros(1, FLOAT16),
+        centres=np.full((2, 1), -0.5, FLOAT16),
+        df=np.array(2**40, np.int64),
+        shrinkage=np.array(0.1, np.float64),
+        outside=np.array(1e300, np.float64),
+    ),
+    "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
+    "distillation_gradient": k.DistillationGradient(
+        gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1
+    ),
+    "generator": k.Generator(parameters=MODEL, noise_size=100),
+    "discriminator": k.Discriminator(parameters=MODEL, shares_extractor=True),
+    "plan": k.Plan(values={"cut": 2, "rate": 0.1, "guard": False, "text": "é", "layers": [3, -1], "none": []}),
+    "metrics": k.Metrics(
+        metrics=[
+            k.Metric(
+                name="accuracy", split="test", sum=3.0, count=4, by_class=[k.ClassCount(label=1, sum=1.0, count=2)]
+            )
+        ]
+    ),
+}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal in type, and arrays in element type, shape and every bit."""
+    assert type(found) is type(expected) or isinstance(expected, Mapping | np.ndarray)
+    if dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, np.ndarray):
+        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        for name, item in expected.items():
+            assert_same(found[name], item)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def over_the_wire(payload: Payload) -> Payload:
+    """The payload as another machine sees it: parts parsed from their bytes, data from its own buffer."""
+    parts = knowledge_pb2.Parts.FromString(payload.parts.SerializeToString())
+    copy = data_of(payload)
+    found = slots(parts)
+    assert copy == b"".join(pieces(payload.source, 0, payload.data_bytes))
+    buffers = [np.frombuffer(copy, np.uint8, s.nbytes, s.start) for s in found]
+    return dataclasses.replace(payload, parts=parts, slots=found, source=type(payload.source)(found, buffers))  # type: ignore[call-arg]
+
+
+# --- round trips
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_comes_back_as_it_was(name: str) -> None:
+    found = decode(over_the_wire(encode({"first": ONE_OF_EACH[name]})))
+    assert_same(found, {"first": ONE_OF_EACH[name]})
+
+
+def test_parts_keep_their_names_and_their_order() -> None:
+    parts = {f"part {name}": kind for name, kind in reversed(ONE_OF_EACH.items())}
+    assert_same(decode(over_the_wire(encode(parts))), parts)
+
+
+WIRE_DTYPES = st.sampled_from(list(DTYPES.values()))
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=3)
+ARRAYS = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), hnp.arrays(WIRE_DTYPES, SHAPES), max_size=4
+)
+
+
+@given(ARRAYS)
+def test_arrays_of_every_type_and_shape_come_back_to_the_bit(arrays: dict[str, k.Array]) -> None:
+    payload = over_the_wire(raw_payload(arrays))
+    found = {slot.path: array_of(slot, payload.source) for slot in payload.slots}
+    assert_same(found, {f"raw/buffers/{name}": array for name, array in arrays.items()})
+    assert data_bytes(payload.parts) == sum(array.nbytes for array in arrays.values())
+
+
+@given(hnp.arrays(np.dtype("<f2"), SHAPES))
+def test_knowledge_in_float16_comes_back_to_the_bit(values: k.Array) -> None:
+    sent = k.RefinedKnowledge(valid=True, values=values)
+    (found,) = decode(encode({"x": sent}, np.float16)).values()
+    assert_same(found, sent)
+
+
+def test_decoded_arrays_are_read_only() -> None:
+    (found,) = decode(make_payload()).values()
+    assert isinstance(found, k.SampleKnowledge)
+    with pytest.raises(ValueError, match="read-only"):
+        found.sample_ids[0] = 1
+
+
+@pytest.mark.parametrize("make", [np.asfortranarray, lambda a: a[::-1], lambda a: a.astype(">f4")])
+def test_the_memory_layout_of_an_array_does_not_matter(make: Any) -> None:
+    array = np.arange(6, dtype=FLOAT32).reshape(2, 3)
+    (found,) = decode(encode({"m": k.ModelParameters(parameters={"w": make(array)})})).values()
+    assert_same(found, k.ModelParameters(parameters={"w": make(array).astype("<f4", order="C")}))
+
+
+def test_only_knowledge_travels_in_the_knowledge_type() -> None:
+    parts: dict[str, k.Kind] = {
+        "model": MODEL,
+        "knowledge": make_knowledge(2, labels=None),
+        "teacher": ONE_OF_EACH["refined_knowledge"],
+    }
+    types = {slot.path: slot.dtype.name for slot in encode(parts, np.float16).slots}
+    assert types == {
+        "model/parameters/conv.weight": "float32",
+        "model/parameters/bias": "float32",
+        "model/buffers/count": "int64",
+        "model/buffers/mean": "float32",
+        "knowledge/sample_ids": "int64",
+        "knowledge/features/cut": "float16",
+        "knowledge/logits": "float16",
+        "teacher/sample_ids": "int64",
+        "teacher/values": "float16",
+    }
+
+
+@pytest.mark.parametrize("knowledge_type", [np.float32, np.float16, np.uint8])
+def test_statistics_of_one_exchange_travel_in_types_of_their_own(knowledge_type: type) -> None:
+    """Whatever the run's knowledge type is, and in whatever type they were computed."""
+    space = ONE_OF_EACH["class_space"]
+    wide = {name: getattr(space, name).astype(np.float64) for name in ("directions", "origin", "centres")}
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], variances=np.zeros(4))
+    parts = {"moments": moments, "space": dataclasses.replace(space, **wide), "file": ONE_OF_EACH["network_file"]}
+    types = {slot.path: slot.dtype.name for slot in encode(parts, knowledge_type).slots}
+    assert types == {
+        "moments/counts": "int32",
+        "moments/means": "float16",
+        "moments/directions": "int8",
+        "moments/steps": "float16",
+        "moments/variances": "float16",
+        "moments/df": "int32",
+        "space/counts": "int32",
+        "space/directions": "float16",
+        "space/origin": "float16",
+        "space/centres": "float16",
+        "space/df": "int64",
+        "space/shrinkage": "float64",
+        "space/outside": "float64",
+        "file/onnx": "uint8",
+    }
+
+
+@pytest.mark.parametrize("number", [0.1, 5e-324, np.nextafter(1.0, 0.0), 1e300])
+def test_scalars_of_a_class_space_are_exact_in_float64(number: float) -> None:
+    """float16 would make 0.1 of it 0.09998, and infinity of 1e300."""
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=np.array(number), outside=np.array(number))
+    (found,) = decode(over_the_wire(encode({"x": sent}, np.float16))).values()
+    assert isinstance(found, k.ClassSpace)
+    assert [found.shrinkage.dtype, found.shrinkage.shape] == [np.dtype("<f8"), ()]
+    assert (float(found.shrinkage), float(found.outside)) == (number, number)
+
+
+@pytest.mark.parametrize("exact", [np.array(0.25, np.float32), 0.25])
+def test_scalars_of_a_class_space_are_float64_whatever_they_were(exact: Any) -> None:
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=exact)
+    types = {slot.path: slot.dtype.name for slot in encode({"x": sent}).slots}
+    assert types["x/shrinkage"] == "float64"
+
+
+def test_every_int8_and_a_scalar_beyond_32_bits_come_back() -> None:
+    every = np.arange(-128, 128).astype(np.int8)[None]
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], directions=every)
+    space = dataclasses.replace(ONE_OF_EACH["class_space"], df=np.array(2**62 + 1, np.int64))
+    found = decode(over_the_wire(encode({"moments": moments, "space": space})))
+    assert_same(found, {"moments": moments, "space": space})
+
+
+def test_float64_parameters_travel_as_the_nearest_float32() -> None:
+    (found,) = decode(encode({"m": k.ModelParameters(parameters={"w": np.array([0.1])})})).values()
+    assert_same(found, k.ModelParameters(parameters={"w": f32([0.1])}))
+
+
+# --- absent is explicit
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        k.SampleKnowledge(sample_ids=np.arange(2)),
+        k.RefinedKnowledge(valid=False),
+        k.ProxyKnowledge(valid=False),
+        k.SampleKnowledge(sample_ids=np.zeros(0, np.int64), logits=np.zeros((0, 3), FLOAT32)),
+    ],
+)
+def test_what_is_absent_stays_absent_and_is_told_from_empty(sent: k.Kind) -> None:
+    assert_same(decode(over_the_wire(encode({"x": sent}))), {"x": sent})
+
+
+def test_false_and_zero_are_not_absent() -> None:
+    sent = k.Plan(values={"flag": False, "count": 0, "rate": 0.0, "text": "", "list": []})
+    (found,) = decode(over_the_wire(encode({"x": sent}))).values()
+    assert_same(found, sent)
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=5),
+        st.booleans()
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.lists(st.integers(-(2**63), 2**63 - 1)),
+    )
+)
+def test_settings_of_a_plan_keep_value_and_type(values: dict[str, k.PlanValue]) -> None:
+    (found,) = decode(over_the_wire(encode({"plan": k.Plan(values=values)}))).values()
+    assert_same(found, k.Plan(values=values))
+
+
+def test_a_plan_entry_without_a_value_is_refused() -> None:
+    payload = encode({"plan": k.Plan(values={"cut": 1})})
+    payload.parts.parts[0].plan.entries[0].ClearField("value")
+    with pytest.raises(WireError, match="plan entry 'cut' has no value"):
+        decode(payload)
+
+
+# --- what cannot travel
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_value_that_overflows_float16_names_path_and_row(sign: int) -> None:
+    features = np.zeros((5, 2, 2), FLOAT32)
+    features[3, 1, 0] = sign * 70000
+    with pytest.raises(KnowledgeError) as error:
+        encode({"knowledge": make_knowledge(5, features={"cut": features})}, np.float16)
+    assert str(error.value) == (
+        f"knowledge/features/cut, row 3: {sign * 70000} does not fit float16 (largest 65504 for float16 and uint8); "
+        "use float32 for this run or scale the features down"
+    )
+
+
+def test_the_largest_float16_fits_and_infinity_is_left_to_the_server() -> None:
+    values = f32([[65504, np.inf, np.nan]])
+    (found,) = decode(encode({"x": k.RefinedKnowledge(valid=True, values=values)}, np.float16)).values()
+    assert isinstance(found, k.RefinedKnowledge)
+    np.testing.assert_array_equal(found.values, values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (k.ModelParameters(parameters={"w": np.ones(2, np.complex64)}), "x/parameters/w: elements of type complex64"),
+        (k.ModelParameters(parameters={"w": np.array(["a"])}), "x/parameters/w: elements of type <U1 cannot travel"),
+        (k.Plan(values={"big": 2**63}), r"x/big: 9223372036854775808 does not fit its field"),
+        (k.Plan(values={"none": None}), "x/none: None does not fit its field"),  # type: ignore[dict-item]
+        (k.Plan(values={"list": [0.5]}), r"x/list: \[0.5\] does not fit its field"),  # type: ignore[list-item]
+        (k.DistillationGradient(gradients={}, batch_size=-1, loss=0.0), "x/batch_size: -1 does not fit its field"),
+    ],
+)
+def test_what_no_field_can_hold_is_a_wire_error_that_says_where(kind: k.Kind, message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        encode({"x": kind})
+
+
+# --- chunks
+
+
+@given(st.data())
+def test_any_cut_into_chunks_gives_the_same_blob(data: st.DataObject) -> None:
+    payload = encode({"knowledge": make_knowledge(5)}, np.float16)
+    whole = data_of(payload)
+    places = data.draw(st.sets(st.integers(0, len(whole)), max_size=12))
+    blobs = MemoryBlobs()
+    staging = blobs.stage("key", payload.parts)
+    contract = make_contract(knowledge_type=tensor_pb2.ELEMENT_TYPE_FLOAT16)
+    ingest = Ingest("d1", payload.header(), contract, EXPECTS)
+    assert ingest.start(staging) == 0
+    for chunk in cut_at(whole, payload.slots, places):
+        ingest.feed(chunk)
+    ingest.finish()
+    staging.commit(payload.sha256)
+    stored = blobs.open(payload.sha256)
+    assert data_of(stored) == whole
+    assert_same(decode(stored), decode(payload))
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 3, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 5]), max_size=4),
+    st.floats(0, 1),
+)
+def test_chunks_from_any_byte_on_are_the_rest_of_the_data(sizes: list[int], share: float) -> None:
+    payload = raw_payload({str(n): np.full(size, n + 1, np.uint8) for n, size in enumerate(sizes)})
+    first = int(share * payload.data_bytes)
+    found = list(chunks(payload.source, payload.slots, first))
+    assert b"".join(chunk.data for chunk in found) == data_of(payload)[first:]
+    place = first
+    for chunk in found:
+        slot = payload.slots[chunk.tensor]
+        assert slot.start + chunk.offset == place
+        assert 1 <= len(chunk.data) <= min(CHUNK_BYTES, slot.nbytes - chunk.offset)  # so it never spans two tensors
+        assert google_crc32c.value(chunk.data) == chunk.crc32c
+        place += len(chunk.data)
+
+
+# --- digest
+
+
+@given(st.data())
+def test_the_digest_changes_with_every_bit_of_the_data(data: st.DataObject) -> None:
+    payload = make_payload(2)
+    whole = bytearray(data_of(payload))
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    assert digest(payload.parts, iter([bytes(whole)])) == payload.sha256
+    whole[bit // 8] ^= 1 << bit % 8
+    assert digest(payload.parts, iter([bytes(whole)])) != payload.sha256
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda name: name != "knowledge"))
+def test_the_digest_changes_with_the_name_of_a_part(name: str) -> None:
+    assert encode({name: make_knowledge()}).sha256 != make_payload().sha256
+
+
+def test_the_digest_changes_with_shape_type_and_kind() -> None:
+    zeros = np.zeros(4, np.int32)
+    digests = {
+        raw_payload({"x": array}).sha256
+        for array in (zeros, zeros.reshape(2, 2), zeros.view(FLOAT32), zeros.view(np.int64), zeros.reshape(4, 1))
+    }
+    assert len(digests) == 5
+
+
+def test_equal_parts_have_equal_digests_however_their_data_are_cut() -> None:
+    payload = make_payload()
+    cut = [chunk.data for chunk in cut_at(data_of(payload), payload.slots, range(0, payload.data_bytes, 3))]
+    assert digest(payload.parts, iter(cut)) == payload.sha256 == make_payload().sha256
+
+
+# --- parts that are refused
+
+
+def _parts(*names: str, **tensor: Any) -> knowledge_pb2.Parts:
+    settings = {"element_type": tensor_pb2.ELEMENT_TYPE_FLOAT32, "shape": [1], "encoding": tensor_pb2.ENCODING_RAW}
+    parts = knowledge_pb2.Parts()
+    model = parts.parts.add(name="model").model_parameters
+    for name in names or ("w",):
+        model.parameters.add(name=name, tensor=tensor_pb2.Tensor(**{**settings, **tensor}))
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (_parts(element_type=0), "tensor 'model/parameters/w' has unknown element type 0"),
+        (_parts(element_type=99), "tensor 'model/parameters/w' has unknown element type 99"),
+        (_parts(encoding=0), "tensor 'model/parameters/w' has encoding 0, this version knows raw and channel steps"),
+        (_parts(encoding=3), "tensor 'model/parameters/w' has encoding 3, this version knows raw and channel steps"),
+        (_parts(data=b"\0" * 4), "tensor 'model/parameters/w' carries its data in the header; data come in chunks"),
+        (
+            _parts(shape=[2, -1]),
+            "tensor 'model/parameters/w' has shape [2, -1], axes must be >= 0, at most 16",
+        ),
+        (
+            _parts(shape=[1] * (MAX_AXES + 1)),
+            f"tensor 'model/parameters/w' has shape {[1] * (MAX_AXES + 1)}, axes must be >= 0, at most 16",
+        ),
+        (
+            _parts(shape=[2**62, 2**62, 0]),
+            f"tensor 'model/parameters/w' has shape {[2**62, 2**62, 0]}, which no machine can hold",
+        ),
+        (_parts("w", "v", "w"), "tensor 'model/parameters/w' appears twice"),
+        (_parts(""), "a name is 0 characters long, must be 1 to 256: ''"),
+        (_parts("n" * 257), f"a name is 257 characters long, must be 1 to 256: '{'n' * 40}'"),
+        (knowledge_pb2.Parts(parts=[knowledge_pb2.Part(name="x")]), "part 'x' has no kind that this version knows"),
+        (
+            knowledge_pb2.Parts(parts=[knowledge_pb2.Part(plan=knowledge_pb2.Plan())]),
+            "a name is 0 characters long, must be 1 to 256: ''",
+        ),
+    ],
+)
+def test_parts_that_break_the_protocol_are_refused_with_a_sentence(parts: knowledge_pb2.Parts, message: str) -> None:
+    with pytest.raises(WireError) as error:
+        slots(parts)
+    assert str(error.value) == message
+
+
+def test_two_parts_of_one_name_have_doubled_tensors() -> None:
+    parts = _parts()
+    parts.parts.add().CopyFrom(parts.parts[0])
+    with pytest.raises(WireError, match="tensor 'model/parameters/w' appears twice"):
+        slots(parts)
+
+
+def test_the_longest_name_and_the_most_axes_are_taken() -> None:
+    (slot,) = slots(_parts("n" * MAX_NAME, shape=[1] * MAX_AXES))
+    assert (slot.shape, slot.nbytes) == ((1,) * MAX_AXES, 4)
+
+
+def test_too_many_tensors_are_refused() -> None:
+    names = [str(number) for number in range(MAX_TENSORS)]
+    assert len(slots(_parts(*names))) == MAX_TENSORS
+    with pytest.raises(WireError, match=f"the payload has more than {MAX_TENSORS} tensors"):
+        slots(_parts(*names, "one more"))
+
+
+def test_a_shape_that_is_taken_can_be_made_into_an_array() -> None:
+    """An answer that passed ingest must never fail in the engine."""
+    (slot,) = slots(_parts(shape=[2**40, 0, 2**16]))
+    assert array_of(slot, raw_payload({"x": np.zeros(1)}).source).shape == (2**40, 0, 2**16)
