@@ -41,7 +41,7 @@ fuzz: .venv/.installed  ## Send hostile messages to the server's checks and to d
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz/decoder.py out/fuzz-corpus -runs=$(MESSAGES) \
 	  -seed=$(SEED) -max_len=4096 -artifact_prefix=out/fuzz-
 
-# One run where a seed is named, else the runs that docs/reliability.md tells about.
+# One run where a seed is named, else the runs that docs/explanation/durability.md tells about.
 RUNS ?= $(if $(filter file,$(origin SEED)),200,1)
 
 chaos: .venv/.installed  ## Kill processes and spoil connections, and look for lost uploads (SEED=7, or RUNS=200; ARGS="--jobs 3")

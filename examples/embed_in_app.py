@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
     parser.add_argument("--enrolment", help="the operator's token, or the file it is in, for a server with TLS")
     parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
-    parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/models.md")
+    parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/reference/models.md")
     parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")
     parser.add_argument("--run", default="", help="name of the run; not needed where the server has only one")
     parser.add_argument("--device-id", help="its name in the fleet; a UUID by default")

@@ -32,7 +32,7 @@ PAGES = sorted(
     if not {part for part in path.relative_to(ROOT).parts if part.startswith(".")} and "out" not in path.parts
 )
 # Pages whose Python blocks are meant to be copied.
-COPIED = ("README.md", "client_sdk/README.md", "docs/models.md")
+COPIED = ("README.md", "docs/reference/device.md", "docs/reference/models.md", "docs/how-to/tls.md")
 
 
 def _text(name: str) -> str:
@@ -83,7 +83,7 @@ def test_the_pages_and_commands_are_found() -> None:
     assert {path.name for path in PAGES} >= {
         "README.md",
         "CHANGELOG.md",
-        "methods.md",
+        "feddkc.md",
         "protocol.md",
         "architecture.md",
     }
@@ -91,10 +91,8 @@ def test_the_pages_and_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_stands_in_the_readme_and_the_operators_page(command: str) -> None:
+def test_every_command_stands_in_the_readme(command: str) -> None:
     assert command in _text("README.md")
-    if command != "fleetdistill simulate":
-        assert command in _text("server/README.md")
 
 
 @pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
@@ -112,7 +110,7 @@ def test_commands_on_a_page_exist_with_their_options(page: str) -> None:
 
 
 def test_the_error_table_is_the_codes() -> None:
-    page = {row[0].strip("`"): row[1:] for row in _rows(_section("docs/protocol.md", "Errors"))}
+    page = {row[0].strip("`"): row[1:] for row in _rows(_section("docs/reference/errors.md", "Codes of the server"))}
     code = {str(c.value): [m.status, "yes" if m.final else "no", m.text] for c, m in MEANINGS.items()}
     assert page == code
 
@@ -130,7 +128,7 @@ def _defaults(model: type[BaseModel], section: str = "") -> dict[tuple[str, str]
 
 
 def test_the_reference_of_run_toml_is_the_model() -> None:
-    rows = {(row[0], row[1]): row[2] for row in _rows(_section("server/README.md", "run.toml")) if row[1]}
+    rows = {(row[0], row[1]): row[2] for row in _rows(_section("docs/reference/run-toml.md", "run.toml")) if row[1]}
     expected = _defaults(RunConfig)
     assert rows.keys() == expected.keys()
     for key, default in expected.items():
@@ -151,16 +149,14 @@ def _value(cell: str) -> Any:
 
 FORMS: dict[str, tuple[str, dict[str, str]]] = {
     **{method: (method, {}) for method in METHODS},
-    "classstats with an averaged extractor": ("classstats", {"features": "averaged"}),
+    "classstats-averaged": ("classstats", {"features": "averaged"}),
 }
 
 
-@pytest.mark.parametrize("heading", FORMS)
-def test_the_settings_of_a_method_are_its_configuration(heading: str) -> None:
-    page, (method, chosen) = _text("docs/methods.md"), FORMS[heading]
-    assert f"## {heading}\n" in page
-    own = page.split(f"## {heading}\n")[1].split("\n## ")[0].split("### Settings\n")[1].split("\n### ")[0]
-    rows = {row[0]: row[1] for row in _rows(own)}
+@pytest.mark.parametrize("page", FORMS)
+def test_the_settings_of_a_method_are_its_configuration(page: str) -> None:
+    method, chosen = FORMS[page]
+    rows = {row[0]: row[1] for row in _rows(_section(f"docs/reference/methods/{page}.md", "Settings"))}
     fields = {field.name: field.default for field in dataclasses.fields(config_class(method, chosen))}
     assert list(rows) == list(fields)
     for name, default in fields.items():
@@ -172,8 +168,7 @@ def test_the_words_of_feddkc_that_stand_for_code_exist_there() -> None:
     halves = _text("client_sdk/fleetdistill/methods/feddkc/device.py") + _text(
         "server/fleetdistill_server/methods/feddkc/server.py"
     )
-    own = _text("docs/methods.md").split("\n## feddkc\n")[1].split("\n## ")[0]
-    of_a_round, symbols = (own.split(f"\n### {name}\n")[1].split("\n### ")[0] for name in ("A round", "Symbols"))
+    of_a_round, symbols = (_section("docs/reference/methods/feddkc.md", name) for name in ("A round", "Symbols"))
     for row in _rows(of_a_round):
         for name in re.findall(r"`(\w+)", row[-1].split("FedDKC")[0]):
             assert f"def {name}(" in halves
@@ -193,14 +188,16 @@ def test_examples_load_and_name_what_exists() -> None:
 
 
 def test_architecture_names_files_and_tables_that_exist() -> None:
-    page = _text("docs/architecture.md")
+    page = _text("docs/explanation/architecture.md")
     for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page):
         assert any((root / path).is_file() for root in map(ROOT.joinpath, _IMPORT_PACKAGES)), path
-    for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/architecture.md", "The main path")):
+    for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/explanation/architecture.md", "The main path")):
         sources = [text.read_text() for root in _IMPORT_PACKAGES for text in (ROOT / root).rglob("*.py")]
         assert any(f"def {name}(" in text or f"class {name}" in text for text in sources), name
     made = re.findall(r'db\.table\("(\w+)"\)', _text("server/fleetdistill_server/store/schema.py"))
-    assert [row[0].strip("`") for row in _rows(_section("docs/architecture.md", "Tables of the store"))] == made
+    assert [
+        row[0].strip("`") for row in _rows(_section("docs/explanation/architecture.md", "Tables of the store"))
+    ] == made
     assert migrations
 
 
@@ -208,7 +205,7 @@ _IMPORT_PACKAGES = ("client_sdk/fleetdistill", "server/fleetdistill_server")
 
 
 def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
-    page = "client_sdk/README.md"
+    page = "docs/reference/device.md"
     arguments = inspect.signature(fleetdistill.Device).parameters
     listed = [row[0].strip("`") for row in _rows(_section(page, "Arguments of `Device`")) if len(row) == 3]
     assert listed == list(arguments)
@@ -218,16 +215,18 @@ def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
     said = set(re.findall(r'_tell\(\s*"([\w-]+)"', code))
     for pair in re.findall(r'kind = "([\w-]+)" if .+ else "([\w-]+)"', code):
         said |= set(pair)
-    assert {row[0].strip("`") for row in _rows(_section(page, "Events"))} == said
+    assert {row[0].strip("`") for row in _rows(_section("docs/reference/events.md", "Events of a device"))} == said
     own = {name for name, value in vars(errors).items() if isinstance(value, type) and name != "FleetDistillError"}
-    assert own <= set(re.findall(r"`(\w+)`", _section(page, "Errors")))
+    assert own <= set(re.findall(r"`(\w+)`", _section("docs/reference/errors.md", "Errors of the SDK")))
 
 
 def test_the_operators_page_has_every_kind_of_event() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "server/fleetdistill_server").rglob("*.py"))
     written = set(re.findall(r'(?:add_event\(\s*\w+|\.event\()(?:, )?\s*"([a-z-]+)"', sources))
     written |= {f"{name}{GUARD}" for name in re.findall(r'\.guard\(\s*"([a-z]+)"', sources)}
-    listed = {row[0].strip("`") for row in _rows(_section("server/README.md", "Looking at it")) if row[0][:1] == "`"}
+    listed = {
+        row[0].strip("`") for row in _rows(_section("docs/reference/events.md", "Events of a run")) if row[0][:1] == "`"
+    }
     assert {"refused", "late", "declined", "teacher-guard", "divergence-guard", "maturity-guard"} <= written
     assert written <= listed
 
@@ -263,5 +262,5 @@ def test_the_readmes_app_fits_the_runs_extractor() -> None:
 
 
 def test_the_sdk_pages_model_runs() -> None:
-    block = next(block for block in _blocks("client_sdk/README.md", "python") if "split_sequential" in block)
+    block = next(block for block in _blocks("docs/reference/device.md", "python") if "split_sequential" in block)
     exec(block, {})

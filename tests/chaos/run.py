@@ -73,7 +73,7 @@ def last_line(rows: Iterable[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The figures as Markdown, for docs/reliability.md."""
+    """The figures as Markdown, for docs/explanation/durability.md."""
     figures: Counter[str] = Counter()
     for row in rows:
         figures.update(row["figures"])

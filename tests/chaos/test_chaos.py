@@ -1,4 +1,4 @@
-"""A small part of `make chaos`, and that its seeds bring what docs/reliability.md says."""
+"""A small part of `make chaos`, and that its seeds bring what docs/explanation/durability.md says."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _fill(message: Any, depth: int) -> None:
 
 
 def _said(error: Any, method: MethodDescriptor) -> str:
-    """The status and our code; fails for anything that docs/protocol.md does not name."""
+    """The status and our code; fails for anything that docs/reference/errors.md does not name."""
     status = str(error.code().name)
     if method.name == _ENDLESS and status == "DEADLINE_EXCEEDED":
         return "answered"

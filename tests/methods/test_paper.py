@@ -74,7 +74,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "robust": "off",
     },
 }
-"""What `paper = true` changes of the defaults; C = 10. docs/methods.md is held against it."""
+"""What `paper = true` changes of the defaults; C = 10. docs/reference/methods/ is held against it."""
 
 every_paper = pytest.mark.parametrize("method", PAPER)
 
@@ -157,8 +157,8 @@ ROOT = Path(__file__).parents[2]
 @every_paper
 def test_the_papers_values_on_the_page_are_those_of_paper(method: str) -> None:
     """The paper's column of *What differs*, down to the row that says all of these at once."""
-    own = (ROOT / "docs/methods.md").read_text(encoding="utf-8").split(f"## {method}\n")[1].split("\n## ")[0]
-    cells = [line.split("|")[-2] for line in own.split("### What differs")[1].splitlines() if line[:1] == "|"]
+    own = (ROOT / f"docs/reference/methods/{method}.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[-2] for line in own.split("## What differs")[1].splitlines() if line[:1] == "|"]
     named = re.findall(r"`(\w+ = [^`]+)`", "".join(cells[: cells.index(" `paper = true` ")]))
     assert tomllib.loads("\n".join(named)) == PAPER[method]
 

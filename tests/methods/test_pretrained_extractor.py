@@ -1,4 +1,4 @@
-"""An extractor that comes with weights, end to end: the worked example of docs/methods.md, and any other module."""
+"""An extractor that comes with weights, end to end: the worked example of the documentation, and any other module."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 RUN = "given"
-PAGE = (Path(__file__).parents[2] / "docs/methods.md").read_text(encoding="utf-8")
-SECTION = PAGE.split("### An extractor that has been trained before")[1].split("\n### ")[0]
+PAGE = (Path(__file__).parents[2] / "docs/reference/methods/classstats.md").read_text(encoding="utf-8")
+SECTION = PAGE.split("## An extractor that has been trained before")[1].split("\n## ")[0]
 ANSWERS = ("general", "personal")
 
 

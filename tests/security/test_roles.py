@@ -207,8 +207,8 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
 
 
 def documented() -> dict[str, set[str]]:
-    """Who may call what, as docs/security.md says it."""
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    """Who may call what, as docs/explanation/security.md says it."""
+    page = (Path(__file__).parents[2] / "docs/explanation/security.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `/")]
     return {row[0].strip().strip("`"): {one.strip() for one in row[1].split(",")} for row in rows}
 
@@ -404,8 +404,8 @@ def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) 
 
 
 def test_what_leaves_a_device_is_what_the_methods_say() -> None:
-    """docs/security.md against the data behind `fleetdistill methods`."""
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    """docs/explanation/privacy.md against the data behind `fleetdistill methods`."""
+    page = (Path(__file__).parents[2] / "docs/explanation/privacy.md").read_text(encoding="utf-8")
     section = page.split("## What leaves a device, by method\n")[1]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
     said = {row[0]: (row[1], row[2]) for row in rows[1:]}

@@ -15,7 +15,7 @@ stands for any point and counts the hits of all together. Actions:
     sleep:SECONDS   stands still
     error:NAME      raises OSError with that errno, such as ENOSPC for a full disk (EIO if left out)
 
-docs/reliability.md tells what may be lost at each point, and which test kills there.
+docs/explanation/durability.md tells what may be lost at each point, and which test kills there.
 """
 
 from __future__ import annotations

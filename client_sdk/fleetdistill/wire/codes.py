@@ -1,7 +1,7 @@
 """Why the server says no: every reason that an error on the wire can carry, and its gRPC status.
 
-The same table serves the front, the links and `docs/protocol.md`. A *final* refusal of an upload puts the device out
-for the round; after any other one the device may try again.
+The same table serves the front, the links and `docs/reference/errors.md`. A *final* refusal of an upload puts the
+device out for the round; after any other one the device may try again.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ _LEFT_OUT = (
     'Default settings, a usual round, or the mean over a run whose rounds differ; exchanges and bytes "in all" are\n'
     "those of a whole run, however many rounds it has. Headers (half a kilobyte each), the\n"
     "first round's initial weights or proxy set and the end result come on top, and so do figures of test data.\n"
-    "docs/methods.md says how to read this."
+    "docs/reference/methods/index.md says how to read this."
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The `[limits]` of run.toml; server/README.md says what each means."""
+    """The `[limits]` of run.toml; docs/reference/run-toml.md says what each means."""
 
     open_calls: int = 20_000
     open_calls_per_device: int = 8

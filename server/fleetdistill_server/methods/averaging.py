@@ -1,6 +1,6 @@
 """Means over devices in which no single one decides: named operations, in float64.
 
-`docs/methods.md`, *Robust*, says what they bound. With fewer than four devices there is no telling who is far off, so
+`docs/reference/robust.md` says what they bound. With fewer than four devices there is no telling who is far off, so
 only weights are bounded then.
 """
 

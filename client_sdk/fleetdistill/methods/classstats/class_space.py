@@ -2,7 +2,7 @@
 
 The server makes it of merged moments and sends it once; nearest class mean in it is linear discriminant analysis with
 all numbers. In float64 with numpy alone. Letters: n rows, D numbers a row, K classes in the space, q directions, C
-classes of the run. The mathematics is `docs/methods.md`, classstats; numbers in brackets are its equations.
+classes of the run. The mathematics is `docs/reference/methods/classstats.md`; numbers in brackets are its equations.
 """
 
 from __future__ import annotations

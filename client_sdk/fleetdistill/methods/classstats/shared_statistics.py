@@ -1,7 +1,7 @@
 """Class statistics with one covariance that all classes share: what a device sends once, and its exact merge.
 
 All in float64 with numpy alone. Letters: n rows, D numbers a row, K classes, r directions. The mathematics is
-`docs/methods.md`, classstats; numbers in brackets are its equations.
+`docs/reference/methods/classstats.md`; numbers in brackets are its equations.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class RunEvent(_message.Message):
     device: _builtins.str
     """Device it is about; may be empty."""
     kind: _builtins.str
-    """Kind, as listed in server/README.md."""
+    """Kind, as listed in docs/reference/events.md."""
     code: _builtins.str
     """Code of the refusal; may be empty."""
     text: _builtins.str
@@ -863,7 +863,7 @@ class EventProgress(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     event: _builtins.str
-    """Kind, as listed in server/README.md."""
+    """Kind, as listed in docs/reference/events.md."""
     run: _builtins.str
     """The run."""
     round: _builtins.int

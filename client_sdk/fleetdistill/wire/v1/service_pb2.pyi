@@ -4,7 +4,7 @@ isort:skip_file
 The calls of a device. The device always calls; no stream is held open while it trains.
 
 Errors carry a google.rpc.Status with one ErrorInfo: domain "fleetdistill", reason one of the codes in
-docs/protocol.md, and metadata that names the tensor, the row or the two sides that disagree.
+docs/reference/errors.md, and metadata that names the tensor, the row or the two sides that disagree.
 """
 
 from collections import abc as _abc
@@ -499,7 +499,7 @@ class UploadStatusResponse(_message.Message):
     ask_open: _builtins.bool
     """False when the ask takes no answer any more."""
     closed_code: _builtins.str
-    """Why it takes none, a code of docs/protocol.md such as "late" or "closed"; empty while it is open, with a receipt, and
+    """Why it takes none, a code of docs/reference/errors.md such as "late" or "closed"; empty while it is open, with a receipt, and
     from a server of 0.1.
     """
     closed_text: _builtins.str

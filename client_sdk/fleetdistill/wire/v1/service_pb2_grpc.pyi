@@ -4,7 +4,7 @@ isort:skip_file
 The calls of a device. The device always calls; no stream is held open while it trains.
 
 Errors carry a google.rpc.Status with one ErrorInfo: domain "fleetdistill", reason one of the codes in
-docs/protocol.md, and metadata that names the tensor, the row or the two sides that disagree.
+docs/reference/errors.md, and metadata that names the tensor, the row or the two sides that disagree.
 """
 
 from collections import abc as _abc

@@ -1,6 +1,7 @@
 """Class statistics, server half: averages the extractor, merges the devices' summaries, and sends them the merge.
 
-Our own method; `docs/methods.md` describes it. The server trains a predictor of its own on drawn rows alone: it is the
+Our own method; `docs/reference/methods/classstats-averaged.md` describes it.
+The server trains a predictor of its own on drawn rows alone: it is the
 operator's model, and tells which classes the Gaussians do not describe.
 """
 
@@ -60,7 +61,7 @@ class AveragedServer(ServerMethod):
         "training alone and of feddkc, and about level with or ahead of fedavg's device models, at a twentieth to a "
         "fortieth of its bytes. Its limits: moments of each class leave the device; features of a shallow extractor "
         "are a weak generator of harder images; fedavg's global model is better where every device can run it. "
-        "docs/methods.md has the figures"
+        "docs/reference/methods/ has the figures"
     )
     steps = {  # noqa: RUF012  (a ClassVar of the base)
         "train": {"extractor": "model_parameters"},

@@ -1,6 +1,6 @@
 """Tests of what devices have sent of their classes: what of it goes into a merge, and how many rows it counts for.
 
-One implementation for both forms of class statistics; docs/methods.md, *Robust*, has the rules. Nothing here depends on
+One implementation for both forms of class statistics; docs/reference/robust.md has the rules. Nothing here depends on
 the order of the devices: medians over them, and ties that go by their ids.
 """
 

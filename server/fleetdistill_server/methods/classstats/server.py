@@ -1,6 +1,7 @@
 """Class statistics, server half: merges the devices' statistics exactly, and sends them the space of their classes.
 
-Our own method; `docs/methods.md` describes it. What is kept of each device is what it sent, so a merge without it is
+Our own method; `docs/reference/methods/classstats.md` describes it.
+What is kept of each device is what it sent, so a merge without it is
 made of the others' alone.
 """
 
@@ -64,7 +65,7 @@ class ClassStatsServer(ServerMethod):
         "training alone, of feddkc and of fedavg with the apps' models in every setting that we measured, with one "
         "upload and one download of some kB. Its limits: class means and counts leave the device; the global model of "
         "fedavg with a small network on the same standardised features is level, at hundreds of times the bytes; hard "
-        "images (CIFAR-10) want a pretrained extractor. docs/methods.md has the figures"
+        "images (CIFAR-10) want a pretrained extractor. docs/reference/methods/ has the figures"
     )
     picks_devices = True
     steps = {"summarise": {"statistics": "shared_statistics"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
