@@ -4,7 +4,8 @@ Importing it is light: torch, onnx and onnxruntime are loaded by the parts that 
 """
 
 from fleetdistill.device.arguments import COLUMNS
-from fleetdistill.device.device import Device, Event, Step
+from fleetdistill.device.device import Device
+from fleetdistill.device.events import Event, Step
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.version import VERSION as __version__
 

@@ -1,6 +1,7 @@
 """Taking part in a run: `Device`, what it may send, and who computes."""
 
 from fleetdistill.device.arguments import COLUMNS, DEFAULT_COLUMNS
-from fleetdistill.device.device import Device, Event, Step
+from fleetdistill.device.device import Device
+from fleetdistill.device.events import Event, Step
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "Device", "Event", "Step"]

@@ -18,8 +18,6 @@ import secrets
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +34,7 @@ from fleetdistill.device.arguments import (
 )
 from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.declines import MAX_REASON, Declines
+from fleetdistill.device.events import Event, Step
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.notes import in_words
 from fleetdistill.errors import (
@@ -94,32 +93,6 @@ _GOES_ON = "ABORTED"
 # ... or does not take the caller for the one it says it is, which the app must hear.
 _ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 _TAKES_NONE = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
-
-
-class Step(StrEnum):
-    """What one `Device.step` did."""
-
-    ANSWERED = "answered"
-    WAITED = "waited"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something the app may want to show.
-
-    Attributes:
-        kind: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped, kept, delivered,
-            exported, interrupted, lost-contact, stopped or finished.
-        round: Round it belongs to, 0 for none.
-        text: One sentence.
-        values: Counts and figures.
-    """
-
-    kind: str
-    round: int
-    text: str
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 class Device:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fleetdistill.device.device import Event
+    from fleetdistill.device.events import Event
 
 
 class Guard:
