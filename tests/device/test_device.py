@@ -21,6 +21,9 @@ from support.processes import PATIENCE_SECONDS
 from torch import nn
 
 from fleetdistill import Device, Event, Step
+from fleetdistill.device.check_in import CheckIn
+from fleetdistill.device.events import Events as DeviceEvents
+from fleetdistill.device.sender import Sender
 from fleetdistill.device.torch_compute import Worker
 from fleetdistill.errors import (
     CannotAnswer,
@@ -353,8 +356,7 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
     with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
         for one in (fleet, other):
             one.ask("d")
-        device.step(0) if device._terms else device._check_in()
-        method = device._ready_worker()._method
+        method = device._check_in.ready_worker()._method
         method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
         with pytest.raises(Crash):
             device.step(0)
@@ -372,7 +374,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
     events = Events()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
-        method = device._ready_worker()._method
+        method = device._check_in.ready_worker()._method
         before = device._storage.load("state.safetensors")
 
         def cannot(ask: Any) -> Any:
@@ -395,8 +397,10 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
-    assert device._worker is not None
-    assert all(bool(one.any()) for one in device._worker._module.parameters()), "it went on from the committed state"
+    assert device._session.worker is not None
+    assert all(bool(one.any()) for one in device._session.worker._module.parameters()), (
+        "it went on from the committed state"
+    )
 
 
 # --- delivery, in the app
@@ -410,12 +414,12 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
     with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
         for number in range(9):
             before = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
-            trained = device._worker.state()  # type: ignore[union-attr]
+            trained = device._session.worker.state()  # type: ignore[union-attr]
             fleet.ask("d", wrong if number >= 3 else None)
             device.step(0)
             same = all(torch.equal(tensor, before[name]) for name, tensor in device.model.state_dict().items())
             assert same == (events[-1].kind == "kept")
-            assert device._worker.state() != trained, "training goes on either way"  # type: ignore[union-attr]
+            assert device._session.worker.state() != trained, "training goes on either way"  # type: ignore[union-attr]
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert verdicts[0].kind == "delivered"
     kept = [event for event in verdicts if event.kind == "kept"]
@@ -540,7 +544,7 @@ def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet
     assert 0 < verdict.values["accuracy_in_use"] < 0.9
 
 
-@pytest.mark.parametrize("moment", ["promote_answer", "_export"])
+@pytest.mark.parametrize("moment", ["promote_answer", "export"])
 def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -554,7 +558,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     crashing.step(0)
     fleet.ask("d")
     with monkeypatch.context() as patch:
-        patch.setattr(Storage if moment == "promote_answer" else Device, moment, die)
+        patch.setattr(Storage if moment == "promote_answer" else Sender, moment, die)
         with pytest.raises(Crash):
             crashing.step(0)
     crashing._storage.close()
@@ -604,8 +608,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
 def test_a_device_killed_while_training_trains_again_from_the_committed_state(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path)
-    crashing._check_in()
-    worker = crashing._ready_worker()
+    worker = crashing._check_in.ready_worker()
     original = worker._method._knowledge  # type: ignore[attr-defined]
     worker._method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
     with pytest.raises(Crash):
@@ -646,7 +649,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, first)
     with monkeypatch.context() as patch:
-        patch.setattr(*((Device, "_tell_scores") if moment == "before" else (Storage, "outcome_told")), die)
+        patch.setattr(*((DeviceEvents, "tell_scores") if moment == "before" else (Storage, "outcome_told")), die)
         with pytest.raises(Crash):
             crashing.step(0)
     crashing._storage.close()
@@ -683,7 +686,7 @@ def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Flee
 def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
-        device._ready_worker()
+        assert device.model is not None
         before = device._storage.load("state.safetensors")
         device._storage._max_answer_bytes = 100
         fleet.ask("d")
@@ -702,8 +705,8 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
     events = Events()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
-        device._ready_worker()
-        device._downloads._max_bytes = 100
+        assert device.model is not None
+        device._check_in._downloads._max_bytes = 100
         fleet.ask("d", RefinedKnowledge(valid=True, sample_ids=np.arange(24), values=np.zeros((24, 3), np.float32)))
         assert device.step(0) is Step.ANSWERED
         assert device.step(0) is Step.WAITED
@@ -718,7 +721,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
     events = Events()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
-        device._ready_worker()
+        assert device.model is not None
         before = device._storage.load("state.safetensors")
         fleet.ask("d")
         with monkeypatch.context() as patch:
@@ -743,8 +746,7 @@ def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
             fleet.ask("d", step="dream")
             device.step(0)
         else:
-            device._check_in()
-            device._ready_worker()
+            assert device.model is not None, "it has its state"
             fleet.ask("d")
             with monkeypatch.context() as patch:
                 patch.setattr("fleetdistill.wire.payload.DTYPES", {})
@@ -908,8 +910,8 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
         device.step(0)
         assert events[-1].kind == "refused"
         assert events[-1].values["code"] == "bad-value"
-        device._ready_worker()
-        assert torch.equal(device._worker._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
+        assert device.model is not None
+        assert torch.equal(device._session.worker._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
 
 
 # --- what the app gives
@@ -1238,7 +1240,7 @@ def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
 ) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
-    monkeypatch.setattr(Device, "_make_worker", lambda device, contract: pytest.fail("nobody has asked for work"))
+    monkeypatch.setattr(CheckIn, "make_worker", lambda device, contract: pytest.fail("nobody has asked for work"))
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.WAITED
 

@@ -203,7 +203,7 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
     for expected in (1, 0, 0):  # a new device; the same one started again, twice
         link = CountingLink(desk)
         with make_device(spec, link) as device:
-            worker = device._ready_worker()
+            worker = device._check_in.ready_worker()
             assert worker.has_payload(digest)
             proxy = worker._method.local.proxy
             assert proxy is not None
@@ -219,14 +219,14 @@ def test_a_damaged_cache_is_noticed_and_fetched_anew(
     _, desk, digest = opened
     spec = fleet[1][0]
     with make_device(spec, MemoryLink(desk)) as device:
-        device._ready_worker()
+        assert device.model is not None
     file = Path(spec.state_dir) / "downloads" / f"{digest.hex()}.payload"
     content = bytearray(file.read_bytes())
     content[damage] ^= 1
     file.write_bytes(content)
     link = CountingLink(desk)
     with make_device(spec, link) as device:
-        device._ready_worker()
+        assert device.model is not None
     assert link.wanted.count(digest) == 1
 
 

@@ -244,7 +244,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
     with pytest.raises(Death):
         dying.step(0)
     dying._storage.close()
-    dying._link.close()
+    dying._session.link.close()
     with case.device() as device:
         assert device.step(0) is Step.ANSWERED
         assert device.step(0) is Step.WAITED
@@ -281,7 +281,7 @@ def test_an_upload_that_breaks_off_again_and_again_and_grows_each_time_is_not_gi
 
     with case.device(rows=180_000) as device:
         device.step(0)
-        device._link = Short(case.front.port, "", lambda: None)
+        device._session.link = Short(case.front.port, "", lambda: None)
         case.open()
         with pytest.raises(LinkError, match="the stream ended after"):
             device.step(0)
@@ -315,7 +315,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         case.round = open_round(case.store, case.name)
         write_asks(case.store, case.round, case.name, payload=old)
         link = Between(case.front.port, moment or "before asking for the status", lambda: ask_something_else(case, new))
-        device._link = link
+        device._session.link = link
         assert device.step(0) is Step.ANSWERED
         dropped = case.events.of("dropped")
         assert dropped.values["code"] == "closed"
@@ -353,7 +353,7 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
     case: Case, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     with case.device(export_onnx="round") as device:
-        device._export_due = lambda: None  # type: ignore[method-assign]  # a small device has no model
+        device._sender.export_due = lambda: None  # type: ignore[method-assign]  # a small device has no model
         device.step(0)
         case.open()
         with monkeypatch.context() as patch:

@@ -72,7 +72,7 @@ class DeviceTarget:
                 break
             if random.random() < 0.1:
                 with contextlib.suppress(FleetDistillError):
-                    device._link.heartbeat(device._identity)
+                    device._session.link.heartbeat(device._session.identity)
         with contextlib.suppress(FleetDistillError):
             device.close()
 

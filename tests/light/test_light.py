@@ -396,7 +396,7 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
         for fetched in ([expected], []):  # a new device; the same one started again
             link.wanted.clear()
             with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
-                device._ready_worker()
+                device._check_in.ready_worker()
             assert link.wanted == fetched
     store.close()
 

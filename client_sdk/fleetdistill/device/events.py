@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill.device.guard import Guard
+from fleetdistill.link.terms import plain
+from fleetdistill.printable import printable
+from fleetdistill.state.directory import Outcome, Pending
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import service_pb2
+
+if TYPE_CHECKING:
+    from fleetdistill.training.onnx_file import OnnxReport
+
+logger = logging.getLogger(__name__)
+
+_TAKES_NONE = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
 
 
 class Step(StrEnum):
@@ -31,3 +47,68 @@ class Event:
     round: int
     text: str
     values: dict[str, Any] = field(default_factory=dict)
+
+
+class Events:
+    """Tells the app, and the log, what happens.
+
+    Args:
+        guard: Calls the app when no lock is held.
+        device_id: The device's name, for the log.
+    """
+
+    def __init__(self, guard: Guard, device_id: str) -> None:
+        self._guard, self._device_id = guard, device_id
+        self._reason = ""  # why there is nothing to do, as the app was told
+
+    def tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
+        """Tells the app one thing about a round; 0 is none."""
+        logger.info("%s: %s", self._device_id, printable(text))
+        self._guard.tell(Event(kind, number, text, values or {}))
+
+    def tell_ask(self, ask: service_pb2.Ask) -> None:
+        """Work begins."""
+        if ask.first_attempt > 1:
+            text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
+            self.tell("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
+        text = f"round {ask.round}: the server asks for step {plain(ask.step)!r}"
+        self.tell("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
+
+    def tell_outcome(self, outcome: Outcome) -> None:
+        """What became of an answer, and of the app's model with it."""
+        number = outcome.pending.round
+        if outcome.receipt:
+            self.tell_scores(outcome.pending)
+            values = {"receipt": outcome.receipt, "tries": outcome.tries}
+            self.tell("answered", number, f"round {number}: receipt {outcome.receipt}", values)
+            self._tell_verdict(outcome.pending)
+        else:
+            kind = "dropped" if outcome.code in _TAKES_NONE else "refused"
+            self.tell(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
+
+    def tell_scores(self, pending: Pending) -> None:
+        """How the round's model does on the app's own data."""
+        for split, confusion in pending.scores.items():
+            correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
+            accuracy = correct / count if count else math.nan
+            values = {"split": split, "accuracy": accuracy, "confusion": confusion}
+            self.tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
+
+    def _tell_verdict(self, pending: Pending) -> None:
+        """Tells the app what became of its model."""
+        verdict = pending.verdict
+        if verdict is not None:
+            kind = "delivered" if verdict.replaced else "kept"
+            self.tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
+
+    def tell_exported(self, report: OnnxReport, number: int) -> None:
+        """The delivered model was written as ONNX."""
+        values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
+        text = f"{report.path.name} agrees with the model to {report.max_difference:.1e}"
+        self.tell("exported", number, text, values)
+
+    def tell_reason(self, reason: str) -> None:
+        """Tells the app once why there is nothing to do, where the server says so; empty where there is work."""
+        if reason and reason != self._reason:
+            self.tell("stopped", 0, f"{plain(reason)}; the device waits")
+        self._reason = reason

@@ -1,0 +1,145 @@
+"""One ask of the server: a device computes the answer and keeps it, or declines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fleetdistill.device.check_in import CheckIn
+from fleetdistill.device.consent import check_may_leave
+from fleetdistill.device.declines import MAX_REASON, Declines
+from fleetdistill.device.events import Events
+from fleetdistill.device.notes import in_words
+from fleetdistill.device.sender import Sender
+from fleetdistill.device.session import Session
+from fleetdistill.errors import (
+    CannotAnswer,
+    ConfigurationError,
+    FleetDistillError,
+    KnowledgeError,
+    NoRoomError,
+    RefusedError,
+    WireError,
+)
+from fleetdistill.link.terms import check_ask
+from fleetdistill.state.directory import Pending
+from fleetdistill.training.time_limit import time_limit
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.payload import DTYPES
+from fleetdistill.wire.v1 import service_pb2
+
+if TYPE_CHECKING:
+    from fleetdistill.device.compute import DeviceWorker
+    from fleetdistill.knowledge import Kind
+    from fleetdistill.methods.base import Answer
+
+
+class AskHandler:
+    """Handles asks, one after the other.
+
+    Args:
+        session: The device.
+        events: What the app learns.
+        check_in: Gives the worker and downloads payloads.
+        sender: Settles the answer.
+        stopped: Set when the app stops the device.
+        allow: Columns that may leave the device.
+        max_seconds: Most seconds of work on one ask.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: Events,
+        check_in: CheckIn,
+        sender: Sender,
+        stopped: threading.Event,
+        *,
+        allow: Sequence[str],
+        max_seconds: float,
+    ) -> None:
+        self._session, self._events, self._storage = session, events, session.storage
+        self._check_in, self._sender, self._stopped = check_in, sender, stopped
+        self._allow, self._max_seconds = allow, max_seconds
+        self._declines = Declines()
+
+    def handle(self, ask: service_pb2.Ask) -> None:
+        """Answers an ask and sends the answer, or declines it."""
+        if self._declines.knows(ask):
+            self._decline(ask, self._declines.reason)
+            return
+        try:
+            check_ask(ask)
+        except WireError as reason:
+            self._decline(ask, reason)
+            return
+        self._events.tell_ask(ask)
+        with self._sender.heartbeats():
+            worker = self._check_in.ready_worker()
+            try:
+                pending, answer = self._work(worker, ask, self._question(ask))
+            except _AskIsOver as over:
+                self._events.tell("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
+                return
+            except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
+                # Training has made no numbers of it, it comes from a server that is newer or broken, or the disk is
+                # full: no answer to this ask, and no end of the device.
+                self._decline(ask, reason)
+                return
+            except BaseException:
+                worker.forget_state()  # half an answer's training must not enter the next one
+                raise
+        if any(answer.notes.values()):
+            self._events.tell("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
+        self._sender.settle(pending)
+
+    def _question(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
+        """What the ask brings along."""
+        try:
+            return decode(self._check_in.download(ask.payload)) if ask.payload else {}
+        except RefusedError as refusal:
+            if refusal.code != Code.NOT_FOUND:
+                raise
+            # The device was so slow that its round is over; it is out for the round, not for the run.
+            raise _AskIsOver(refusal) from refusal
+
+    def _work(self, worker: DeviceWorker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
+        """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
+        with time_limit(self._max_seconds):
+            work = worker.answer(ask, parts, self._allow)
+        answer = work.answer
+        check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
+        payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
+        # The server asks again under a new number when it has lost an answer that this device has forgotten.
+        attempt = max(self._storage.next_attempt(ask.round, ask.step_number), ask.first_attempt)
+        scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
+        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores, ask.payload.hex())
+        self._storage.put_answer(pending, payload, work.state, work.delivered)
+        self._session.computed = pending
+        return pending, answer
+
+    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
+        """Out for the step, not for the run: the server closes this ask and does not wait for it.
+
+        The same ask again, from a server that missed this or does not care, is declined without work, ever slower.
+        """
+        if self._session.worker is not None:
+            self._session.worker.forget_state()
+        self._stopped.wait(self._declines.note(ask, reason))
+        request = service_pb2.DeclineRequest(
+            identity=self._session.identity, round=ask.round, step_number=ask.step_number
+        )
+        request.reason = str(reason)[:MAX_REASON]
+        self._session.link.decline(request)
+        if self._declines.is_news():
+            self._events.tell("dropped", ask.round, str(reason))
+
+
+class _AskIsOver(Exception):
+    """The payload of an ask is gone, so its round is over."""
+
+    def __init__(self, refusal: RefusedError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal

@@ -1,0 +1,43 @@
+"""What the parts of a device share while it is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetdistill.device.guard import Guard
+from fleetdistill.link.base import Link
+from fleetdistill.state.directory import Pending, Storage
+from fleetdistill.wire.v1 import service_pb2
+
+if TYPE_CHECKING:
+    from fleetdistill.device.compute import DeviceWorker
+
+
+@dataclass
+class Session:
+    """One device, open; `CheckIn`, `Sender` and `Device` work on it.
+
+    Attributes:
+        storage: The state directory.
+        link: The connection to the server.
+        identity: Run, device id and secret.
+        guard: Held while the worker or the identity is used.
+        terms: The server's reply to the check-in; None before it, and when the device has to check in again.
+        worker: Computes for the device; None until it is needed.
+        computed: The answer whose state the worker holds.
+    """
+
+    storage: Storage
+    link: Link
+    identity: service_pb2.Identity
+    guard: Guard
+    terms: service_pb2.CheckInResponse | None = None
+    worker: DeviceWorker | None = None
+    computed: Pending | None = None
+
+    def forget_state(self) -> None:
+        """The worker reads its state from the disk before it works again."""
+        self.computed = None
+        if self.worker is not None:
+            self.worker.forget_state()
