@@ -22,7 +22,7 @@ from fleetdistill.training.model import check_local_model, fingerprint
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.store.guards import GUARD
+from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.schema import migrations
 
 ROOT = Path(__file__).parents[1]

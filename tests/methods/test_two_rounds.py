@@ -7,14 +7,12 @@ factor, and devices have different numbers of rows.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from support.halves import Halves, ask_seed, server_seed
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -35,6 +33,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model
 from fleetdistill.training.portable_noise import portable_noise
+from fleetdistill_server import testing
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
@@ -46,6 +45,7 @@ from fleetdistill_server.methods.feddkc.server import FedDKCServer
 from fleetdistill_server.methods.feddkd import FedDKDServer
 
 CLASSES, INPUTS, CUT, HIDDEN = 3, 6, 5, 4
+SEED = 1
 ROWS = {"a": 10, "b": 13}
 CPU = torch.device("cpu")
 TAU = 2.0
@@ -95,12 +95,19 @@ def new_model(seed: int) -> SplitModel:
     return small_model()
 
 
-def play(server: ServerMethod, members: Mapping[str, DeviceMethod], rounds: int = 2) -> list[Halves]:
-    played = [Halves(members, completed) for completed in range(rounds)]
-    for cohort in played:
-        asyncio.run(server.round(cohort))  # type: ignore[arg-type]
+def play(server: ServerMethod, members: Mapping[str, DeviceMethod], rounds: int = 2) -> None:
+    for cohort in testing.play(server, members, rounds, seed=SEED):
         assert cohort.events == []
-    return played
+
+
+def ask_seed(round_number: int, step: str, device: str, nth: int = 1) -> int:
+    """Seed of a device's answer to the nth step of a round."""
+    return derive_seed(SEED, round_number, step, nth, device)
+
+
+def server_seed(round_number: int, name: str) -> int:
+    """Seed of the server's random numbers for one purpose."""
+    return derive_seed(SEED, round_number, name, "server")
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float = 2e-6) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +17,20 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, QuorumNotReached, StoreError, WireError
-from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.logs import about
-from fleetdistill_server.methods.cohort import ColumnsFor, DeviceAnswer, PayloadFor
-from fleetdistill_server.store.guards import GUARD
+from fleetdistill_server.methods.cohort import (
+    ColumnsFor,
+    DeviceAnswer,
+    PayloadFor,
+    ask_seed,
+    devices_needed,
+    round_generator,
+    sample_devices,
+)
 from fleetdistill_server.store.store import Row, Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
@@ -139,7 +145,7 @@ class StoreCohort:
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
         """How many of so many asked devices must answer: the run's quorum of them, or another."""
-        return math.ceil((self._terms.quorum if quorum is None else quorum) * asked - 1e-9)
+        return devices_needed(asked, self._terms.quorum if quorum is None else quorum)
 
     def add_newcomers(self, devices: Sequence[str]) -> None:
         """Lets devices that are not of this round's cohort hear the end result too."""
@@ -152,9 +158,7 @@ class StoreCohort:
 
     def sample(self, ratio: float) -> list[str]:
         """A random part of the cohort for this round: of K devices max(1, floor(ratio * K)), in id order."""
-        count = max(1, math.floor(ratio * len(self.devices) + 1e-9))
-        order = torch.randperm(len(self.devices), generator=self.generator("participants"))
-        return sorted(self.devices[number] for number in order[:count].tolist())
+        return sample_devices(self.devices, ratio, self.generator("participants"))
 
     def model_fingerprint(self, device: str) -> str:
         """Which model a device has said that it runs, as `fleetdistill.training.model.fingerprint` names it."""
@@ -187,7 +191,7 @@ class StoreCohort:
 
     def generator(self, name: str) -> torch.Generator:
         """Random numbers for one named purpose of this round."""
-        return torch.Generator().manual_seed(derive_seed(self._terms.seed, self.round, name, "server"))
+        return round_generator(self._terms.seed, self.round, name)
 
     async def _when_there_is_room(self, step: str, write: Callable[[], bool]) -> None:
         """Writes asks until they are written; a full disk makes them wait, it does not end the run."""
@@ -259,7 +263,7 @@ class StoreCohort:
             "expects": expects,
             "payload": encoded.sha256 if encoded else None,
             "payload_bytes": encoded.data_bytes if encoded else 0,
-            "seed": derive_seed(self._terms.seed, self.round, step, number, device),
+            "seed": ask_seed(self._terms.seed, self.round, step, number, device),
             "deadline_at": self._store.clock.now() + self._terms.deadline_seconds,
         }
 

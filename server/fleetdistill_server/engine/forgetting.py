@@ -21,8 +21,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.store.guards import GUARD
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
 from fleetdistill_server.store.store import AT_REST, Row, Store
 

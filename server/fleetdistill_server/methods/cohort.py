@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
+from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode
 
 PayloadFor = Parts | Callable[[str], Parts] | None
@@ -124,3 +126,25 @@ class Cohort(Notes, Protocol):
 
     def model_fingerprint(self, device: str) -> str:
         """The device's model as its profile names it, a `fleetdistill.training.model.fingerprint`."""
+
+
+def ask_seed(run_seed: int, round_number: int, step: str, step_number: int, device: str) -> int:
+    """Seed of a device's answer: the ask of one device in the round's step of that number, from 1."""
+    return derive_seed(run_seed, round_number, step, step_number, device)
+
+
+def round_generator(run_seed: int, round_number: int, name: str) -> torch.Generator:
+    """The server's random numbers for one named purpose of a round."""
+    return torch.Generator().manual_seed(derive_seed(run_seed, round_number, name, "server"))
+
+
+def sample_devices(devices: Sequence[str], ratio: float, generator: torch.Generator) -> list[str]:
+    """A random part: of K devices max(1, floor(ratio * K)), in id order."""
+    count = max(1, math.floor(ratio * len(devices) + 1e-9))
+    order = torch.randperm(len(devices), generator=generator)
+    return sorted(devices[number] for number in order[:count].tolist())
+
+
+def devices_needed(asked: int, quorum: float) -> int:
+    """How many of so many devices a quorum in [0, 1] asks for."""
+    return math.ceil(quorum * asked - 1e-9)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetdistill.verdict import SPLIT, VERDICTS
+from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.store import Row, Store
-
-GUARD = "-guard"
-"""How the kind of an event ends that a method's guard wrote; see `Cohort.guard`."""
 
 
 @dataclass(frozen=True)
