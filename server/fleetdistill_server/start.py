@@ -5,12 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 
+INTERRUPTED = 130
+"""What shells say of a program that Ctrl-C has ended."""
+
 
 def main() -> None:
     """Runs the command line; a signal that comes while `serve` is still being imported ends it like a later one."""
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))
-    from fleetdistill_server.cli.app import app
-
+    try:
+        from fleetdistill_server.cli.app import app
+    except KeyboardInterrupt:
+        print("interrupted before anything was done: give the same command again", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     app()

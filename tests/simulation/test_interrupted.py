@@ -171,15 +171,19 @@ def test_an_earlier_simulation_is_not_overwritten_unasked(tmp_path: Path) -> Non
 
 def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
     wanted = replace(FLEET, out=tmp_path / "out")
-    _, lock = open_folder(wanted, "refuse")
-    with lock, pytest.raises(DataError, match="another simulation runs in"):
-        open_folder(wanted, "resume")
+    with (
+        open_folder(wanted, "refuse"),
+        pytest.raises(DataError, match="another simulation runs in"),
+        open_folder(wanted, "resume"),
+    ):
+        pass
     assert saved_simulation(wanted.out) == wanted
 
 
 def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
-    open_folder(replace(FLEET, models=("digits_linear",), out=tmp_path / "out"), "refuse")[1].close()
+    with open_folder(replace(FLEET, models=("digits_linear",), out=tmp_path / "out"), "refuse"):
+        pass
     told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--rounds", "5"])
     assert (told.exit_code, told.stdout) == (1, "")
     assert "rounds was 3, is 5" in told.stderr
@@ -194,3 +198,71 @@ def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
     assert interrupted_line(Interrupted(None), Path("out")) == (
         "interrupted before the first round was complete; --resume --out out goes on from there"
     )
+    assert interrupted_line(Interrupted(None, begun=False), Path("out")) == (
+        "interrupted before anything was simulated; nothing was changed in out: give the same command again"
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+WRONG = {
+    "method": (["--method", "fedavgg"], "unknown method 'fedavgg'"),
+    "setting": (["--set", "batch_size=0"], "batch_size must be >= 1"),
+    "unknown setting": (["--set", "batchsize=3"], "unknown setting"),
+    "model": (["--model", "digits_linaer"], "unknown device model 'digits_linaer'"),
+    "dataset": (["--dataset", "digitss"], "unknown data set 'digitss'"),
+    "partition": (["--partition", "dirichlet"], "unknown partition 'dirichlet'"),
+    "alpha": (["--alpha", "-1"], "alpha"),
+    "devices": (["--devices", "5000"], "5000 devices"),
+    "model of other inputs": (["--model", "feddkd_vgg9"], "feddkd_vgg9"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_simulation_that_is_refused_leaves_no_trace_and_harms_no_other(name: str, tmp_path: Path) -> None:
+    options, sentence = WRONG[name]
+    out = ["--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, ["simulate", *out, *options])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert sentence in told.stderr
+    assert not (tmp_path / "out").exists()
+    with open_folder(replace(FLEET, out=tmp_path / "out"), "refuse") as work:
+        (work / "something").write_text("of the earlier simulation")
+    (tmp_path / "out" / "report.json").write_text("{}")
+    before = files(tmp_path)
+    told = CliRunner().invoke(app, ["simulate", *out, "--overwrite", *options])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert sentence in told.stderr
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(("where", "begun"), [("load_dataset", False), ("check_plan", False), ("make_specs", True)])
+def test_ctrl_c_before_the_first_round_says_how_to_go_on(
+    where: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"fleetdistill_server.simulation.fleet.{where}", press)
+    out = tmp_path / "out"
+    told = CliRunner().invoke(app, ["simulate", "--out", str(out), *OPTIONS])
+    assert (told.exit_code, told.stdout) == (130, "")
+    if begun:
+        assert told.stderr == (
+            f"interrupted before the first round was complete; --resume --out {out} goes on from there\n"
+        )
+        assert saved_simulation(out).rounds == 3
+    else:
+        assert "interrupted before anything was simulated" in told.stderr
+        assert not out.exists()
+
+
+def test_a_folder_whose_settings_were_not_written_yet_is_begun_anew(tmp_path: Path) -> None:
+    wanted = replace(FLEET, out=tmp_path / "out")
+    with open_folder(wanted, "refuse") as work:
+        (work / "simulation.json").unlink()
+    with open_folder(wanted, "refuse"):
+        pass
+    assert saved_simulation(wanted.out) == wanted

@@ -34,6 +34,7 @@ from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.methods.traffic import Sizes, Weights
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.start import INTERRUPTED
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.units import readable_bytes
 
@@ -60,7 +61,6 @@ devices_app.command("revoke")(devices_revoke)
 _SIZES = Sizes()
 _FIELDS = {"model": ("models",), "set_": ("settings",), "controls": ("with_alone", "with_fedavg")}
 """Options of `simulate` that have another name in `Simulation`."""
-_INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
 
 
 @app.callback(invoke_without_command=True)
@@ -129,10 +129,7 @@ def simulate(
 
     Ctrl-C ends it with a report of the rounds so far; --resume goes on from there.
     """
-    from fleetdistill_server.simulation.fleet import Interrupted
-    from fleetdistill_server.simulation.folder import saved_simulation
-    from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
-    from fleetdistill_server.simulation.spec.settings import Simulation
+    from fleetdistill_server.simulation.spec.settings import Simulation, not_begun
 
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
@@ -160,14 +157,27 @@ def simulate(
         with_fedavg=controls,
         out=out,
     )
-    if resume:
-        wanted = _with_given(context, saved_simulation(out), wanted)
-    if_there: Literal["refuse", "overwrite", "resume"] = "resume" if resume else "overwrite" if overwrite else "refuse"
+    try:
+        _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json)
+    except KeyboardInterrupt:  # in the seconds in which torch is imported
+        typer.echo(not_begun(out), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _simulate(
+    context: typer.Context, wanted: Simulation, if_there: Literal["refuse", "overwrite", "resume"], as_json: bool
+) -> None:
+    from fleetdistill_server.simulation.fleet import Interrupted
+    from fleetdistill_server.simulation.folder import saved_simulation
+    from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
+
+    if if_there == "resume":
+        wanted = _with_given(context, saved_simulation(wanted.out), wanted)
     try:
         simulate_and_show(wanted, if_there=if_there, as_json=as_json)
     except Interrupted as interrupted:
-        typer.echo(interrupted_line(interrupted, out), err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        typer.echo(interrupted_line(interrupted, wanted.out), err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -> Simulation:

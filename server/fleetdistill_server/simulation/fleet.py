@@ -11,16 +11,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError
-from fleetdistill.models import PREDICTORS
-from fleetdistill.names import unknown_name
 from fleetdistill.training.figures import Counts
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation.controls.fedavg import check_fedavg, run_fedavg_control
+from fleetdistill_server.simulation.checks import check_plan, check_settings
+from fleetdistill_server.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_server.simulation.controls.local_only import note_start, train_fleet_alone
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
-from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.folder import IfThere, open_folder
+from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder
 from fleetdistill_server.simulation.links.links import run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
 from fleetdistill_server.simulation.report.controls import Controls
@@ -28,16 +25,15 @@ from fleetdistill_server.simulation.report.history import read_history
 from fleetdistill_server.simulation.report.plots import load_matplotlib
 from fleetdistill_server.simulation.report.report import Outcome, make_report
 from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.spec.hostile import ATTACKS
 from fleetdistill_server.simulation.spec.plan import (
     RUN,
     Fleet,
+    deal,
     hold_out_proxy,
     limit_test_part,
     make_run_config,
     make_specs,
     open_store,
-    partition_settings,
     proxy_per_class,
 )
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -48,11 +44,13 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         report: Of the rounds that were completed, as it was written; None before the first one.
+        begun: Whether the folder has the simulation, so that another start can go on with it.
     """
 
-    def __init__(self, report: FleetReport | None) -> None:
+    def __init__(self, report: FleetReport | None, *, begun: bool = True) -> None:
         super().__init__("the simulation was interrupted")
         self.report = report
+        self.begun = begun
 
 
 def simulate(
@@ -71,49 +69,64 @@ def simulate(
         ConfigurationError: A setting is out of range, or `out` holds another simulation.
         DataError: The data set or the partition cannot be had.
         RunError: The run failed.
-        Interrupted: Ctrl-C; the report of the completed rounds has been written.
+        Interrupted: Ctrl-C; the report of the completed rounds has been written. Nothing is changed in `out` by a
+            simulation that is refused, or interrupted before it begins.
     """
     started = time.monotonic()
-    _check(wanted)
-    work, lock = open_folder(wanted, if_there)
-    with lock:
-        data = load_dataset(
-            wanted.dataset,
-            wanted.data_dir,
-            train_limit=wanted.train_limit,
-            image_size=wanted.image_size,
-            seed=wanted.seed,
-        )
-        data = limit_test_part(data, wanted)
-        wanted = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
-        fleet = _prepare(wanted, data, work)
-        alone: dict[str, list[Counts]] = {}
+    begun = False
+    try:
+        check_settings(wanted)
+        check_folder(wanted, if_there)
+        data = _load(wanted)
+        check_plan(wanted, data)
         load_matplotlib()
-        try:
-            run = run_over_memory if wanted.link == "memory" else run_over_grpc
-            run(fleet.config, fleet.specs, work, watcher("fleet", fleet.config, on_progress)).close()
-            if wanted.with_alone:
-                alone = _train_alone(wanted, fleet, on_progress)
-            fedavg = run_fedavg_control(wanted, fleet, on_progress)
-        except KeyboardInterrupt as interrupt:
-            done = Controls(alone, None)
-            raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
-        report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
-    assert report is not None  # a run has at least a round
-    return report
+        with open_folder(wanted, if_there) as work:
+            begun = True
+            settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
+            return _run(settled, _prepare(settled, data, work), on_progress, started)
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(None, begun=begun) from interrupt
+
+
+def _load(wanted: Simulation) -> Dataset:
+    data = load_dataset(
+        wanted.dataset,
+        wanted.data_dir,
+        train_limit=wanted.train_limit,
+        image_size=wanted.image_size,
+        seed=wanted.seed,
+    )
+    return limit_test_part(data, wanted)
 
 
 def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
     """Deals the data out and makes the run; a second time it makes the same again."""
     data = hold_out_proxy(wanted, data, work)
-    labels, settings = data.train_labels.numpy(), partition_settings(wanted, data)
-    split = partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
+    split = deal(wanted, data)
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
-    check_fedavg(wanted, config)
     initial = build_method(config).initial()
     note_start(initial, specs)
     return Fleet(data, split, config, specs, initial, work)
+
+
+def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float) -> FleetReport:
+    """The fleet, then its controls, then the report; Ctrl-C ends any of them with a report of what there is."""
+    alone: dict[str, list[Counts]] = {}
+    try:
+        run = run_over_memory if wanted.link == "memory" else run_over_grpc
+        run(fleet.config, fleet.specs, fleet.work, watcher("fleet", fleet.config, on_progress)).close()
+        if wanted.with_alone:
+            alone = _train_alone(wanted, fleet, on_progress)
+        fedavg = run_fedavg_control(wanted, fleet, on_progress)
+    except KeyboardInterrupt as interrupt:
+        done = Controls(alone, None)
+        raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
+    report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
+    assert report is not None  # a run has at least a round
+    return report
 
 
 def _report(
@@ -151,25 +164,3 @@ def _train_alone(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> d
     with open_store(fleet) as store:
         history = read_history(store, RUN, fleet.specs)
     return train_fleet_alone(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)
-
-
-def _check(wanted: Simulation) -> None:
-    if wanted.link not in ("memory", "grpc"):
-        raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
-    for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
-        value = getattr(wanted, name)
-        if value is not None and value < 1:
-            why = ": a simulation ends with its last round" if name == "rounds" else ""
-            raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
-    if not 0 <= wanted.validation_share < 1:
-        raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
-    if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
-        raise ConfigurationError(
-            f"{wanted.hostile} of {wanted.devices} devices are to attack by {wanted.attack!r}; fewer than all can, by "
-            f"one of {', '.join(ATTACKS)}"
-        )
-    if wanted.seed < 0:
-        raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
-    for name in wanted.predictors:
-        if name not in PREDICTORS:
-            raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
@@ -18,38 +20,61 @@ _SETTINGS = "simulation.json"
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
 
-def open_folder(wanted: Simulation, if_there: IfThere) -> tuple[Path, IO[Any]]:
-    """Makes the work folder of a simulation, or takes it up again.
-
-    Args:
-        wanted: The simulation; its settings are kept in the folder.
-        if_there: What to do with an earlier simulation in `out`: `refuse`, `overwrite` it, or `resume` it where it was.
-            To resume where there is none is to begin.
-
-    Returns:
-        The folder `work` under `out`, and its lock, to be closed in the end.
+def check_folder(wanted: Simulation, if_there: IfThere) -> None:
+    """Checks whether `open_folder` would take the folder; changes nothing.
 
     Raises:
         ConfigurationError: There is a simulation that is not to be overwritten, or one with other settings to resume.
-        DataError: The folder holds files of others, or another simulation runs in it.
+        DataError: The folder holds files of others.
     """
     work = wanted.out / "work"
     if work.exists() and not (work / _MARKER).exists() and any(work.iterdir()):
         raise DataError(f"{work} is not empty and was not made by a simulation; choose another out folder")
     if if_there == "refuse":
         _refuse(wanted.out)
-    goes_on = if_there == "resume" and (work / _MARKER).exists()
+    if if_there == "resume" and _is_begun(wanted.out):
+        _check_same(wanted)
+
+
+@contextlib.contextmanager
+def open_folder(wanted: Simulation, if_there: IfThere) -> Iterator[Path]:
+    """Makes the work folder of a simulation, or takes it up again, and keeps others out of it meanwhile.
+
+    Args:
+        wanted: The simulation; its settings are kept in the folder.
+        if_there: What to do with an earlier simulation in `out`: `refuse`, `overwrite` it, or `resume` it where it was.
+            To resume where there is none is to begin.
+
+    Yields:
+        The folder `work` under `out`.
+
+    Raises:
+        ConfigurationError, DataError: As `check_folder`, or another simulation runs in the folder.
+    """
+    check_folder(wanted, if_there)
+    work = wanted.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     (work / _MARKER).touch()
     lock = lock_file(work / "lock")
     if lock is None:
         raise DataError(f"another simulation runs in {wanted.out}; wait for its end, or choose another out folder")
-    if goes_on:
-        _check_same(wanted)
-    else:
-        _clear(wanted.out)
-        (work / _SETTINGS).write_text(json.dumps(_as_json(wanted), indent=1))
-    return work.resolve(), lock
+    with lock:
+        if if_there != "resume" or not _is_begun(wanted.out):
+            _clear(wanted.out)
+            _save_settings(wanted)
+        yield work.resolve()
+
+
+def _is_begun(out: Path) -> bool:
+    return (out / "work" / _SETTINGS).exists()
+
+
+def _save_settings(wanted: Simulation) -> None:
+    """Whole or not at all: a folder without them holds no simulation."""
+    file = wanted.out / "work" / _SETTINGS
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(_as_json(wanted), indent=1))
+    new.replace(file)
 
 
 def saved_simulation(out: Path) -> Simulation:
@@ -70,7 +95,7 @@ def saved_simulation(out: Path) -> Simulation:
 
 
 def _refuse(out: Path) -> None:
-    if (out / "work" / _MARKER).exists() or (out / "report.json").exists():
+    if _is_begun(out) or (out / "report.json").exists():
         raise ConfigurationError(
             f"{out} holds an earlier simulation; --resume goes on with it, --overwrite replaces it, --out names "
             "another folder"
@@ -95,7 +120,8 @@ def _as_json(wanted: Simulation) -> dict[str, Any]:
 
 
 def _clear(out: Path) -> None:
-    """Deletes what an earlier simulation left; the marker and the lock stay."""
+    """Deletes what an earlier simulation left, its settings first; the marker and the lock stay."""
+    (out / "work" / _SETTINGS).unlink(missing_ok=True)
     for path in [*(out / name for name in _RESULTS), *(out / "work").iterdir()]:
         if path.name in (_MARKER, "lock"):
             continue

@@ -22,7 +22,7 @@ from fleetdistill_server.simulation.progress import Progress as Done
 from fleetdistill_server.simulation.report.comparison import NAMES, comparison_table
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.report.table import report_table
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.simulation.spec.settings import Simulation, not_begun
 from fleetdistill_server.views.units import readable_bytes
 
 _TABLE_WIDTH = 118
@@ -74,6 +74,8 @@ def simulate_with_progress(wanted: Simulation, if_there: IfThere = "refuse") -> 
 def interrupted_line(interrupted: Interrupted, out: Path) -> str:
     """What there is after Ctrl-C, and how it goes on."""
     report = interrupted.report
+    if not interrupted.begun:
+        return not_begun(out)
     if report is None:
         return f"interrupted before the first round was complete; --resume --out {out} goes on from there"
     done = f"{report.completed_rounds} of {report.rounds} rounds"
@@ -164,7 +166,8 @@ class _Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._tasks:  # stopped without a start, it prints an empty line
+            self._progress.stop()
 
     def show(self, done: Done) -> None:
         """Moves the bar of a phase."""

@@ -18,7 +18,7 @@ from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.simulation.data.datasets import Dataset, stratified_rows
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation, proxy_rows
-from fleetdistill_server.simulation.data.partition import partition_parameters
+from fleetdistill_server.simulation.data.partition import partition, partition_parameters
 from fleetdistill_server.simulation.data.split import Ints, Partition
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -116,8 +116,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
 
 def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
     """Gives each device its part of the data, as files, and its model."""
-    common = _common_model(wanted, data)
-    models = (common,) if common else _models(wanted, data)
+    models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
     test_file = work / "test.npz"
     np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
@@ -168,6 +167,18 @@ def largest_model(wanted: Simulation, data: Dataset) -> str:
 def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
     """Parameters of a model, which is built once to count them."""
     return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+
+
+def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
+    """The models that devices have, dealt out in turn: one where the method wants the same for all."""
+    common = _common_model(wanted, data)
+    return (common,) if common else _models(wanted, data)
+
+
+def deal(wanted: Simulation, data: Dataset) -> Partition:
+    """Deals the training data out over the devices."""
+    labels, settings = data.train_labels.numpy(), partition_settings(wanted, data)
+    return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
 
 
 def limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:

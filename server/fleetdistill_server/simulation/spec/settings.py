@@ -106,3 +106,8 @@ class Simulation:
         if self.control_rounds is not None:
             return self.control_rounds
         return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete
+
+
+def not_begun(out: Path) -> str:
+    """The line after Ctrl-C in a simulation that had not begun yet."""
+    return f"interrupted before anything was simulated; nothing was changed in {out}: give the same command again"

@@ -1,0 +1,95 @@
+"""What is checked of a simulation before its folder is touched: settings, data, partition and models."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.models import PREDICTORS
+from fleetdistill.names import unknown_name
+from fleetdistill.printable import printable
+from fleetdistill_server.engine import preflight
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.simulation.controls.fedavg import check_fedavg
+from fleetdistill_server.simulation.controls.local_only import start_model
+from fleetdistill_server.simulation.data.datasets import Dataset
+from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.hostile import ATTACKS
+from fleetdistill_server.simulation.spec.plan import RUN, deal, device_models, hold_out_proxy, make_run_config
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+
+def check_settings(wanted: Simulation) -> None:
+    """Raises ConfigurationError for a setting that is out of range, the method's settings included."""
+    wanted.configuration()
+    if wanted.link not in ("memory", "grpc"):
+        raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
+    for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
+        value = getattr(wanted, name)
+        if value is not None and value < 1:
+            why = ": a simulation ends with its last round" if name == "rounds" else ""
+            raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
+    if not 0 <= wanted.validation_share < 1:
+        raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
+    if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
+        raise ConfigurationError(
+            f"{wanted.hostile} of {wanted.devices} devices are to attack by {wanted.attack!r}; fewer than all can, by "
+            f"one of {', '.join(ATTACKS)}"
+        )
+    if wanted.seed < 0:
+        raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
+    for name in wanted.predictors:
+        if name not in PREDICTORS:
+            raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
+
+
+def check_plan(wanted: Simulation, data: Dataset) -> None:
+    """Deals the data out and builds all models as the simulation will, and keeps nothing of it.
+
+    Raises:
+        ConfigurationError: Something cannot be built, or does not fit the data.
+        DataError: The partition cannot be had.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        left = hold_out_proxy(wanted, data, work)
+        deal(wanted, left)
+        config = make_run_config(wanted, left, work)
+        check_fedavg(wanted, config)
+        preflight.build(config)
+        initial = build_method(config).initial()
+        for model in dict.fromkeys(device_models(wanted, left)):
+            _check_device_model(wanted, left, model, initial)
+
+
+def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: ModelParameters | None) -> None:
+    """Raises ConfigurationError unless the model begins like the run's and answers one row of the data."""
+    spec = DeviceSpec(
+        name=f"a device with {model}",
+        model=model,
+        seed=wanted.seed,
+        classes=len(data.classes),
+        data_file="",
+        test_file="",
+        state_dir="",
+        run=RUN,
+    )
+    row_bx = data.train_images[:1]
+    shape = list(row_bx.shape[1:])
+    try:
+        with torch.no_grad():
+            logits_bc = start_model(spec, initial, tuple(shape)).eval()(row_bx)
+    except FleetDistillError:
+        raise
+    except Exception as error:  # a model's own code may fail in any way
+        text = printable(f"{type(error).__name__}: {error}").strip()
+        raise ConfigurationError(f"device model {model!r} does not take inputs of shape {shape} ({text})") from error
+    if tuple(logits_bc.shape) != (1, len(data.classes)):
+        raise ConfigurationError(
+            f"device model {model!r} gives {list(logits_bc.shape[1:])} numbers for an input of shape {shape}, expected "
+            f"[{len(data.classes)}], one for each class"
+        )
