@@ -25,7 +25,7 @@ from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.settings import Simulation, not_begun
 from fleetdistill_server.views.units import readable_bytes
 
-_TABLE_WIDTH = 118
+_PIPED_WIDTH = 118
 _SPEED_SECONDS = 3600.0
 """The time left comes of the rounds within the last so many seconds: one may take minutes."""
 
@@ -48,11 +48,13 @@ def simulate_and_show(wanted: Simulation, *, if_there: IfThere = "refuse", as_js
 def show_run(report: FleetReport) -> None:
     """Prints how the devices did, and what there is to say of the run as a whole."""
     console = Console()
-    wide = Console(width=max(console.width, _TABLE_WIDTH))
-    wide.print(report_table(report))
+    if console.is_terminal:
+        console.print(report_table(report, console.width))
+    else:
+        Console(width=_PIPED_WIDTH).print(report_table(report))
     lines = (verdict(report), *expected_lines(report), *global_lines(report), *fedavg_lines(report))
     for line in (*lines, *joining_lines(report)):
-        console.print(line, soft_wrap=True)
+        _say(console, line)
 
 
 def show_comparison(report: FleetReport, out: Path) -> None:
@@ -62,7 +64,12 @@ def show_comparison(report: FleetReport, out: Path) -> None:
         console.print()
         console.print(comparison_table(report.comparison))
     models = sum(1 + len(one.onnx_answers) for one in report.devices)
-    console.print(f"{out}/: report.json, fleet.png, onnx/ ({models} models)", soft_wrap=True)
+    _say(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
+
+
+def _say(console: Console, line: str) -> None:
+    """Prints a sentence: wrapped at words on a terminal, on one line elsewhere."""
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def simulate_with_progress(wanted: Simulation, if_there: IfThere = "refuse") -> FleetReport:

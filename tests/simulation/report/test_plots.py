@@ -164,6 +164,15 @@ class TestComparison:
         assert feddkc.get_color() != devices.get_color() == whole.get_color()
         assert devices.get_linestyle() != whole.get_linestyle()
 
+    def test_fedavgs_global_model_has_one_look_in_all_panels_and_the_legend(self) -> None:
+        compared, rounds = _axes(), _axes()
+        names = ("FedAvg devices", "FedAvg global")
+        plot_comparison(compared, [curve(name, [1, 2], [0.1, 0.2]) for name in names])
+        plot_rounds(rounds, DeviceCurves({"a": [0.1, 0.2]}, {"FedAvg global": [0.3, 0.4]}))
+        lines = (compared.lines[1], compared.get_legend().get_lines()[1], rounds.lines[1])
+        looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+        assert len(looks) == 1
+
     def test_nothing_that_is_drawn_lies_outside_and_the_legend_lies_below(self, tmp_path: Path) -> None:
         ax = _axes()
         plot_comparison(ax, [curve("a", [7, 90], [0.31, 1.0]), curve("b", [3], [0.4], (0.05,))], alone=0.2)
@@ -245,6 +254,12 @@ class TestDevices:
         texts = [text.get_text() for text in ax.get_legend().get_texts()]
         assert texts == ["alone", "in the fleet", "personal answer"]
         assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first device on top, as in the picture beside it"
+        assert ax.get_title(loc="left") == "Accuracy at the end"
+
+    def test_the_gains_of_an_interrupted_simulation_say_after_which_round(self) -> None:
+        ax = _axes()
+        plot_gains(ax, DeviceCurves({"a": [0.1, 0.8]}, moment="after round 2"))
+        assert ax.get_title(loc="left") == "Accuracy after round 2"
 
     def test_curves_of_different_lengths_are_refused(self) -> None:
         for bad in (

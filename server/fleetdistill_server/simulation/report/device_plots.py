@@ -36,7 +36,8 @@ _DEVICE_COLOURS = (
     "#6b8e23",
     "#7f3b08",
 )
-_CONTROL_STYLES = {"alone, mean": (ALONE, ":"), "FedAvg global": (FEDAVG, "-."), "global model": ("black", "--")}
+CONTROL_STYLES = {"alone, mean": (ALONE, ":"), "FedAvg global": (FEDAVG, "-."), "global model": ("black", "--")}
+"""Colour and line of what devices are held against, the same in every panel."""
 _LOWEST_GAP = 0.055
 """Between two names, as a part of the axis."""
 
@@ -48,15 +49,17 @@ class DeviceCurves:
     Attributes:
         devices: Device -> after each completed round.
         controls: What they are held against -> after each completed round; None where it is not known. Names of
-            `_CONTROL_STYLES` have their own looks.
+            `CONTROL_STYLES` have their own looks.
         alone: Device -> at the end of training alone; empty without that control.
         further: Further answer -> device -> at the end, for devices that have it.
+        moment: When the last figures were taken, as it stands in a title.
     """
 
     devices: Mapping[str, Sequence[float]]
     controls: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     alone: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    moment: str = "at the end"
 
 
 def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
@@ -77,7 +80,7 @@ def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
         ax.plot(rounds, rates, color=colour, linewidth=1.4, alpha=0.9)
         ends.append((name, float(rates[-1]), colour))
     for name, known in curves.controls.items():
-        colour, style = _CONTROL_STYLES.get(name, (GREY, "--"))
+        colour, style = CONTROL_STYLES.get(name, (GREY, "--"))
         rates = np.array(known, dtype=np.float64)  # None becomes NaN, which is a gap
         ax.plot(rounds, rates, color=colour, linestyle=style, linewidth=2.2)
         if np.isfinite(rates[-1]):
@@ -180,13 +183,13 @@ def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
                 label=name,
                 zorder=3,
             )
+    ax.set_title(f"Accuracy {curves.moment}", loc="left", fontsize=11)
     _dress_gains(ax, len(rows), sum(bool(of) for _, of, _, _ in kinds))
 
 
 def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    ax.set_title("Accuracy at the end", loc="left", fontsize=11)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.set_ylim(devices - 0.4, -0.6)  # the first device on top
     ax.set_yticks(range(devices), [""] * devices)

@@ -18,6 +18,7 @@ from fleetdistill.errors import DataError
 from fleetdistill_server.simulation.report.comparison import Curve
 from fleetdistill_server.simulation.report.device_plots import (
     ALONE,
+    CONTROL_STYLES,
     FEDAVG,
     FLEET,
     FURTHER,
@@ -188,7 +189,7 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
     label = f"{curve.name}{last} after {readable_bytes(round(curve.bytes[-1]))}"
     marker = _MARKERS[number % len(_MARKERS)]
     if kilobytes[0] < kilobytes[-1]:
-        look: dict[str, Any] = {"linestyle": _STYLES[number % len(_STYLES)], "linewidth": 2.5, "color": colour}
+        look: dict[str, Any] = {"linestyle": _style(curve, number), "linewidth": 2.5, "color": colour}
         end: dict[str, Any] = {
             "marker": marker,
             "markevery": [-1],
@@ -201,6 +202,11 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
     ax.scatter(xs, curve.devices, s=12, color=colour, alpha=0.6, linewidths=0, zorder=3)
     point: dict[str, Any] = {"marker": marker, "facecolors": "none", "edgecolors": colour, "linewidths": 1.8}
     ax.scatter(kilobytes[-1:], rates[-1:], s=70, zorder=4, label=label, **point)
+
+
+def _style(curve: Curve, number: int) -> str:
+    """A control's line is that of the panel of rounds."""
+    return CONTROL_STYLES[curve.name][1] if curve.name in CONTROL_STYLES else _STYLES[number % len(_STYLES)]
 
 
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:

@@ -158,8 +158,13 @@ def write_report(report: FleetReport, out: Path) -> None:
         curves=report.curves,
         by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
-        title=f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}",
+        title=_title(report),
     )
+
+
+def _title(report: FleetReport) -> str:
+    text = f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}"
+    return text if report.finished else f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
 
 
 def _by_device(report: FleetReport) -> DeviceCurves:
@@ -183,6 +188,7 @@ def _by_device(report: FleetReport) -> DeviceCurves:
             answer: {one.name: one.further[answer]["accuracy"] for one in report.devices if answer in one.further}
             for answer in report.further
         },
+        moment="at the end" if report.finished else f"after round {rounds}",
     )
 
 

@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill_server.simulation.report.results import FleetReport
+from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def report_table(report: FleetReport) -> Table:
+_LEAST_NEEDED = ("ONNX", "params", "down", "samples", "up")
+"""What a narrow terminal goes without, in this order; report.json has all of it."""
+_LEFT = ("device", "model")
+
+
+def report_table(report: FleetReport, width: int | None = None) -> Table:
     """The table that a person reads at the end; `ONNX` is the largest difference to PyTorch.
 
     A device's line has the figures of its general answer; each further one has a line below with its own.
+
+    Args:
+        report: What was found.
+        width: Columns of the terminal, for which the least needed figures are left out; None for all of them.
     """
+    from rich.console import Console
+
+    rows = [(_cells(one), one.further) for one in report.devices]
+    mean = _mean_cells(report)
+    for dropped in range(len(_LEAST_NEEDED) + 1):
+        names = [name for name in rows[0][0] if name not in _LEAST_NEEDED[:dropped]]
+        table = _table(report, names, rows, mean)
+        if width is None or Console(width=1000).measure(table).maximum <= width:
+            break
+    return table
+
+
+def _cells(one: DeviceReport) -> dict[str, str]:
+    return {
+        "device": one.name,
+        "model": one.model,
+        "params": f"{one.parameters:,}",
+        "samples": f"{one.samples:,}",
+        "alone -> fleet": _arrow(one.accuracy_alone, one.accuracy_fleet),
+        "own classes": _arrow(one.own_accuracy_alone, one.own_accuracy_fleet),
+        "up": readable_bytes(one.bytes_up),
+        "down": readable_bytes(one.bytes_down),
+        "ONNX": "" if one.onnx_max_difference is None else f"{one.onnx_max_difference:.0e}",
+    }
+
+
+def _mean_cells(report: FleetReport) -> dict[str, str]:
+    devices = report.devices
+    return {
+        "device": "mean",
+        "samples": f"{sum(one.samples for one in devices):,}",
+        "alone -> fleet": _arrow(report.mean_accuracy_alone, report.mean_accuracy_fleet),
+        "own classes": _arrow(report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet),
+        "up": readable_bytes(sum(one.bytes_up for one in devices) // len(devices)),
+        "down": readable_bytes(sum(one.bytes_down for one in devices) // len(devices)),
+    }
+
+
+_Cells = Mapping[str, str]
+_Further = Mapping[str, Mapping[str, float]]
+
+
+def _table(report: FleetReport, names: Sequence[str], rows: Sequence[tuple[_Cells, _Further]], mean: _Cells) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -25,41 +77,25 @@ def report_table(report: FleetReport) -> Table:
     narrow: dict[str, Any] = {"padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     layout = narrow if report.further else {"padding": (0, 1)}
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **layout)
-    for name in ("device", "model"):
-        table.add_column(name, no_wrap=True)
-    for name in ("params", "samples", "alone -> fleet", "own classes", "up", "down", "ONNX"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in report.devices:
-        table.add_row(
-            one.name,
-            one.model,
-            f"{one.parameters:,}",
-            f"{one.samples:,}",
-            _arrow(one.accuracy_alone, one.accuracy_fleet),
-            _arrow(one.own_accuracy_alone, one.own_accuracy_fleet),
-            readable_bytes(one.bytes_up),
-            readable_bytes(one.bytes_down),
-            "" if one.onnx_max_difference is None else f"{one.onnx_max_difference:.0e}",
-        )
-        _add_further(table, one.further)
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="left" if name in _LEFT else "right")
+    for cells, further in rows:
+        _add_row(table, names, cells)
+        _add_further(table, names, further)
     table.add_section()
-    table.add_row(
-        "mean",
-        *("", "", f"{sum(one.samples for one in report.devices):,}"),
-        _arrow(report.mean_accuracy_alone, report.mean_accuracy_fleet),
-        _arrow(report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet),
-        readable_bytes(sum(one.bytes_up for one in report.devices) // len(report.devices)),
-        readable_bytes(sum(one.bytes_down for one in report.devices) // len(report.devices)),
-        "",
-    )
-    _add_further(table, report.further)
+    _add_row(table, names, mean)
+    _add_further(table, names, report.further)
     return table
 
 
-def _add_further(table: Table, further: Mapping[str, Mapping[str, float]]) -> None:
+def _add_row(table: Table, names: Sequence[str], cells: _Cells) -> None:
+    table.add_row(*(cells.get(name, "") for name in names))
+
+
+def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
     for answer, figures in further.items():
-        rates = (figures["accuracy"], figures["own_accuracy"])
-        table.add_row("", f" {answer} answer", "", "", *(f"{rate:.1%}" for rate in rates))
+        rates = {"alone -> fleet": figures["accuracy"], "own classes": figures["own_accuracy"]}
+        _add_row(table, names, {"model": f" {answer} answer", **{name: f"{rate:.1%}" for name, rate in rates.items()}})
 
 
 def _arrow(before: float | None, after: float | None) -> str:

@@ -1,0 +1,83 @@
+"""What a simulation prints, and the titles of its picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.report.report import write_report
+from fleetdistill_server.simulation.report.results import FleetReport
+from fleetdistill_server.simulation.report.table import report_table
+from fleetdistill_server.simulation.show import show_comparison, show_run
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+FLEET = Simulation(
+    devices=2, rounds=1, train_limit=60, test_limit=20, torch_device="cpu", models=("digits_mlp_large", "digits_linear")
+)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> FleetReport:
+    return simulate(replace(FLEET, out=tmp_path_factory.mktemp("show") / "out"))
+
+
+def printed(report: FleetReport, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    show_run(report)
+    show_comparison(report, Path("out/simulation"))
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_on_a_terminal_of_80_columns_everything_fits(
+    report: FleetReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    lines = printed(report, capsys)
+    assert max(map(len, lines)) <= 80
+    head = next(line for line in lines if "alone -> fleet" in line)
+    assert head.split()[:2] == ["device", "model"]
+    assert "own classes" in head
+    assert "ONNX" not in head
+    text = " ".join(" ".join(lines).split())
+    assert "uploads acknowledged" in text, "sentences are wrapped, not cut"
+    assert f"{report.mean_accuracy_fleet:.1%}" in text
+
+
+def test_elsewhere_all_columns_and_whole_sentences_are_printed(
+    report: FleetReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(report, capsys)
+    assert any("params" in line and "ONNX" in line for line in lines)
+    assert any(re.search(r" s; the fleet is .* uploads acknowledged, \d+ used$", line) for line in lines)
+
+
+def test_a_wide_terminal_has_every_column(report: FleetReport) -> None:
+    assert len(report_table(report, 200).columns) == len(report_table(report).columns) == 9
+    assert [column.header for column in report_table(report, 1).columns] == [
+        "device",
+        "model",
+        "alone -> fleet",
+        "own classes",
+    ]
+
+
+def test_the_picture_of_an_interrupted_simulation_names_the_round(
+    report: FleetReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(
+        "fleetdistill_server.simulation.report.report.save_report_figure", lambda file, **given: drawn.append(given)
+    )
+    write_report(report, tmp_path)
+    write_report(replace(report, finished=False, rounds=30), tmp_path)
+    whole, part = drawn
+    assert (whole["title"], whole["by_device"].moment) == ("feddkc on digits, seed 0, over memory", "at the end")
+    assert part["title"] == "feddkc on digits, seed 0, over memory: interrupted after 1 of 30 rounds"
+    assert part["by_device"].moment == "after round 1"
