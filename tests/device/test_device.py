@@ -39,6 +39,7 @@ from fleetdistill.errors import (
 from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
 from fleetdistill.state import failpoints
 from fleetdistill.state.directory import Storage
+from fleetdistill.state.outbox import Outbox
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
@@ -544,7 +545,7 @@ def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet
     assert 0 < verdict.values["accuracy_in_use"] < 0.9
 
 
-@pytest.mark.parametrize("moment", ["promote_answer", "export"])
+@pytest.mark.parametrize("moment", ["promote", "export"])
 def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -558,7 +559,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     crashing.step(0)
     fleet.ask("d")
     with monkeypatch.context() as patch:
-        patch.setattr(Storage if moment == "promote_answer" else Sender, moment, die)
+        patch.setattr(Outbox if moment == "promote" else Sender, moment, die)
         with pytest.raises(Crash):
             crashing.step(0)
     crashing._storage.close()
@@ -632,7 +633,7 @@ def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(flee
         before = device._storage.load("state.safetensors")
         device.step(0)
         assert events.kinds() == ["checked-in", "dropped"]
-        assert device._storage.pending() is None
+        assert device._storage.outbox.pending() is None
         assert device._storage.load("state.safetensors") == before
 
 
@@ -649,7 +650,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, first)
     with monkeypatch.context() as patch:
-        patch.setattr(*((DeviceEvents, "tell_scores") if moment == "before" else (Storage, "outcome_told")), die)
+        patch.setattr(*((DeviceEvents, "tell_scores") if moment == "before" else (Outbox, "outcome_told")), die)
         with pytest.raises(Crash):
             crashing.step(0)
     crashing._storage.close()
@@ -688,14 +689,14 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         device.step(0)
         assert device.model is not None
         before = device._storage.load("state.safetensors")
-        device._storage._max_answer_bytes = 100
+        device._storage.outbox._max_answer_bytes = 100
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
         (declined,) = fleet.store.events(RUN, "declined")
         assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
         assert device._storage.load("state.safetensors") == before
-        assert device._storage.pending() is None
-        device._storage._max_answer_bytes = 1 << 30
+        assert device._storage.outbox.pending() is None
+        device._storage.outbox._max_answer_bytes = 1 << 30
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
@@ -850,7 +851,7 @@ def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, 
     with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "no-space", 1)) as device:
         with pytest.raises(LinkError, match="no-space"):
             device.step(0)
-        assert device._storage.pending() is not None
+        assert device._storage.outbox.pending() is not None
         assert fleet.store.uploads(RUN) == []
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.uploads(RUN)) == 1
@@ -1111,7 +1112,6 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
         assert "torch" not in sys.modules and "onnx" not in sys.modules
         """
     )
-    from fleetdistill.state.directory import Storage
     from fleetdistill.wire.v1 import contract_pb2
 
     storage = Storage(tmp_path)

@@ -110,9 +110,9 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
     write_asks(store, number, PHONE)
     run_and_die("answer", front.port, str(state_dir), 3)
     kept = Storage(state_dir)
-    pending = kept.pending()
+    pending = kept.outbox.pending()
     assert pending is not None
-    assert (pending.name, kept.tries) == ((number, 1, 1), 1)
+    assert (pending.name, kept.outbox.tries) == ((number, 1, 1), 1)
     kept.close()
     events, link = Events(), DyingLink(front.port, "", -1)
     with small_device(front.port, state_dir, events, link, rows=ROWS, device_id=PHONE) as device:

@@ -80,7 +80,7 @@ class Case:
             assert device.step(0) is Step.WAITED
             self.open()
             assert device.step(0) is Step.ANSWERED
-            assert device._storage.pending() is None
+            assert device._storage.outbox.pending() is None
             state = device._storage.load("state.safetensors")
             self.went_back = state == b"0"
             assert device.step(0) is Step.WAITED, "it goes on"
@@ -199,7 +199,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
         with pytest.raises(RefusedError) as error:
             device.step(0)
         assert error.value.code == "bad-identity"
-        assert device._storage.pending() is not None
+        assert device._storage.outbox.pending() is not None
     case.store._write("UPDATE devices SET secret_hash = ? WHERE device = ?", row["secret_hash"], case.name)
     write_asks(case.store, case.round, case.name)
     with case.device() as device:
@@ -363,7 +363,7 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
             else:
                 with pytest.raises(LinkError, match=r"no room to note what the server said: .*No space left on device"):
                     device.step(0)
-                assert device._storage.pending() is not None
+                assert device._storage.outbox.pending() is not None
                 assert case.events.kinds() == ["checked-in", "ask"]
         if full != "tries.txt":
             assert device.step(0) is Step.ANSWERED

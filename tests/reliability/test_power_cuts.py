@@ -19,7 +19,8 @@ from support.wire_samples import EXPECTS, data_of, make_contract, make_identity,
 
 from fleetdistill.errors import StoreError
 from fleetdistill.state import durable, failpoints
-from fleetdistill.state.directory import Outcome, Pending, Storage
+from fleetdistill.state.directory import Storage
+from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import Desk
@@ -74,14 +75,14 @@ def use_storage(disk: RecordedDisk) -> None:
         then(replace(now, state=b"state 0"), partial(storage.save, "state.safetensors", b"state 0"))
         for number, model in MODELS.items():
             pending = answer_of(number)
-            put = partial(storage.put_answer, pending, PAYLOAD, b"state %d" % number, model)
+            put = partial(storage.outbox.put, pending, PAYLOAD, b"state %d" % number, model)
             then(replace(now, pending=pending), put)
-            then(replace(now, noted=True), partial(storage.note_outcome, Outcome(pending, "some receipt")))
+            then(replace(now, noted=True), partial(storage.outbox.note_outcome, Outcome(pending, "some receipt")))
             if number == DROPPED:
-                then(replace(now, pending=None), storage.drop_answer)
+                then(replace(now, pending=None), storage.outbox.drop)
             else:
-                then(promoted(now, number), storage.promote_answer)
-            then(replace(now, noted=False), storage.outcome_told)
+                then(promoted(now, number), storage.outbox.promote)
+            then(replace(now, noted=False), storage.outbox.outcome_told)
 
 
 def check_storage(root: Path, said: tuple[Any, ...]) -> None:
@@ -91,15 +92,15 @@ def check_storage(root: Path, said: tuple[Any, ...]) -> None:
     before, after = said[-1]
     with contextlib.closing(Storage(root / "fleet" / "state")) as storage:
         if before.noted and after.noted:
-            assert storage.outcome() is not None
-        pending = storage.pending()
+            assert storage.outbox.outcome() is not None
+        pending = storage.outbox.pending()
         if pending is None:
             assert contents(storage) in (shown(before), shown(after))
             return
         assert pending in (before.pending, after.pending)
-        with storage.answer() as payload:
+        with storage.outbox.answer() as payload:
             assert wire.digest(payload.parts, iter([data_of(payload)])) == PAYLOAD.sha256
-        storage.promote_answer()
+        storage.outbox.promote()
         assert contents(storage) == shown(promoted(before, pending.round))
 
 
@@ -111,7 +112,7 @@ def shown(kept: Kept) -> Kept:
 def contents(storage: Storage) -> Kept:
     identity = storage.load_identity().get("device", "")
     state, delivered = storage.load("state.safetensors"), storage.load("delivered.safetensors")
-    return Kept(identity, state, delivered, storage.pending())
+    return Kept(identity, state, delivered, storage.outbox.pending())
 
 
 # --- the server

@@ -18,7 +18,9 @@ from support.wire_samples import data_of, make_payload
 
 from fleetdistill import Device
 from fleetdistill.errors import NoRoomError, StateError
-from fleetdistill.state.directory import FORMAT, Outcome, Pending, Storage
+from fleetdistill.state.directory import Storage
+from fleetdistill.state.format import FORMAT
+from fleetdistill.state.outbox import Outbox, Outcome, Pending
 from fleetdistill.verdict import Verdict
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
@@ -28,7 +30,7 @@ NOWHERE = "127.0.0.1:1"  # never contacted
 def put(
     storage: Storage, pending: Pending = PENDING, candidate: bytes = b"new state", delivered: bytes | None = None
 ) -> None:
-    storage.put_answer(pending, make_payload(), candidate, delivered)
+    storage.outbox.put(pending, make_payload(), candidate, delivered)
 
 
 def kill(storage: Storage) -> None:
@@ -90,7 +92,7 @@ def test_a_full_disk_is_a_state_error(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(StateError, match=r"cannot be used: \[Errno 28\] No space left on device"):
         put(storage)
     monkeypatch.undo()
-    assert storage.pending() is None
+    assert storage.outbox.pending() is None
     storage.close()
 
 
@@ -159,14 +161,14 @@ def test_two_devices_on_one_directory_are_refused(tmp_path: Path) -> None:
 
 def test_an_answer_waits_with_its_payload_and_its_state(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    assert storage.pending() is None
+    assert storage.outbox.pending() is None
     storage.save("state.safetensors", b"old state")
     put(storage)
     kill(storage)
 
     again = Storage(tmp_path)
-    assert again.pending() == PENDING
-    with again.answer() as payload:
+    assert again.outbox.pending() == PENDING
+    with again.outbox.answer() as payload:
         assert payload.header() == make_payload().header()
         assert data_of(payload) == data_of(make_payload())
         assert payload.source.read(33, 7) == data_of(make_payload())[33:40]
@@ -178,9 +180,9 @@ def test_a_receipt_makes_the_candidate_the_state(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.save("state.safetensors", b"old state")
     put(storage)
-    storage.promote_answer()
+    storage.outbox.promote()
     assert list((tmp_path / "outbox").iterdir()) == []
-    assert storage.pending() is None
+    assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"new state"
     storage.close()
 
@@ -189,10 +191,10 @@ def test_a_refusal_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.save("state.safetensors", b"old state")
     put(storage)
-    storage.drop_answer()
-    assert storage.pending() is None
+    storage.outbox.drop()
+    assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"old state"
-    storage.drop_answer()  # nothing there is no error
+    storage.outbox.drop()  # nothing there is no error
     storage.close()
 
 
@@ -252,11 +254,11 @@ def every_crash(
 
 def whole_answer(storage: Storage) -> bool:
     """True if an answer is pending, and then all of it is there; False if none is."""
-    pending = storage.pending()
+    pending = storage.outbox.pending()
     if pending is None:
         return False
     assert pending == PENDING
-    with storage.answer() as payload:
+    with storage.outbox.answer() as payload:
         assert data_of(payload) == data_of(make_payload())
     return True
 
@@ -286,14 +288,14 @@ def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
 
     def prepare(storage: Storage) -> None:
         old = Pending(round=2, step_number=2, attempt=1, samples=40)
-        storage.put_answer(old, make_payload(7), b"older state")
+        storage.outbox.put(old, make_payload(7), b"older state")
         (storage.directory / "outbox" / "manifest.json").unlink()
 
     restarted = every_crash(tmp_path, monkeypatch, prepare, put)
     assert {whole_answer(storage) for storage in restarted} == {False, True}
     for storage in restarted:
-        if storage.pending():
-            storage.promote_answer()
+        if storage.outbox.pending():
+            storage.outbox.promote()
             assert storage.load("state.safetensors") == b"new state"
         storage.close()
 
@@ -305,11 +307,11 @@ def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
         storage.save("state.safetensors", b"old state")
         put(storage)
 
-    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.promote_answer)
+    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote())
     outcomes = set()
     for storage in restarted:
         outcomes.add((whole_answer(storage), storage.load("state.safetensors")))
-        assert storage.pending() is None or whole_answer(storage)
+        assert storage.outbox.pending() is None or whole_answer(storage)
         storage.close()
     assert outcomes == {(True, b"old state"), (False, b"new state")}
 
@@ -323,12 +325,12 @@ def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
         storage.save("delivered.safetensors", b"old model")
         put(storage, delivered=b"new model")
 
-    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.promote_answer)
+    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote())
     outcomes = set()
     for storage in restarted:
         outcomes.add((whole_answer(storage), storage.load("delivered.safetensors")))
-        if storage.pending():
-            storage.promote_answer()
+        if storage.outbox.pending():
+            storage.outbox.promote()
         assert storage.load("delivered.safetensors") == b"new model"
         assert storage.load("state.safetensors") == b"new state"
         storage.close()
@@ -341,7 +343,7 @@ def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_kee
     put(storage, delivered=b"never reported")
     (tmp_path / "outbox" / "manifest.json").unlink()
     put(storage)
-    storage.promote_answer()
+    storage.outbox.promote()
     assert storage.load("delivered.safetensors") == b"old model"
     storage.close()
 
@@ -353,7 +355,7 @@ def test_the_verdict_on_the_apps_model_survives_a_restart(tmp_path: Path, verdic
     put(storage, pending)
     kill(storage)
     again = Storage(tmp_path)
-    assert again.pending() == pending
+    assert again.outbox.pending() == pending
     again.close()
 
 
@@ -364,7 +366,7 @@ def test_a_crash_while_an_answer_is_dropped_keeps_the_old_state(
         storage.save("state.safetensors", b"old state")
         put(storage)
 
-    restarted = every_crash(tmp_path, monkeypatch, prepare, Storage.drop_answer)
+    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.drop())
     whole = [whole_answer(storage) for storage in restarted]
     assert whole == sorted(whole, reverse=True)
     assert set(whole) == {False, True}
@@ -405,7 +407,7 @@ def test_the_manifest_is_gone_from_the_disk_before_its_files_are(
 
     monkeypatch.setattr(Path, "unlink", noted_unlink)
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    storage.drop_answer()
+    storage.outbox.drop()
     assert steps[:2] == ["manifest.json", "fsync"]
     storage.close()
 
@@ -419,7 +421,7 @@ def test_a_damaged_manifest_is_a_state_error(tmp_path: Path, content: bytes) -> 
     put(storage)
     (tmp_path / "outbox" / "manifest.json").write_bytes(content)
     with pytest.raises(StateError, match=r"outbox/manifest.json is damaged: .*; restore it, or use a fresh"):
-        storage.pending()
+        storage.outbox.pending()
     storage.close()
 
 
@@ -429,7 +431,7 @@ def test_a_damaged_header_is_a_state_error(tmp_path: Path, content: bytes | None
     put(storage)
     path = tmp_path / "outbox" / "header.bin"
     path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(StateError, match=r"outbox/header.bin is damaged: "), storage.answer():
+    with pytest.raises(StateError, match=r"outbox/header.bin is damaged: "), storage.outbox.answer():
         pass
     storage.close()
 
@@ -438,7 +440,7 @@ def test_missing_data_are_a_state_error(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
     (tmp_path / "outbox" / "data.bin").unlink()
-    with pytest.raises(StateError, match="No such file or directory"), storage.answer():
+    with pytest.raises(StateError, match="No such file or directory"), storage.outbox.answer():
         pass
     storage.close()
 
@@ -448,7 +450,7 @@ def test_a_manifest_without_its_candidate_is_an_answer_that_has_its_receipt(tmp_
     storage = Storage(tmp_path)
     put(storage)
     (tmp_path / "outbox" / "candidate.safetensors").unlink()
-    assert storage.pending() is None
+    assert storage.outbox.pending() is None
     assert list((tmp_path / "outbox").iterdir()) == []
     storage.close()
 
@@ -465,7 +467,7 @@ def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_
     assert str(error.value) == (
         f"the answer and its state are {needed} bytes, the device keeps at most {needed - 1} (max_spool_bytes)"
     )
-    assert storage.pending() is None
+    assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"old state"
     storage.close()
     exact = Storage(tmp_path, max_answer_bytes=needed)
@@ -504,8 +506,8 @@ def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fit
         patched.setattr(os, "fsync", full)
         with pytest.raises(StateError):
             put(storage)
-    storage.drop_answer()  # what the next answer finds, or the next process
-    assert storage.pending() is None
+    storage.outbox.drop()  # what the next answer finds, or the next process
+    assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"old state"
     put(storage)
     assert whole_answer(storage)
@@ -527,38 +529,38 @@ def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: P
 def test_tries_are_counted_over_restarts_and_from_anew_for_the_next_answer(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
-    assert storage.tries == 0
-    assert [storage.count_try(), storage.count_try()] == [1, 2]
+    assert storage.outbox.tries == 0
+    assert [storage.outbox.count_try(), storage.outbox.count_try()] == [1, 2]
     kill(storage)
     again = Storage(tmp_path)
-    assert again.tries == 2
-    assert again.count_try() == 3
-    again.promote_answer()
+    assert again.outbox.tries == 2
+    assert again.outbox.count_try() == 3
+    again.outbox.promote()
     put(again)
-    assert again.tries == 0
+    assert again.outbox.tries == 0
     again.close()
 
 
 def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    assert storage.next_attempt(3, 2) == 1
+    assert storage.outbox.next_attempt(3, 2) == 1
     for attempt in (1, 2):
         pending = Pending(round=3, step_number=2, attempt=attempt, samples=40)
         put(storage, pending)
-        storage.note_outcome(Outcome(pending, code="checksum"))
-        storage.drop_answer()
-        storage.outcome_told()
+        storage.outbox.note_outcome(Outcome(pending, code="checksum"))
+        storage.outbox.drop()
+        storage.outbox.outcome_told()
         kill(storage)
         storage = Storage(tmp_path)
-        assert storage.next_attempt(3, 2) == attempt + 1
-    assert storage.next_attempt(3, 3) == 1
-    assert storage.next_attempt(4, 2) == 1
+        assert storage.outbox.next_attempt(3, 2) == attempt + 1
+    assert storage.outbox.next_attempt(3, 3) == 1
+    assert storage.outbox.next_attempt(4, 2) == 1
     storage.close()
 
 
-@pytest.mark.parametrize("act", [Storage.promote_answer, Storage.drop_answer])
+@pytest.mark.parametrize("act", [Outbox.promote, Outbox.drop])
 def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Storage], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Outbox], None]
 ) -> None:
     """At every moment the answer is still to be settled, or there is something to tell."""
     known = Outcome(PENDING, receipt="r1", tries=2)
@@ -568,14 +570,14 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
         put(storage)
 
     def settle(storage: Storage) -> None:
-        storage.note_outcome(known)
-        act(storage)
+        storage.outbox.note_outcome(known)
+        act(storage.outbox)
 
     found = set()
     for storage in every_crash(tmp_path, monkeypatch, prepare, settle):
-        pending = storage.pending()
-        found.add((pending is not None, storage.outcome() is not None))
-        assert pending is not None or storage.outcome() == known
+        pending = storage.outbox.pending()
+        found.add((pending is not None, storage.outbox.outcome() is not None))
+        assert pending is not None or storage.outbox.outcome() == known
         storage.close()
     assert found == {(True, False), (True, True), (False, True)}
 
@@ -583,12 +585,12 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
 def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     told = Outcome(Pending(3, 2, 1, 40, Verdict(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
-    storage.note_outcome(told)
+    storage.outbox.note_outcome(told)
     kill(storage)
     again = Storage(tmp_path)
-    assert again.outcome() == told
-    again.outcome_told()
-    assert again.outcome() is None
+    assert again.outbox.outcome() == told
+    again.outbox.outcome_told()
+    assert again.outbox.outcome() is None
     again.close()
 
 
@@ -597,8 +599,8 @@ def test_a_damaged_outcome_tells_nothing_and_is_no_obstacle(tmp_path: Path, cont
     storage = Storage(tmp_path)
     (tmp_path / "outbox" / "outcome.json").write_bytes(content)
     (tmp_path / "last_outcome.json").write_bytes(content)
-    assert storage.outcome() is None
-    assert storage.next_attempt(1, 1) == 1
+    assert storage.outbox.outcome() is None
+    assert storage.outbox.next_attempt(1, 1) == 1
     storage.close()
 
 
@@ -622,7 +624,7 @@ def test_an_answer_of_a_newer_sdk_is_refused_and_kept(tmp_path: Path, more: dict
     path = tmp_path / "outbox" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
     with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 3)"):
-        storage.pending()
+        storage.outbox.pending()
     assert path.exists()
     storage.close()
 

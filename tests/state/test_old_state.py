@@ -17,7 +17,8 @@ from torch import nn
 from fleetdistill import Device, Event, Step
 from fleetdistill.knowledge import ModelParameters, ProxySet
 from fleetdistill.link.downloads import Downloads, adopt_proxy_set
-from fleetdistill.state.directory import FORMAT, Storage
+from fleetdistill.state.directory import Storage
+from fleetdistill.state.format import FORMAT
 from fleetdistill.training.model import split_sequential
 from fleetdistill.verdict import Verdict
 from fleetdistill.wire.codec import decode
@@ -47,13 +48,13 @@ def state_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_what_is_in_it_is_read(state_dir: Path) -> None:
     storage = Storage(state_dir)
     assert storage.load_identity() == {"device": "d", "run": RUN, "secret": SECRET.hex()}
-    pending = storage.pending()
+    pending = storage.outbox.pending()
     assert pending is not None
     assert (pending.name, pending.samples) == ((2, 1, 1), 4)
     assert pending.verdict == Verdict(True, 0.5, 0.5)
     assert pending.scores == {"test": [[0, 2], [0, 2]], "validation": [[0, 2], [0, 2]]}
-    assert (storage.tries, storage.outcome(), storage.next_attempt(2, 1)) == (0, None, 1)
-    with storage.answer() as payload:
+    assert (storage.outbox.tries, storage.outbox.outcome(), storage.outbox.next_attempt(2, 1)) == (0, None, 1)
+    with storage.outbox.answer() as payload:
         parameters = decode(payload)["parameters"]
     assert isinstance(parameters, ModelParameters)
     assert set(parameters.parameters) == {"stages.0.weight", "stages.0.bias", "stages.2.weight", "stages.2.bias"}

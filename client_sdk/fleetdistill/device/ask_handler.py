@@ -23,7 +23,7 @@ from fleetdistill.errors import (
     WireError,
 )
 from fleetdistill.link.terms import check_ask
-from fleetdistill.state.directory import Pending
+from fleetdistill.state.outbox import Pending
 from fleetdistill.training.time_limit import time_limit
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
@@ -113,10 +113,10 @@ class AskHandler:
         check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
         payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
         # The server asks again under a new number when it has lost an answer that this device has forgotten.
-        attempt = max(self._storage.next_attempt(ask.round, ask.step_number), ask.first_attempt)
+        attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
         pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores, ask.payload.hex())
-        self._storage.put_answer(pending, payload, work.state, work.delivered)
+        self._storage.outbox.put(pending, payload, work.state, work.delivered)
         self._session.computed = pending
         return pending, answer
 

@@ -134,7 +134,7 @@ class CheckIn:
 
         Not while an answer waits that was made of the data of before: it may have more samples than there are now.
         """
-        if self._declared or self._storage.pending() is not None:
+        if self._declared or self._storage.outbox.pending() is not None:
             return
         profile = self._profile_of(worker)
         if profile.SerializeToString() != self._storage.load("profile.bin"):

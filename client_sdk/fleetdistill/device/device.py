@@ -305,7 +305,7 @@ class Device:
         with self._guard.held():
             if self._session.terms is None:
                 self._check_in.check_in()
-            pending = self._storage.pending()
+            pending = self._storage.outbox.pending()
         if pending is not None:
             self._sender.settle(pending)
             return Step.ANSWERED
@@ -344,7 +344,7 @@ class Device:
         self._stopped.set()
         if leave and self._session.terms is not None:
             with contextlib.suppress(FleetDistillError):
-                if self._storage.pending() is None:
+                if self._storage.outbox.pending() is None:
                     self._session.link.leave(self._session.identity)
         self._session.link.close()
         self._storage.close()

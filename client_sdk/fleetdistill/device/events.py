@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.device.guard import Guard
 from fleetdistill.link.terms import plain
 from fleetdistill.printable import printable
-from fleetdistill.state.directory import Outcome, Pending
+from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 

@@ -12,7 +12,7 @@ from fleetdistill.device.session import Session
 from fleetdistill.errors import ExportError, FleetDistillError, LinkError, NoRoomError, RefusedError
 from fleetdistill.link.terms import beat_seconds, known_compression, plain
 from fleetdistill.state import failpoints
-from fleetdistill.state.directory import Outcome, Pending
+from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
@@ -64,7 +64,7 @@ class Sender:
 
     def _carry_out(self, outcome: Outcome) -> None:
         with self._session.guard.held():
-            self._storage.note_outcome(outcome)
+            self._storage.outbox.note_outcome(outcome)
             if outcome.receipt:
                 self._promote(outcome.pending)
             else:
@@ -72,11 +72,11 @@ class Sender:
 
     def tell_outcome(self) -> None:
         """Tells the app what became of the last answer, if it has not been told; then exports what that delivered."""
-        outcome = self._storage.outcome()
+        outcome = self._storage.outbox.outcome()
         if outcome is None:
             return
         self._events.tell_outcome(outcome)
-        self._storage.outcome_told()
+        self._storage.outbox.outcome_told()
         self.export_due()
 
     # --- sending
@@ -87,7 +87,7 @@ class Sender:
         for _ in range(_ATTEMPTS_TO_SEND):
             try:
                 receipt = self._send(pending)
-                return Outcome(pending, plain(receipt.id, 64), tries=self._storage.tries)
+                return Outcome(pending, plain(receipt.id, 64), tries=self._storage.outbox.tries)
             except RefusedError as refusal:
                 status = status_of(refusal.code)
                 if status in _LATER:
@@ -99,7 +99,7 @@ class Sender:
                     self._session.terms = None
                 if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
-                    return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.tries)
+                    return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.outbox.tries)
         raise LinkError(trouble)
 
     def _send(self, pending: Pending) -> service_pb2.Receipt:
@@ -116,7 +116,7 @@ class Sender:
             payload=bytes.fromhex(pending.payload),
         )
         status = self._session.link.upload_status(self._session.identity, name)
-        with self._storage.answer() as payload:
+        with self._storage.outbox.answer() as payload:
             if status.HasField("receipt"):
                 receipt = status.receipt
             elif not status.ask_open:
@@ -138,7 +138,7 @@ class Sender:
         )
         terms = self._session.terms
         packed = known_compression(terms.compression, offered()) if terms is not None else RAW
-        self._storage.count_try()
+        self._storage.outbox.count_try()
         with self.heartbeats():
             failpoints.hit("device.upload.before-send")
             receipt = self._session.link.upload(header, wire.chunks(payload.source, payload.slots, first_byte, packed))
@@ -172,7 +172,7 @@ class Sender:
         """The receipt makes the answer's state the device's, and its model the app's if the verdict says so."""
         if self._export_onnx == "round" and pending.verdict is not None and pending.verdict.replaced:
             self._storage.save(_EXPORT_DUE, str(pending.round).encode())  # before: a crash must not leave an old file
-        self._storage.promote_answer()
+        self._storage.outbox.promote()
         worker = self._session.worker
         if worker is None:
             return
@@ -184,7 +184,7 @@ class Sender:
 
     def _drop(self) -> None:
         """No receipt will come: the state goes back to the last answer that has one."""
-        self._storage.drop_answer()
+        self._storage.outbox.drop()
         self._session.forget_state()
 
     def export_due(self) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from fleetdistill.device.guard import Guard
 from fleetdistill.link.base import Link
-from fleetdistill.state.directory import Pending, Storage
+from fleetdistill.state.directory import Storage
+from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
