@@ -60,7 +60,7 @@ class DyingLink(GrpcLink):
 
 def run_and_die(function: str, *arguments: object) -> None:
     """Runs a function of this file in a process of its own, which must die of SIGKILL."""
-    code = f"from protocol import test_device_restart as own; own.{function}({', '.join(map(repr, arguments))})"
+    code = f"from front import test_device_restart as own; own.{function}({', '.join(map(repr, arguments))})"
     paths = os.pathsep.join(str(Path(__file__).parents[1] / name) for name in (".", "../client_sdk", "../server"))
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
