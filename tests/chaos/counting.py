@@ -19,11 +19,11 @@ import numpy as np
 from fleetdistill import methods as device_methods
 from fleetdistill.device.compute import Work
 from fleetdistill.errors import ExportError
-from fleetdistill.knowledge import Kind, SampleKnowledge
+from fleetdistill.knowledge import Kind, Plan, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.verdict import Verdict
-from fleetdistill.wire.codec import encode, read_plan
+from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 
 NAME = "counting"
@@ -84,7 +84,7 @@ class CountingWorker:
     def __init__(self, contract: contract_pb2.Contract) -> None:
         self.contract = contract
         self.has_state = False
-        config = device_methods.config_from_plan(contract.method, read_plan(contract.config))
+        config = device_methods.config_from_plan(contract.method, Plan.read(contract.config))
         self._method: Any = device_methods.device_class(contract.method)(config, None)  # type: ignore[arg-type]
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import KINDS, Weights
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
@@ -25,7 +26,6 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
-from fleetdistill.wire.codec import KINDS
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.method_table import method_row, methods
 from fleetdistill_server.config.run_config import ContractSection
@@ -35,7 +35,6 @@ from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
     Content,
     Sizes,
-    Weights,
     exchange_formula,
     in_round,
     mean_round_bytes,

@@ -12,7 +12,7 @@ from fleetdistill import COLUMNS
 from fleetdistill import knowledge as k
 from fleetdistill.device.consent import check_may_leave
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.wire.codec import KINDS
+from fleetdistill.knowledge import KINDS
 
 ROW = np.zeros((1, 3), np.float32)
 IDS = np.zeros(1, np.int64)

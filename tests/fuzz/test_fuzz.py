@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import PATIENCE_SECONDS, own_peak_memory
 
-from fleetdistill.wire.codec import KINDS
+from fleetdistill.knowledge import KINDS
 from fleetdistill_server.intake import ingest
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest

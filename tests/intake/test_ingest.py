@@ -30,6 +30,7 @@ from support.wire_samples import (
 
 from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
+from fleetdistill.knowledge.reports import MOST_METRICS
 from fleetdistill.training.parameters import part_shapes
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
@@ -37,7 +38,6 @@ from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.duplicate_ids import ROOM
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.intake.ingest_rules import MOST_METRICS
 from fleetdistill_server.store.blobs import MemoryBlobs
 
 FLOAT32 = np.float32

@@ -11,9 +11,10 @@ from support.fleets import RUN, RUNS, prepare, run_in_memory
 
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan, device_class
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill.wire.codec import KINDS, decode, encode
+from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.forgetting import ask_to_forget

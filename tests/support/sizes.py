@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import nn
 
+from fleetdistill.knowledge import Weights
 from fleetdistill.models.discriminators import shared_features
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.model import SplitModel
@@ -15,7 +16,7 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Sizes, Weights
+from fleetdistill_server.methods.traffic import Sizes
 
 
 def weights(module: nn.Module) -> Weights:

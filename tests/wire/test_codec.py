@@ -25,7 +25,8 @@ from support.wire_samples import (
 
 from fleetdistill import knowledge as k
 from fleetdistill.errors import KnowledgeError, WireError
-from fleetdistill.wire.codec import KINDS, Payload, decode, encode
+from fleetdistill.knowledge import KINDS
+from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.payload import (
     CHUNK_BYTES,
     DTYPES,

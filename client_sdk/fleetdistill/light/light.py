@@ -19,7 +19,7 @@ import numpy as np
 
 from fleetdistill.device.compute import MakeWorker, Work, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
 from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.methods import config_of_contract
@@ -30,7 +30,7 @@ from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
-from fleetdistill.wire.codec import KNOWLEDGE_TYPES, read_plan
+from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
     With `predictor = "trained"` it takes part in closed form: what it sends is the same, and its answers are those of
     a device that trains none. With `own_network = "taught"` it has no network to teach.
     """
-    plan = read_plan(contract.config)
+    plan = Plan.read(contract.config)
     if contract.method != METHOD or plan.values.get("features") == "averaged":
         features = "" if contract.method != METHOD else ", features 'averaged'"
         raise ConfigurationError(

@@ -16,7 +16,6 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Plan
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.names import unknown_name
-from fleetdistill.wire.codec import read_plan
 
 if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
@@ -104,7 +103,7 @@ def config_of_contract(contract: contract_pb2.Contract) -> Any:
     Raises:
         ConfigurationError: The method or a setting is unknown here, or a value is out of its range.
     """
-    found = config_from_plan(contract.method, read_plan(contract.config))
+    found = config_from_plan(contract.method, Plan.read(contract.config))
     found.for_classes(len(contract.classes))
     return found
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import Array, Kind, ModelParameters
 from fleetdistill.wire.codec import encode
+from fleetdistill.wire.schema import TypedShape
 
 
 def model_parameters(module: nn.Module, scope: str = "model", without: Collection[str] = ()) -> ModelParameters:
@@ -77,19 +78,6 @@ def batch_norm_names(module: nn.Module) -> frozenset[str]:
         if isinstance(part, _BatchNorm)
         for name in part.state_dict()
     )
-
-
-class TypedShape(tuple[int, ...]):
-    """A shape that also says in which type the elements travel."""
-
-    dtype: np.dtype
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: np.dtype) -> TypedShape:
-        """Both together."""
-        made = cls(shape)
-        made.dtype = dtype
-        return made
 
 
 def part_shapes(kind: Kind) -> Mapping[str, TypedShape]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fleetdistill.errors import DataError, KnowledgeError
-from fleetdistill.wire.codec import float_type
+from fleetdistill.wire.schema import float_type
 
 Rate = tuple[str, float]
 """The setting that training goes wrong with, and its value: what a failure names."""

@@ -1,68 +1,31 @@
 """Between the classes of `fleetdistill.knowledge` and protobuf parts with their data.
 
-One generic mapping by field names serves every kind: a new kind is a class, a message and a line in `KINDS`.
+One generic mapping by field names serves every kind, so that a new kind is a message and a class.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from google.protobuf.message import Message
 
-from fleetdistill import knowledge
 from fleetdistill.errors import KnowledgeError, WireError
-from fleetdistill.knowledge import Array, Kind, Parts
+from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_errors, kind_of
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
 from fleetdistill.wire.quantize import LARGEST, in_steps
+from fleetdistill.wire.schema import FLOAT32, float_type, in_channel_steps
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
-KINDS: dict[str, type[Kind]] = {
-    "model_parameters": knowledge.ModelParameters,
-    "sample_knowledge": knowledge.SampleKnowledge,
-    "refined_knowledge": knowledge.RefinedKnowledge,
-    "proxy_knowledge": knowledge.ProxyKnowledge,
-    "proxy_set": knowledge.ProxySet,
-    "weighted_predictions": knowledge.WeightedPredictions,
-    "class_statistics": knowledge.ClassStatistics,
-    "soft_predictions": knowledge.SoftPredictions,
-    "shared_statistics": knowledge.SharedStatistics,
-    "class_space": knowledge.ClassSpace,
-    "network_file": knowledge.NetworkFile,
-    "distillation_gradient": knowledge.DistillationGradient,
-    "generator": knowledge.Generator,
-    "discriminator": knowledge.Discriminator,
-    "plan": knowledge.Plan,
-    "metrics": knowledge.Metrics,
-}
-KIND_NAMES = {cls: name for name, cls in KINDS.items()}
-_CLASSES = {
-    "ModelParameters": knowledge.ModelParameters,
-    "Metric": knowledge.Metric,
-    "ClassCount": knowledge.ClassCount,
-}
 KNOWLEDGE_TYPES = (
     tensor_pb2.ELEMENT_TYPE_FLOAT32,
     tensor_pb2.ELEMENT_TYPE_FLOAT16,
     tensor_pb2.ELEMENT_TYPE_UINT8,
 )
 """Types that knowledge can travel in, for a device's profile."""
-_FLOAT32, _FLOAT16, _UINT8 = (np.dtype(one) for one in (np.float32, np.float16, np.uint8))
-
-
-def float_type(knowledge_type: np.dtype | type | str) -> np.dtype:
-    """What knowledge travels in that is no feature column of own samples: float16 in a run of uint8."""
-    found = np.dtype(knowledge_type)
-    return _FLOAT16 if found == _UINT8 else found
-
-
-def in_channel_steps(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:
-    """Whether a feature column travels as steps of its channels; `shape` is that of one sample, and has channels."""
-    return np.dtype(knowledge_type) == _UINT8 and len(shape) > 0
 
 
 class ArraySource:
@@ -124,10 +87,10 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
     arrays: list[Array] = []
     for name, kind in parts.items():
         part = message.parts.add(name=name)
-        target = getattr(part, KIND_NAMES[type(kind)])
+        target = getattr(part, kind.wire_name)
         target.SetInParent()
         wire_type = np.dtype(knowledge_type) if kind.travels_in is None else kind.travels_in
-        _Encoder(arrays, wire_type, kind.exact).fill(target, kind, name)
+        _Encoder(arrays, wire_type, type(kind)).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
     return Payload(
@@ -140,21 +103,21 @@ def decode(payload: Payload) -> dict[str, Kind]:
     by_path = {slot.path: slot for slot in payload.slots}
     decoded: dict[str, Kind] = {}
     for part in payload.parts.parts:
-        kind = str(part.WhichOneof("kind"))  # `slots` refused a part without one
+        kind = kind_of(part)  # `slots` refused a part without one
         reader = _Decoder(by_path, payload.source)
-        decoded[part.name] = reader.read(KINDS[kind], getattr(part, kind), part.name)
+        decoded[part.name] = reader.read(kind, getattr(part, kind.wire_name), part.name)
     return decoded
 
 
 class _Encoder:
-    def __init__(self, arrays: list[Array], wire_type: np.dtype, exact: Collection[str]) -> None:
+    def __init__(self, arrays: list[Array], wire_type: np.dtype, kind: type[Kind]) -> None:
         self._arrays = arrays
         self._wire_type = wire_type
-        self._exact = exact
+        self._kind = kind
 
     def fill(self, message: Message, value: Any, path: str) -> None:
-        if isinstance(value, knowledge.Plan):
-            _fill_plan(message, value, path)
+        if isinstance(value, OwnForm):
+            value.fill(message, path)
             return
         fields: list[Any] = sorted(message.DESCRIPTOR.fields, key=lambda one: one.number)
         for field in fields:
@@ -165,14 +128,13 @@ class _Encoder:
     def _set(self, message: Message, field: Any, item: Any, path: str) -> None:
         target = getattr(message, field.name)
         kind = field.message_type.name if field.message_type else None
-        if kind == "Tensor" and field.name in self._exact:
+        if kind == "Tensor" and field.name in self._kind.exact:
             self._add(target, np.asarray(item, np.float64))
         elif kind == "Tensor":
             self._describe(target, item, path)
         elif kind == "NamedTensor":
-            stepped = message.DESCRIPTOR.name == "SampleKnowledge"  # its only named tensors are feature columns
             for name, array in item.items():
-                self._describe(target.add(name=name).tensor, array, f"{path}/{name}", stepped)
+                self._describe(target.add(name=name).tensor, array, f"{path}/{name}", self._kind.in_channel_steps)
         elif kind is not None and field.is_repeated:
             for one in item:
                 self.fill(target.add(), one, path)
@@ -180,10 +142,10 @@ class _Encoder:
             target.SetInParent()
             self.fill(target, item, path)
         elif field.is_repeated:
-            with _field_errors(path, item):
+            with field_errors(path, item):
                 target.extend(item)
         else:
-            with _field_errors(path, item):
+            with field_errors(path, item):
                 setattr(message, field.name, item)
 
     def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str, stepped: bool = False) -> None:
@@ -195,7 +157,7 @@ class _Encoder:
 
     def _describe_steps(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
         with np.errstate(over="ignore"):
-            numbers = array.astype(_FLOAT32, copy=False)
+            numbers = array.astype(FLOAT32, copy=False)
         _check_range(array, np.abs(numbers) <= LARGEST, "uint8", path)
         elements, step, minimum = in_steps(numbers)
         self._add(tensor, elements)
@@ -216,8 +178,8 @@ class _Decoder:
         self._source = source
 
     def read(self, cls: type, message: Message, path: str) -> Any:
-        if cls is knowledge.Plan:
-            return read_plan(message)
+        if issubclass(cls, OwnForm):
+            return cls.read(message)
         fields = {
             field.name: self._get(cls, message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields
         }
@@ -235,16 +197,23 @@ class _Decoder:
         if kind == "NamedTensor":
             return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
         if kind is not None and field.is_repeated:
-            return [self.read(_CLASSES[kind], one, path) for one in value]
+            (listed,) = get_args(_types_of(cls)[field.name])
+            return [self.read(listed, one, path) for one in value]
         if field.is_repeated:
             return list(value)
-        return self.read(_CLASSES[kind], value, path) if kind is not None else value
+        return self.read(_types_of(cls)[field.name], value, path) if kind is not None else value
+
+
+@functools.cache
+def _types_of(cls: type) -> Mapping[str, Any]:
+    """Types of a class's fields."""
+    return get_type_hints(cls)
 
 
 @functools.cache
 def _required(cls: type) -> frozenset[str]:
     """Fields of a kind that are arrays and never None."""
-    return frozenset(name for name, kind in get_type_hints(cls).items() if kind == Array)
+    return frozenset(name for name, kind in _types_of(cls).items() if kind == Array)
 
 
 def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
@@ -265,44 +234,3 @@ def _check_range(array: Array, fits: Array, name: str, path: str) -> None:
             f"{path}, row {row}: {float(array[~fits][0]):g} does not fit {name} "
             f"(largest {LARGEST:.0f} for float16 and uint8); use float32 for this run or scale the features down"
         )
-
-
-def _fill_plan(message: Message, plan: knowledge.Plan, path: str) -> None:
-    for name, value in plan.values.items():
-        entry = message.entries.add(name=name)  # type: ignore[attr-defined]
-        with _field_errors(f"{path}/{name}", value):
-            _set_value(entry, value)
-
-
-def _set_value(entry: knowledge_pb2.PlanEntry, value: knowledge.PlanValue) -> None:
-    if isinstance(value, bool):
-        entry.flag = value
-    elif isinstance(value, int):
-        entry.integer = value
-    elif isinstance(value, float):
-        entry.real = value
-    elif isinstance(value, str):
-        entry.text = value
-    else:
-        entry.integers.SetInParent()
-        entry.integers.values.extend(value)
-
-
-@contextlib.contextmanager
-def _field_errors(path: str, value: object) -> Iterator[None]:
-    """Protobuf's refusals of a value, in our words."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise WireError(f"{path}: {value!r} does not fit its field: {error}") from error
-
-
-def read_plan(message: Message) -> knowledge.Plan:
-    """The plan in a message, such as the configuration in a contract."""
-    values: dict[str, Any] = {}
-    for entry in message.entries:  # type: ignore[attr-defined]
-        which = entry.WhichOneof("value")
-        if which is None:
-            raise WireError(f"plan entry {entry.name!r} has no value")
-        values[entry.name] = list(entry.integers.values) if which == "integers" else getattr(entry, which)
-    return knowledge.Plan(values=values)

@@ -6,9 +6,10 @@ channel d stands for `minimum[d] + e * step[d]`, computed in float32.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from fleetdistill.knowledge import Array
+import numpy as np
+from numpy.typing import NDArray
 
 LARGEST = float(np.finfo(np.float16).max)
 """Largest size of a number that can be encoded, the same as float16's, so that runs of both types take the same."""
@@ -18,7 +19,7 @@ _STEPS = np.float32(255)
 _LEAST_SPAN = np.float32(2.0**-110)
 
 
-def in_steps(numbers: Array) -> tuple[Array, Array, Array]:
+def in_steps(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Encodes finite float32 numbers of at most `LARGEST`.
 
     A channel whose numbers are all alike has step 0, and so has a channel without numbers, whose minimum is 0. In any
@@ -43,10 +44,10 @@ def in_steps(numbers: Array) -> tuple[Array, Array, Array]:
     return np.minimum(elements, _STEPS).astype(np.uint8), step, minimum
 
 
-def numbers_of(elements: Array, step: Array, minimum: Array) -> Array:
+def numbers_of(elements: NDArray[Any], step: NDArray[Any], minimum: NDArray[Any]) -> NDArray[Any]:
     """Decodes what `in_steps` encoded; read-only float32 of the shape of `elements`."""
     shape = (1, -1, *[1] * (elements.ndim - 2))
-    found = elements * step.reshape(shape)
+    found: NDArray[Any] = elements * step.reshape(shape)
     found += minimum.reshape(shape)
     found.flags.writeable = False
     return found

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Weights
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -31,7 +32,7 @@ from fleetdistill_server.cli.pki import devices_revoke, enrol, pki_app
 from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.cli.runs import runs_cancel, runs_delete
 from fleetdistill_server.cli.serve import serve
-from fleetdistill_server.methods.traffic import Sizes, Weights
+from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.start import INTERRUPTED

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
@@ -36,19 +37,6 @@ EXTRACTOR = "extractor"
 ROUNDS = 30
 """Of the run that bytes are shown for, unless told otherwise: the default of run.toml."""
 
-_SAYS: Mapping[str, Callable[[str], str]] = {
-    "sample_knowledge": lambda columns: f"{columns} of own samples",
-    "proxy_knowledge": lambda columns: f"{columns} of the proxy set",
-    "weighted_predictions": lambda columns: "predictions on generated samples",
-    "distillation_gradient": lambda columns: "gradients on own samples",
-    "model_parameters": lambda columns: "model",
-    "class_statistics": lambda columns: "class moments and counts",
-    "shared_statistics": lambda columns: "class moments and counts",
-    "soft_predictions": lambda columns: "predictions on drawn rows",
-    "generator": lambda columns: "generator",
-    "discriminator": lambda columns: "discriminator",
-}
-"""Kind of a part, and what it says about the device, from the columns that the method takes."""
 _ABOUT_SAMPLES = ("features", "logits", LABELS)
 
 
@@ -78,7 +66,7 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsV
     if rounds < 1:
         raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
     rows = [method_row(name, sizes, _checked(knowledge_type), rounds) for name in sorted(METHODS)]
-    facts = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": asdict(sizes)}
+    facts = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": sizes.numbers()}
     return MethodsView({"methods": rows}, facts)
 
 
@@ -111,7 +99,9 @@ def _leaves(half: type[ServerMethod], config: Any, asked: Sequence[str]) -> str:
     about = ", ".join(column for column in half.columns(config) if column in _ABOUT_SAMPLES)
     steps = half.steps_for(config)
     parts = [part for step in dict.fromkeys(asked) for part in steps[step].items()]
-    return ", ".join(dict.fromkeys(name if name == EXTRACTOR else _SAYS[kind](about) for name, kind in parts))
+    return ", ".join(
+        dict.fromkeys(name if name == EXTRACTOR else KINDS[kind].words.format(columns=about) for name, kind in parts)
+    )
 
 
 def _checked(knowledge_type: str) -> KnowledgeType:

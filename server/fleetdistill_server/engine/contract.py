@@ -7,9 +7,9 @@ import numpy as np
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_to_plan
 from fleetdistill.training.model import fingerprint
-from fleetdistill.training.parameters import TypedShape
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
+from fleetdistill.wire.schema import TypedShape
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.proxy_set import register_proxy

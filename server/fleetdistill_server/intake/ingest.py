@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 import google_crc32c
 import numpy as np
@@ -20,11 +19,12 @@ from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, most_directions
+from fleetdistill.wire.kind import KINDS
 from fleetdistill.wire.payload import Slot
+from fleetdistill.wire.schema import ROWS
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.intake.duplicate_ids import first_repeat
-from fleetdistill_server.intake.ingest_rules import ROWS, rules_of
+from fleetdistill_server.intake.ingest_rules import check_data, rules_of
 from fleetdistill_server.store.blobs import Staging
 
 TENSOR = "tensor"
@@ -132,9 +132,10 @@ class Ingest:
                 self._check_unique(slot, self._staging)
             if self._rules[slot.path].row_sums is not None:
                 self._check_row_sums(slot, self._staging)
+        by_path = {slot.path: slot for slot in self.slots}
         for part in self.header.parts.parts:
-            if (check := _WHOLE.get(part.WhichOneof("kind"))) is not None:
-                check(self, part, self._staging)
+            with self._naming_device():
+                check_data(part, self._contract, by_path, self._staging, self._samples)
 
     @property
     def _total(self) -> int:
@@ -160,8 +161,8 @@ class Ingest:
         rule = self._rules.get(slot.path)
         if rule is None:
             raise self._refuse(Code.BAD_TENSOR, f"tensor {slot.path!r} is not part of the contract", slot)
-        if slot.dtype not in rule.dtypes:
-            expected = " or ".join(dtype.name for dtype in rule.dtypes)
+        if slot.dtype not in rule.types:
+            expected = " or ".join(dtype.name for dtype in rule.types)
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
         if rule.in_steps != (slot.channels is not None):
             text = f"{slot.path} is {'raw' if rule.in_steps else 'in channel steps'}, expected the other"
@@ -186,7 +187,7 @@ class Ingest:
 
     def _check_own_rows(self, slot: Slot) -> None:
         """A device has a row for each of its samples at most, and no more samples than it has declared."""
-        if slot.kind == "sample_knowledge" and self._samples is not None and slot.shape[0] > self._samples:
+        if KINDS[slot.kind].rows_are_samples and self._samples is not None and slot.shape[0] > self._samples:
             text = f"{slot.path} has {slot.shape[0]} rows, the device has declared {self._samples} samples"
             # One that was honest has data of after the backup that this server was restored from.
             raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
@@ -279,54 +280,6 @@ class Ingest:
                 text += f", at most {most:g} is possible" if sums[at] > most else f", at least {least:g} is possible"
                 raise self._refuse(Code.BAD_VALUE, text, slot, row=str(first + at))
 
-    def _check_statistics(self, part: knowledge_pb2.Part, staging: Staging) -> None:
-        """What takes several tensors to see: more samples than there are, more directions than the samples allow."""
-        if not part.class_statistics.labels:
-            return
-        by_path = {slot.path: slot for slot in self.slots}
-        slot = by_path[f"{part.name}/counts"]
-        counts = self._declared_counts(slot, staging)
-        if (directions := by_path.get(f"{part.name}/directions")) is not None:
-            self._check_directions(directions, counts, self._rows_per_direction(part.name), staging)
-
-    def _check_shared(self, part: knowledge_pb2.Part, staging: Staging) -> None:
-        """Samples beyond the declared, degrees of freedom that counts do not give, more directions than these allow."""
-        if not part.shared_statistics.labels:
-            return
-        by_path = {slot.path: slot for slot in self.slots}
-        counts = self._declared_counts(by_path[f"{part.name}/counts"], staging)
-        slot = by_path[f"{part.name}/df"]
-        df, expected = int(wire.array_of(slot, staging)), int(counts.sum()) - len(counts)
-        if df != expected:
-            text = f"{slot.path} is {df}, {counts.sum()} samples of {len(counts)} classes have {expected}"
-            raise self._refuse(Code.BAD_VALUE, text, slot)
-        directions = by_path.get(f"{part.name}/directions")
-        most = df // self._rows_per_direction(part.name)
-        if directions is not None and directions.shape[0] > most:
-            text = f"{directions.path} has {directions.shape[0]} rows, {df} degrees of freedom allow {most}"
-            raise self._refuse(Code.BAD_VALUE, text, directions)
-
-    def _declared_counts(self, slot: Slot, staging: Staging) -> np.ndarray:
-        """Samples of each class in int64; they may not be more than the device has declared."""
-        counts = wire.array_of(slot, staging).astype(np.int64)
-        if self._samples is not None and counts.sum() > self._samples:
-            text = f"{slot.path} sum to {counts.sum()}, the device has declared {self._samples} samples"
-            raise self._refuse(Code.BAD_VALUE, text, slot)
-        return counts
-
-    def _check_directions(self, slot: Slot, counts: np.ndarray, rows_per_direction: int, staging: Staging) -> None:
-        for row, count in enumerate(counts.tolist()):
-            found = wire.array_of(_row_of(slot, row), staging)
-            most = most_directions(len(found), count, rows_per_direction)
-            if found[most:].any():
-                text = f"{count} samples allow {most} directions, row {row} of {slot.path} has more"
-                raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
-
-    def _rows_per_direction(self, part: str) -> int:
-        """As declared; contracts of earlier versions do not say."""
-        declared = next((one.rows_per_direction for one in self._contract.uploads if one.part == part), 0)
-        return declared or LEAST_ROWS_PER_DIRECTION
-
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
         if slot is not None:
             details["tensor"] = slot.path
@@ -338,19 +291,6 @@ class Ingest:
             yield
         except RefusedError as refusal:
             raise self._refuse(Code(refusal.code), str(refusal), None, **refusal.details) from refusal
-
-
-def _row_of(slot: Slot, row: int) -> Slot:
-    """One row of a tensor, as a tensor of its own."""
-    size = math.prod(slot.shape[1:]) * slot.dtype.itemsize
-    return replace(slot, shape=slot.shape[1:], start=slot.start + row * size)
-
-
-_WHOLE: dict[str | None, Callable[[Ingest, knowledge_pb2.Part, Staging], None]] = {
-    "class_statistics": Ingest._check_statistics,
-    "shared_statistics": Ingest._check_shared,
-}
-"""What can be checked of a kind only once all its tensors are there."""
 
 
 def _check_size(header: knowledge_pb2.PayloadHeader, slots: tuple[Slot, ...], limit: int) -> None:

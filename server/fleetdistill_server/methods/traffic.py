@@ -9,38 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import ModelParameters
-from fleetdistill.wire.codec import float_type, in_channel_steps
+from fleetdistill.knowledge import Weights
+from fleetdistill.wire.schema import float_type, in_channel_steps
 
 KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
 
 _FLOAT32, _FLOAT16, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.float16, np.int32, np.int64))
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The size of a model, or of a part of one.
-
-    Attributes:
-        parameters: Trainable numbers, which travel as float32 whatever the knowledge type is.
-        buffer_bytes: Bytes of the buffers beside them: 8 a channel and 8 a layer of batch-norm.
-    """
-
-    parameters: int
-    buffer_bytes: int = 0
-
-    @classmethod
-    def of(cls, sent: ModelParameters) -> Weights:
-        """The size of parameters and buffers as they travel."""
-        numbers = sum(one.size for one in sent.parameters.values())
-        return cls(numbers, sum(one.nbytes for one in sent.buffers.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +68,11 @@ class Sizes:
     def feature_channels(self) -> int:
         """Channels of the features at the cut."""
         return self.features if self.channels is None else self.channels
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it as plain data, for people and scripts."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value.numbers() if isinstance(value, Weights) else value for name, value in found.items()}
 
     def __post_init__(self) -> None:
         for one in fields(self):

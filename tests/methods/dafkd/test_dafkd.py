@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
-from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
+from fleetdistill.knowledge import (
+    Discriminator,
+    Generator,
+    Kind,
+    ModelParameters,
+    Parts,
+    Plan,
+    WeightedPredictions,
+    Weights,
+)
 from fleetdistill.methods.base import Ask, Local, PartKind
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.device import DaFKDDevice
@@ -48,7 +57,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
     importance_weights,
 )
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
-from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
+from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 CLASSES, SHAPE = 10, (1, 8, 8)

@@ -32,7 +32,7 @@ from fleetdistill.errors import (
     QuorumNotReached,
     RefusedError,
 )
-from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
+from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan, Weights
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import FedDKDDevice, distillation_gradient
@@ -57,7 +57,7 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
-from fleetdistill_server.methods.traffic import Sizes, Weights, round_bytes
+from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated_device

@@ -30,7 +30,8 @@ from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone
-from fleetdistill.wire.codec import decode, encode, float_type
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.schema import float_type
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.merge import (

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
+from fleetdistill.knowledge import (
+    Discriminator,
+    Generator,
+    Kind,
+    ModelParameters,
+    Parts,
+    Plan,
+    WeightedPredictions,
+    Weights,
+)
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
 from fleetdistill.methods.local import make_local_optimizer
@@ -37,7 +46,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
     equal_weights,
     importance_weights,
 )
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes, Weights
+from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]

@@ -1,0 +1,130 @@
+"""Kinds without tensors: settings that a message brings, and figures that a device reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from google.protobuf.message import Message
+
+from fleetdistill.errors import RefusedError, WireError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.kind import Kind, OwnForm, field_errors
+from fleetdistill.wire.schema import Tensors
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+
+PlanValue = int | float | bool | str | list[int]
+
+MOST_METRICS = 100
+"""Each is a row of the store for every answer."""
+_MAX_WORD = 64
+_MAX_PLAN_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(OwnForm):
+    """A method's typed scalars, such as its configuration, a cut layer or a count."""
+
+    wire_name = "plan"
+
+    values: Mapping[str, PlanValue]
+
+    def fill(self, message: Message, path: str) -> None:
+        """As `OwnForm`'s: an entry for each value."""
+        for name, value in self.values.items():
+            entry = message.entries.add(name=name)  # type: ignore[attr-defined]
+            with field_errors(f"{path}/{name}", value):
+                _set_value(entry, value)
+
+    @classmethod
+    def read(cls, message: Message) -> Self:
+        """The plan in a message, such as the configuration in a contract."""
+        values: dict[str, Any] = {}
+        for entry in message.entries:  # type: ignore[attr-defined]
+            which = entry.WhichOneof("value")
+            if which is None:
+                raise WireError(f"plan entry {entry.name!r} has no value")
+            values[entry.name] = list(entry.integers.values) if which == "integers" else getattr(entry, which)
+        return cls(values=values)
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """None; a plan has a bound, and each setting once."""
+        entries = part.plan.entries
+        if part.ByteSize() > _MAX_PLAN_BYTES:
+            text = f"part {part.name!r} has {part.ByteSize()} bytes of settings, must be at most {_MAX_PLAN_BYTES}"
+            raise RefusedError(Code.TOO_LARGE, text)
+        doubled = len({entry.name for entry in entries}) != len(entries)
+        if doubled or any(entry.WhichOneof("value") is None for entry in entries):
+            raise RefusedError(Code.BAD_MESSAGE, f"part {part.name!r} has a setting twice, or one without a value")
+        return {}
+
+
+def _set_value(entry: knowledge_pb2.PlanEntry, value: PlanValue) -> None:
+    if isinstance(value, bool):
+        entry.flag = value
+    elif isinstance(value, int):
+        entry.integer = value
+    elif isinstance(value, float):
+        entry.real = value
+    elif isinstance(value, str):
+        entry.text = value
+    else:
+        entry.integers.SetInParent()
+        entry.integers.values.extend(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassCount:
+    """A metric restricted to the class `label`."""
+
+    label: int
+    sum: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure as sum and count, so that figures of several devices add up; the rate is `sum / count`."""
+
+    name: str
+    split: str
+    sum: float
+    count: int
+    by_class: list[ClassCount] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(Kind):
+    """Figures that a device reports about itself."""
+
+    wire_name = "metrics"
+    tells = ("metrics",)
+
+    metrics: list[Metric]
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """None; figures are finite, of known classes, and each there once."""
+        metrics = part.metrics.metrics
+        if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
+            text = f"part {part.name!r} has {len(metrics)} metrics, must be {MOST_METRICS} at most and each there once"
+            raise RefusedError(Code.BAD_VALUE, text)
+        for metric in metrics:
+            _check_metric(metric, len(contract.classes))
+        return {}
+
+
+def _check_metric(metric: knowledge_pb2.Metric, classes: int) -> None:
+    labels = [one.label for one in metric.by_class]
+    if len(set(labels)) != len(labels):
+        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} has a class twice")
+    numbers = [metric.sum, *(one.sum for one in metric.by_class)]
+    if not all(math.isfinite(number) for number in numbers) or any(label >= classes for label in labels):
+        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or names an unknown class")
+    counts = [metric.count, *(one.count for one in metric.by_class)]
+    if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or max(counts) >= 1 << 63:
+        text = f"metric {metric.name[:64]!r}: its name must be 1 to {_MAX_WORD} characters, its count below 2**63"
+        raise RefusedError(Code.BAD_VALUE, text)

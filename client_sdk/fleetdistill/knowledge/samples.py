@@ -1,0 +1,290 @@
+"""Kinds about samples: a device's own, the proxy set's, and generated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fleetdistill.errors import RefusedError, WireError
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.kind import Array, Kind, declared_shapes
+from fleetdistill.wire.schema import FEATURES, INT32, INT64, KIND, ROWS, PartSchema, Shapes, Tensors, TensorSchema
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+
+EMBEDDING = "embedding"
+"""Name of the feature column that enters a model's last layer, for models that offer it."""
+LOGITS = 1
+PROBABILITIES = 2
+_IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
+"""An importance is at most 1, and predictions sum to 1 up to rounding."""
+_PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
+"""Rounding to float16 changes a number by 2**-11 of it, or by 2**-25 where it is tiny: with 1,000 classes 5.2e-4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleKnowledge(Kind):
+    """What a device's model says about its own samples.
+
+    Attributes:
+        sample_ids: `[N]` int64, unique.
+        features: Columns by cut, each `[N, ...]`.
+        logits: `[N, C]` unnormalised scores, or None.
+        labels: `[N]` int32 in `[0, C)`, or None where they do not leave the device.
+    """
+
+    wire_name = "sample_knowledge"
+    tells = ("features", "logits", "labels")
+    travels_in = None
+    in_channel_steps = True
+    rows_are_samples = True
+    words = "{columns} of own samples"
+
+    sample_ids: Array
+    features: Mapping[str, Array] = field(default_factory=dict)
+    logits: Array | None = None
+    labels: Array | None = None
+
+    def columns(self) -> tuple[str, ...]:
+        """As `Kind`'s."""
+        there = {"features": self.features, "logits": self.logits is not None, "labels": self.labels is not None}
+        return tuple(column for column, held in there.items() if held)
+
+    @classmethod
+    def tensors(cls, rows: int, classes: int, features: Shapes, channels: Mapping[str, int]) -> Tensors:
+        """All that it may have, of so many rows; `channels` for columns whose shape is only counted."""
+        columns = {
+            f"features/{name}": TensorSchema(FEATURES, (rows, *shape), what="features", channels=channels.get(name))
+            for name, shape in features.items()
+        }
+        return {
+            "sample_ids": TensorSchema((INT64,), (rows,), low=0, unique=True, what="sample id"),
+            "logits": TensorSchema(KIND, (rows, classes), what="logits"),
+            "labels": TensorSchema((INT32,), (rows,), low=0, high=classes, what="label"),
+            **columns,
+        }
+
+    @classmethod
+    def schema(
+        cls,
+        *,
+        rows: int,
+        features: Shapes,
+        classes: int = 0,
+        columns: tuple[str, ...] = ("features",),
+        channels: Mapping[str, int] | None = None,
+    ) -> PartSchema:
+        """The part about so many samples, with these of `tells`.
+
+        Args:
+            rows: Samples.
+            features: Shape of one sample in each feature column.
+            classes: Of the run; for logits.
+            columns: What it has beside the ids.
+            channels: Channels of feature columns whose shape is only counted; others have their shape's first axis.
+        """
+        tensors = cls.tensors(rows, classes, features, channels or {})
+        left_out = {"logits", "labels"} - set(columns)
+        kept = {path: one for path, one in tensors.items() if path not in left_out}
+        return PartSchema(kind=cls, tensors=kept, columns=columns, features=features)
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """As `Kind`'s; of the contract's feature columns those that the ask wants."""
+        shapes = {column.name: tuple(column.shape) for column in contract.features}
+        asked = {name: of for name, of in shapes.items() if not wanted or f"{part.name}/features/{name}" in wanted}
+        cls._require_columns(part, contract, asked)
+        return cls.tensors(ROWS, len(contract.classes), asked, {})
+
+    @classmethod
+    def _require_columns(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, asked: Shapes) -> None:
+        sent, needed = part.sample_knowledge, contract.requirements.columns
+        missing = [name for name in ("logits", "labels") if name in needed and not sent.HasField(name)]
+        if "features" in needed:
+            given = {column.name for column in sent.features}
+            missing += [f"features/{name}" for name in asked if name not in given]
+        if not sent.HasField("sample_ids"):
+            missing.append("sample_ids")
+        if missing:
+            text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
+            raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedKnowledge(Kind):
+    """What the server says about a device's own samples; `valid` False means that there is nothing to learn from."""
+
+    wire_name = "refined_knowledge"
+    travels_in = None
+
+    valid: bool
+    sample_ids: Array | None = None
+    values: Array | None = None
+    scale: int = LOGITS
+
+    @classmethod
+    def schema(cls, *, rows: int, classes: int) -> PartSchema:
+        """The part about so many samples."""
+        tensors = {"sample_ids": TensorSchema((INT64,), (rows,)), "values": TensorSchema(KIND, (rows, classes))}
+        return PartSchema(kind=cls, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyKnowledge(Kind):
+    """What a model says about the proxy set, in its order."""
+
+    wire_name = "proxy_knowledge"
+    tells = ("features", "logits")
+    travels_in = None
+    words = "{columns} of the proxy set"
+
+    valid: bool
+    proxy_digest: bytes = b""
+    logits: Array | None = None
+    embeddings: Array | None = None
+
+    def columns(self) -> tuple[str, ...]:
+        """As `Kind`'s; an embedding is a feature."""
+        there = {"features": self.embeddings is not None, "logits": self.logits is not None}
+        return tuple(column for column, held in there.items() if held)
+
+    @classmethod
+    def tensors(cls, samples: int, classes: int, embedding: tuple[int, ...], columns: Collection[str]) -> Tensors:
+        """Those of the columns `features` and `logits`: one row for each sample of the proxy set."""
+        logits = {"logits": TensorSchema(KIND, (samples, classes), what="logits")}
+        embeddings = {"embeddings": TensorSchema(KIND, (samples, *embedding), what="embeddings")}
+        return {**(logits if "logits" in columns else {}), **(embeddings if "features" in columns else {})}
+
+    @classmethod
+    def schema(cls, *, samples: int, classes: int, embedding: tuple[int, ...], columns: tuple[str, ...]) -> PartSchema:
+        """The part about so many proxy samples, with these of `tells`; `embedding` is the shape of one sample's."""
+        tensors = cls.tensors(samples, classes, embedding, columns)
+        features = {EMBEDDING: embedding} if "features" in columns else {}
+        return PartSchema(kind=cls, tensors=tensors, columns=columns, features=features)
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """The columns that the contract wants, and no others."""
+        if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
+            text = f"part {part.name!r} is about another proxy set than the contract's"
+            raise RefusedError(Code.CONTRACT_MISMATCH, text)
+        widths = {one.name: tuple(one.shape) for one in contract.features}
+        columns = {one for one in contract.requirements.columns if one != "features" or EMBEDDING in widths}
+        tensors = cls.tensors(contract.proxy_samples, len(contract.classes), widths.get(EMBEDDING, ()), columns)
+        sent = {field.name for field, _ in part.proxy_knowledge.ListFields()}
+        missing = [name for name in tensors if name not in sent]
+        if missing or part.proxy_knowledge.valid != bool(tensors):
+            text = f"part {part.name!r} lacks {', '.join(missing) or 'a true word on being valid'}"
+            details = {"tensor": f"{part.name}/{missing[0]}"} if missing else {}
+            raise RefusedError(Code.BAD_TENSOR, f"{text}, which {contract.method} needs", details)
+        return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxySet(Kind):
+    """A labelled data set that the server and every device of a run hold; see `fleetdistill.training.proxy_set`.
+
+    Attributes:
+        name: What the operator calls it.
+        licence: Terms under which devices may keep it.
+        inputs: `[P, ...]` float32; row i is proxy sample i.
+        labels: `[P]` int32 in `[0, C)`.
+    """
+
+    wire_name = "proxy_set"
+
+    name: str
+    licence: str
+    inputs: Array
+    labels: Array
+
+
+class _Predictions(Kind):
+    """Soft predictions `[M, C]` in `values`."""
+
+    tells = ("logits",)
+
+    @classmethod
+    def values_schema(cls, rows: int, classes: int) -> TensorSchema:
+        """What `values` must be."""
+        raise NotImplementedError
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """As `Kind`'s."""
+        if not getattr(part, cls.wire_name).HasField("values"):
+            raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
+        rows, classes = declared_shapes(part, contract).get("values", (ROWS, len(contract.classes)))
+        return {"values": cls.values_schema(rows, classes)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedPredictions(_Predictions):
+    """Soft predictions `[M, C]` on generated samples, weighted by the device's importance."""
+
+    wire_name = "weighted_predictions"
+    words = "predictions on generated samples"
+
+    noise_seed: int
+    values: Array
+
+    @classmethod
+    def values_schema(cls, rows: int, classes: int) -> TensorSchema:
+        """As `_Predictions`'."""
+        what = "importance-weighted predictions"
+        return TensorSchema(KIND, (rows, classes), low=0, row_sums=_IMPORTANCE_SUMS, what=what)
+
+    @classmethod
+    def schema(cls, *, rows: int, classes: int) -> PartSchema:
+        """The part about so many generated samples, which the contract declares."""
+        tensors = {"values": cls.values_schema(rows, classes)}
+        return PartSchema(kind=cls, tensors=tensors, columns=cls.tells or (), declared={"values": (rows, classes)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftPredictions(_Predictions):
+    """Soft predictions `[M, C]` on rows of features that are drawn from class statistics."""
+
+    wire_name = "soft_predictions"
+    travels_in = None
+    words = "predictions on drawn rows"
+
+    noise_seed: int
+    values: Array
+
+    @classmethod
+    def values_schema(cls, rows: int, classes: int) -> TensorSchema:
+        """As `_Predictions`'."""
+        return TensorSchema(KIND, (rows, classes), low=0, row_sums=_PROBABILITY_SUMS, what="soft predictions")
+
+    @classmethod
+    def schema(cls, *, rows: int, classes: int) -> PartSchema:
+        """The part about so many drawn rows."""
+        return PartSchema(kind=cls, tensors={"values": cls.values_schema(rows, classes)}, columns=cls.tells or ())
+
+
+def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None:
+    """Raises WireError unless each of N ids `[N]` has a row of values `[N, *shape]`; a server may be hostile."""
+    expected = (sample_ids.size, *shape)
+    if sample_ids.ndim != 1 or sample_ids.dtype.kind != "i" or values.shape != expected:
+        text = f"{sample_ids.dtype} ids {list(sample_ids.shape)} and values {list(values.shape)}"
+        raise WireError(f"the server sent {text}, expected integers [N] and [N, {', '.join(map(str, shape))}]")
+
+
+def rows_by_id(known_ids: Array, wanted_ids: Array) -> tuple[Array, Array]:
+    """Finds wanted samples among known ones; rows are matched by id, never by position.
+
+    Args:
+        known_ids: `[N]` int64, unique.
+        wanted_ids: `[K]` int64.
+
+    Returns:
+        `(known_rows, wanted_rows)`, both int64 of one length: row pairs with equal ids, in the order of
+        `wanted_ids`. Ids that are not known are left out.
+    """
+    order = np.argsort(known_ids, kind="stable")
+    at = np.searchsorted(known_ids, wanted_ids, sorter=order)
+    candidates = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(wanted_ids), np.int64)
+    found = known_ids[candidates] == wanted_ids if len(order) else np.zeros(len(wanted_ids), bool)
+    return candidates[found], np.flatnonzero(found)
