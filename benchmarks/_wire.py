@@ -197,16 +197,16 @@ def _prepared_store(directory: Path, handed_out: list[Payload]) -> Store:
         threads=1,
         max_upload_bytes=8 << 30,
     )
-    store.begin_run(RUN, {})
-    store.publish_contract(RUN, contract.SerializeToString())
-    store.start_round(RUN, [DEVICE])
+    store.runs.begin(RUN, {})
+    store.runs.publish_contract(RUN, contract.SerializeToString())
+    store.runs.start_round(RUN, [DEVICE])
     ask = {"run": RUN, "round": 1, "device": DEVICE, "step": "train", "payload": None, "payload_bytes": 0}
     ask |= {"expects": {"knowledge": "sample_knowledge"}, "seed": 0, "deadline_at": time.time() + 3600}
     asks = [{**ask, "step_number": number} for number in range(1, MOST_ASKS + 1)]
     for asked, payload in zip(reversed(asks), handed_out, strict=False):
         store.blobs.put(payload)
         asked |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes}
-    store.write_asks(asks)
+    store.asks.write(asks)
     return store
 
 

@@ -108,8 +108,8 @@ async def serve_bare() -> None:
 def prepare_store(directory: Path) -> Store:
     """A store with the run, open for devices."""
     store = Store.open(directory)
-    store.begin_run(RUN, {})
-    store.publish_contract(RUN, make_contract().SerializeToString())
+    store.runs.begin(RUN, {})
+    store.runs.publish_contract(RUN, make_contract().SerializeToString())
     return store
 
 
@@ -363,7 +363,7 @@ async def ask_latency(store: Store, port: int, wake: Callable[[], None], asks: i
     request = service_pb2.NextAskRequest(
         identity=service_pb2.Identity(run=RUN, device=ASKED, secret=secret), wait_seconds=30.0
     )
-    number, times = store.start_round(RUN, [ASKED]), []
+    number, times = store.runs.start_round(RUN, [ASKED]), []
     for step in range(1, asks + 1):
         call = asyncio.ensure_future(device.stub.NextAsk(request, timeout=CALL_SECONDS))
         await asyncio.sleep(random.uniform(0.03, 0.08))
@@ -371,9 +371,9 @@ async def ask_latency(store: Store, port: int, wake: Callable[[], None], asks: i
         await asyncio.to_thread(write_ask, store, number, step, wake)
         assert (await call).ask.step_number == step
         times.append(time.perf_counter() - started)
-        row = store.ask(RUN, number, step, ASKED)
+        row = store.asks.get(RUN, number, step, ASKED)
         assert row is not None
-        store.close_ask(row["id"], "timed")
+        store.asks.close(row["id"], "timed")
     await device.channel.close()
     return times
 
@@ -381,7 +381,7 @@ async def ask_latency(store: Store, port: int, wake: Callable[[], None], asks: i
 def write_ask(store: Store, number: int, step: int, wake: Callable[[], None]) -> None:
     """What the engine does."""
     row = {"run": RUN, "round": number, "step_number": step, "device": ASKED, "step": "train", "expects": {}}
-    store.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}])
+    store.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}])
     wake()
 
 

@@ -94,7 +94,7 @@ def test_a_traceback_stays_with_its_line(formatter: logging.Formatter) -> None:
 @pytest.fixture
 def store() -> Iterator[Store]:
     made = Store.in_memory()
-    made.begin_run("digits", {})
+    made.runs.begin("digits", {})
     yield made
     made.close()
 
@@ -102,9 +102,9 @@ def store() -> Iterator[Store]:
 def test_an_event_is_logged_once_with_all_that_it_is_about(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with store.transaction():
-        store.add_event("digits", "refused", "the reason", number=3, device="d1", code="bad-shape")
+        store.history.add_event("digits", "refused", "the reason", number=3, device="d1", code="bad-shape")
         assert caplog.records == [], "not before it is committed"
-    store.add_event("digits", "declined", "another")
+    store.history.add_event("digits", "declined", "another")
     first, second = caplog.records
     assert {name: getattr(first, f"about_{name}", None) for name in FIELDS} == {
         "run": "digits",
@@ -123,17 +123,17 @@ def test_an_event_that_is_taken_back_is_not_logged(store: Store, caplog: pytest.
 
     def failing() -> None:
         with store.transaction():
-            store.add_event("digits", "late", "taken back")
+            store.history.add_event("digits", "late", "taken back")
             raise RunError("undone")
 
     caplog.set_level(logging.INFO)
     with store.transaction():
-        store.add_event("digits", "late", "kept")
+        store.history.add_event("digits", "late", "kept")
         with pytest.raises(RunError):
             failing()
     with pytest.raises(RunError):
         failing()
-    store.add_event("digits", "late", "the next")
+    store.history.add_event("digits", "late", "the next")
     assert [one.getMessage() for one in caplog.records] == ["kept", "the next"]
 
 
@@ -141,7 +141,7 @@ def test_a_program_without_a_log_has_no_events_on_its_terminal() -> None:
     code = (
         "from fleetdistill_server.store.store import Store\n"
         "store = Store.in_memory()\n"
-        "store.add_event('digits', 'late', 'a sentence')\n"
+        "store.history.add_event('digits', 'late', 'a sentence')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -38,16 +38,17 @@ def test_escapes_say_what_they_stand_for() -> None:
 def hostile_store(directory: Path) -> Store:
     """A run in which every text that a device can choose is hostile."""
     store = Store.open(directory)
-    store.begin_run("r", {"run": {"name": "r", "method": "classstats"}})
-    store.publish_contract("r", b"")
+    store.runs.begin("r", {"run": {"name": "r", "method": "classstats"}})
+    store.runs.publish_contract("r", b"")
     profile = contract_pb2.DeviceProfile(model_name=HOSTILE, sdk_version=HOSTILE)
-    store.register_device("r", "a", b"", profile.SerializeToString())
-    store.start_round("r", ["a"])
+    store.devices.register("r", "a", b"", profile.SerializeToString())
+    store.runs.start_round("r", ["a"])
     names = (f"{HOSTILE[:40]}/accuracy", "accuracy", LEAVE_ONE_OUT)
-    store.add_figures("r", 1, "a", Metrics(metrics=[Metric(name=n, split="test", sum=1, count=2) for n in names]))
-    store.add_event("r", "declined", HOSTILE, number=1, device="a")
-    store.close_short_round("r", 1, HOSTILE)
-    store.end_run("r", "running", HOSTILE)
+    figures = Metrics(metrics=[Metric(name=n, split="test", sum=1, count=2) for n in names])
+    store.history.add_figures("r", 1, "a", figures)
+    store.history.add_event("r", "declined", HOSTILE, number=1, device="a")
+    store.runs.close_short_round("r", 1, HOSTILE)
+    store.runs.end("r", "running", HOSTILE)
     return store
 
 

@@ -172,7 +172,7 @@ class Arena:
         """What the supervisor does before it starts any process."""
         self._place.config.write_text(as_toml(self._config))
         store = Store.open(self._place.store)
-        store.begin_run(self._config.run.name, self._config.fixed_part())
+        store.runs.begin(self._config.run.name, self._config.fixed_part())
         store.close()
 
     async def _open_proxies(self, stack: AsyncExitStack) -> None:
@@ -290,7 +290,7 @@ class Arena:
         store = Store.open(self._place.store)
         try:
             used = _used(store, self._config)
-            findings = check(logs, store.uploads(self._config.run.name), used)
+            findings = check(logs, store.asks.uploads(self._config.run.name), used)
             findings.wrong += wrong + self._failures() + _unfinished(store, self._config)
             findings.wrong += _damaged(store, self._damaged)
             figures = {**_figures(store, self._config), "answers damaged on the disk": len(self._damaged)}
@@ -365,7 +365,7 @@ def _free_port() -> int:
 
 def _used(store: Store, config: RunConfig) -> list[Key] | None:
     """What the counting method says that it has used, from the state of its last checkpoint."""
-    row = store.run(config.run.name)
+    row = store.runs.get(config.run.name)
     if config.run.method != counting.NAME or row is None or row["checkpoint"] is None:
         return None
     from fleetdistill.state.state_file import unpack_state
@@ -375,7 +375,7 @@ def _used(store: Store, config: RunConfig) -> list[Key] | None:
 
 
 def _unfinished(store: Store, config: RunConfig) -> list[str]:
-    row = store.run(config.run.name) or {}
+    row = store.runs.get(config.run.name) or {}
     found = row.get("status"), row.get("completed_rounds")
     return [] if found == ("finished", config.run.rounds) else [f"the run ended as {found}: {row.get('reason')}"]
 
@@ -383,9 +383,9 @@ def _unfinished(store: Store, config: RunConfig) -> list[str]:
 def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
     """The answers of the newest closed round of every run are still there, whole but for what was damaged here."""
     damaged = []
-    for run in store.runs():
-        closed = [row["round"] for row in store.rounds(run["name"]) if row["status"] == "closed"]
-        for row in store.uploads(run["name"]):
+    for run in store.runs.all():
+        closed = [row["round"] for row in store.runs.rounds(run["name"]) if row["status"] == "closed"]
+        for row in store.asks.uploads(run["name"]):
             if row["status"] == "used" and row["round"] == max(closed) and row["sha256"] not in on_purpose:
                 payload = store.blobs.open(row["sha256"])
                 found = wire.digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes))
@@ -396,9 +396,9 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
 
 def _figures(store: Store, config: RunConfig) -> dict[str, int]:
     name = config.run.name
-    uploads = Counter(row["status"] for row in store.uploads(name))
-    rounds = Counter(row["status"] for row in store.rounds(name))
-    events = Counter(row["kind"] for row in store.events(name))
+    uploads = Counter(row["status"] for row in store.asks.uploads(name))
+    rounds = Counter(row["status"] for row in store.runs.rounds(name))
+    events = Counter(row["kind"] for row in store.history.events(name))
     return {
         **{f"uploads {status}": count for status, count in uploads.items()},
         **{f"rounds {status}": count for status, count in rounds.items()},

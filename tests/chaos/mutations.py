@@ -27,23 +27,23 @@ def _settle_before_commit() -> None:
 def _forget_what_was_accepted() -> None:
     """The front takes every upload for the first answer to its ask, and the store keeps them all."""
     from fleetdistill_server.intake.device_api import Desk
-    from fleetdistill_server.store.store import Store
+    from fleetdistill_server.store.asks import Asks
 
-    asked, accept = Desk._asked, Store.accept_upload
+    asked, accept = Desk._asked, Asks.accept_upload
 
     def open_ask(self: Any, *about: Any) -> Any:
         return {**asked(self, *about), "status": "open"}
 
     def accept_again(self: Any, ask: int, *about: Any) -> Any:
-        for index in self._rows("PRAGMA index_list(uploads)"):
+        for index in self._db.rows("PRAGMA index_list(uploads)"):
             if index["unique"] and index["origin"] == "c":  # what would refuse a second answer
-                self._write(f"DROP INDEX {index['name']}")
-        self._write("UPDATE asks SET status = 'open' WHERE id = ?", ask)
+                self._db.write(f"DROP INDEX {index['name']}")
+        self._db.write("UPDATE asks SET status = 'open' WHERE id = ?", ask)
         return accept(self, ask, *about)
 
     _replace(Desk, "_asked", open_ask)
-    _replace(Store, "accept_upload", accept_again)
-    _replace(Store, "upload_of", lambda self, ask: None)
+    _replace(Asks, "accept_upload", accept_again)
+    _replace(Asks, "upload_of", lambda self, ask: None)
 
 
 def _replace(owner: type, name: str, other: Callable[..., Any]) -> None:

@@ -152,8 +152,8 @@ def test_runs_show_has_rounds_bytes_and_events(work: Path) -> None:
 
 def test_runs_show_says_what_was_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    store.begin_run("bad", {"run": {"name": "bad", "method": "feddkc", "rounds": 3}})
-    store.add_event("bad", "refused", "label 12 outside [0, 10)", number=4, device="device-1", code="bad-value")
+    store.runs.begin("bad", {"run": {"name": "bad", "method": "feddkc", "rounds": 3}})
+    store.history.add_event("bad", "refused", "label 12 outside [0, 10)", number=4, device="device-1", code="bad-value")
     store.close()
     (event,) = printed("runs", "show", "bad", "--store", tmp_path)["events"]
     assert (event["kind"], event["code"], event["round"]) == ("refused", "bad-value", 4)
@@ -173,9 +173,9 @@ def test_devices_lists_who_checked_in(work: Path) -> None:
 
 def test_devices_tells_who_is_revoked(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    store.begin_run("r", {})
+    store.runs.begin("r", {})
     for device in ("kept", "stolen"):
-        store.register_device("r", device, b"", b"")
+        store.devices.register("r", device, b"", b"")
     revoke_device(store, "stolen", "")
     store.close()
     rows = printed("devices", "--store", tmp_path)
@@ -210,7 +210,7 @@ def test_export_writes_a_model_for_any_batch(work: Path, monkeypatch: pytest.Mon
 
 def test_export_of_a_run_without_a_round_says_so(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    store.begin_run("young", {"run": {"name": "young"}})
+    store.runs.begin("young", {"run": {"name": "young"}})
     store.close()
     assert "no round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
 

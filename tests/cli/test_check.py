@@ -141,14 +141,14 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
 def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     register(store, load_run_config(write(tmp_path)))
-    store.close_round("digits", store.start_round("digits", []), b"checkpoint", [], {})
-    before = store.run("digits")
+    store.runs.close_round("digits", store.runs.start_round("digits", []), b"checkpoint", [], {})
+    before = store.runs.get("digits")
     code, said = check(write(tmp_path, run_rounds=50))
     assert (code, said[1]) == (0, "run 'digits': preparing, 1 rounds completed")
     code, said = check(write(tmp_path, run_seed=7))
     assert (code, len(said)) == (1, 1)
     assert said[0].startswith("error: run 'digits' exists with another configuration: run.seed was 0, is 7; ")
-    assert store.run("digits") == before, "a check changes nothing"
+    assert store.runs.get("digits") == before, "a check changes nothing"
     store.close()
 
 
@@ -170,7 +170,7 @@ def test_a_run_with_a_contract_is_not_checked_again(tmp_path: Path, monkeypatch:
         check_new_run(path, load_run_config(path), threading.Event())
     store = Store.open(tmp_path / "store")
     register(store, load_run_config(path))
-    store.publish_contract("digits", b"")
+    store.runs.publish_contract("digits", b"")
     store.close()
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: pytest.fail("no process is needed"))
     check_new_run(path, load_run_config(path), threading.Event())

@@ -28,17 +28,17 @@ def call(*arguments: str) -> tuple[int, str]:
 def directory(tmp_path: Path) -> Path:
     """A store with one running run of three closed rounds, each with a payload."""
     store = Store.open(tmp_path / "store")
-    store.begin_run(RUN, {"run": {"rounds": 9}})
-    store.set_keep_rounds(RUN, 9)
-    store.publish_contract(RUN, b"")
+    store.runs.begin(RUN, {"run": {"rounds": 9}})
+    store.runs.set_keep_rounds(RUN, 9)
+    store.runs.publish_contract(RUN, b"")
     for _ in range(3):
-        number = store.start_round(RUN, ["d1"])
+        number = store.runs.start_round(RUN, ["d1"])
         payload = make_payload(number)
         store.blobs.put(payload)
         row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": "d1", "step": "train"}
         row |= {"expects": {}, "payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
-        store.write_asks([row])
-        store.close_round(RUN, number, store.blobs.put_state(b"state"), [], {})
+        store.asks.write([row])
+        store.runs.close_round(RUN, number, store.blobs.put_state(b"state"), [], {})
     store.close()
     return tmp_path / "store"
 
@@ -64,7 +64,7 @@ def test_a_running_run_without_a_server_says_so(directory: Path) -> None:
 
 def test_a_run_that_is_over_needs_no_server(directory: Path) -> None:
     store = Store.open(directory)
-    store.end_run(RUN, "finished", "3 rounds completed")
+    store.runs.end(RUN, "finished", "3 rounds completed")
     store.close()
     assert status(directory) == "finished"
 
@@ -77,7 +77,7 @@ def test_prune_says_what_it_frees(directory: Path) -> None:
     with_rows = "with 1 event, 0 figures"
     nothing = "freed 0 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n"
     store = Store.open(directory)
-    store.add_event(RUN, "late", "a sentence", number=1)
+    store.history.add_event(RUN, "late", "a sentence", number=1)
     store.close()
     assert call("runs", "prune", RUN, "--keep-rounds", "1", "--dry-run", *where) == (
         0,

@@ -87,22 +87,22 @@ class Fleet:
             }
         )
         sys.modules["test_device"] = sys.modules[__name__]
-        self.store.begin_run(RUN, self.config.fixed_part())
+        self.store.runs.begin(RUN, self.config.fixed_part())
         contract, initial, _ = make_contract(self.config, build_method(self.config))
         self.initial = decode(initial)["initial"]
         self.store.blobs.put(initial)
-        self.store.publish_contract(RUN, contract.SerializeToString())
+        self.store.runs.publish_contract(RUN, contract.SerializeToString())
         self.desk = Desk(self.store)
         self.round = 0
 
     def ask(self, device: str, knowledge: RefinedKnowledge | None = None, **changes: Any) -> None:
         """Opens a round with one ask for one device."""
-        self.round = self.store.start_round(RUN, [device])
+        self.round = self.store.runs.start_round(RUN, [device])
         payload = encode({"knowledge": knowledge or RefinedKnowledge(valid=False)}, np.float16)
         self.store.blobs.put(payload)
         row = {"run": RUN, "round": self.round, "step_number": 1, "device": device, "step": "train", "seed": 5}
         row |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes, "deadline_at": time.time() + 60}
-        self.store.write_asks([{**row, "expects": {"knowledge": "sample_knowledge"}, **changes}])
+        self.store.asks.write([{**row, "expects": {"knowledge": "sample_knowledge"}, **changes}])
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def make_device(
 
 
 def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:
-    upload = fleet.store.uploads(RUN)[number]
+    upload = fleet.store.asks.uploads(RUN)[number]
     found = decode(fleet.store.blobs.open(upload["sha256"]))["knowledge"]
     assert isinstance(found, SampleKnowledge)
     return found
@@ -151,15 +151,15 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
         assert device.step(0) is Step.WAITED
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-        fleet.store.end_run(RUN, "finished", "1 rounds completed")
+        fleet.store.runs.end(RUN, "finished", "1 rounds completed")
         device.run()
     assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
-    upload = fleet.store.uploads(RUN)[0]
+    upload = fleet.store.asks.uploads(RUN)[0]
     assert upload["samples"] == 24
     assert events[3].values == {"receipt": upload["receipt"], "tries": 1}
     assert knowledge_of(fleet).features["cut"].dtype == np.float16
-    assert [row["count"] for row in fleet.store.figures(RUN, "accuracy", "test")] == [9]
-    assert fleet.store.present_devices(RUN) == []
+    assert [row["count"] for row in fleet.store.history.figures(RUN, "accuracy", "test")] == [9]
+    assert fleet.store.devices.present(RUN) == []
 
 
 def test_every_device_starts_from_the_runs_extractor(fleet: Fleet, tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: 
     with make_device(fleet, tmp_path, allow=("features", "logits", "labels")) as device:
         fleet.ask("d")
         device.step(0)
-    assert fleet.store.figures(RUN, "accuracy", "test") == []
+    assert fleet.store.history.figures(RUN, "accuracy", "test") == []
 
 
 def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path, allow=("features", "logits")) as device, pytest.raises(RefusedError) as error:
         device.run()
     assert "feddkc sends features, logits, labels; the app keeps back labels" in str(error.value)
-    assert fleet.store.uploads(RUN) == []
+    assert fleet.store.asks.uploads(RUN) == []
 
 
 # --- delivery
@@ -188,7 +188,7 @@ def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence
 
 def reported(fleet: Fleet) -> list[tuple[int, bool]]:
     """Round by round, whether the device told the server that its app's model was replaced."""
-    rows = fleet.store.figures(RUN, "replaced", "validation")
+    rows = fleet.store.history.figures(RUN, "replaced", "validation")
     assert all(row["count"] == 1 and row["sum"] in (0, 1) for row in rows)
     return [(row["round"], row["sum"] == 1) for row in rows]
 
@@ -278,7 +278,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
-    fleet.store.end_run(RUN, "finished", "2 rounds completed")
+    fleet.store.runs.end(RUN, "finished", "2 rounds completed")
     with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:
         assert equal(weights(device), own.state_dict())
         assert device.step(0) is Step.FINISHED
@@ -387,14 +387,14 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
         assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
-        (ask,) = fleet.store.asks(RUN, 1, 1)
+        (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
         assert (ask["status"], ask["reason"]) == ("out", "declined")
-        (event,) = fleet.store.events(RUN, "declined")
+        (event,) = fleet.store.history.events(RUN, "declined")
         assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
         assert device._storage.load("state.safetensors") == before
         del method.handle  # type: ignore[method-assign]
         assert device.step(0) is Step.WAITED
-        assert fleet.store.present_devices(RUN) == ["d"], "out for the round, not for the run"
+        assert fleet.store.devices.present(RUN) == ["d"], "out for the round, not for the run"
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
@@ -505,12 +505,12 @@ def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "answer", diverge)
             assert device.step(0) is Step.ANSWERED
-        (declined,) = fleet.store.events(RUN, "declined")
+        (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the loss is not finite" in declined["text"]
         assert "dropped" in events.kinds()
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path
 
     class TooLate(MemoryLink):
         def upload_status(self, identity: Any, name: Any) -> Any:
-            fleet.store.expire_asks(RUN, time.time() + 1e6)
+            fleet.store.asks.expire(RUN, time.time() + 1e6)
             return super().upload_status(identity, name)
 
     events = Events()
@@ -598,7 +598,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
         assert "ask" not in events.kinds(), "the answer is in the outbox: nothing is computed again"
         assert events.kinds() == ["checked-in", "scored", "answered", "delivered"]
         again = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
     other = Fleet()
     other.ask("d")
     with make_device(other, tmp_path / "b") as undisturbed:
@@ -618,7 +618,7 @@ def test_a_device_killed_while_training_trains_again_from_the_committed_state(fl
     crashing._storage.close()
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.ANSWERED
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(fleet: Fleet, tmp_path: Path) -> None:
@@ -628,7 +628,7 @@ def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(flee
     with pytest.raises(Crash):
         crashing.step(0)
     crashing._storage.close()
-    fleet.store.close_short_round(RUN, fleet.round, "too few devices")
+    fleet.store.runs.close_short_round(RUN, fleet.round, "too few devices")
     with make_device(fleet, tmp_path, events) as device:
         before = device._storage.load("state.safetensors")
         device.step(0)
@@ -661,7 +661,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
         assert events.kinds() == ["checked-in", *told]
         assert device.step(0) is Step.WAITED
     assert len(events) == 4, "and not a third time"
-    assert events[2].values == {"receipt": fleet.store.uploads(RUN)[0]["receipt"], "tries": 1}
+    assert events[2].values == {"receipt": fleet.store.asks.uploads(RUN)[0]["receipt"], "tries": 1}
 
 
 def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Fleet, tmp_path: Path) -> None:
@@ -678,7 +678,7 @@ def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Flee
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
     assert "answered" in events.kinds()
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 # --- room, and questions that cannot be understood
@@ -692,14 +692,14 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         device._storage.outbox._max_answer_bytes = 100
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-        (declined,) = fleet.store.events(RUN, "declined")
+        (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
         assert device._storage.load("state.safetensors") == before
         assert device._storage.outbox.pending() is None
         device._storage.outbox._max_answer_bytes = 1 << 30
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
         assert device.step(0) is Step.WAITED
     assert events[-1].kind == "dropped"
     assert "the limit is 100" in events[-1].text
-    assert fleet.store.asks(RUN, 1, 1)[0]["reason"] == "declined"
+    assert fleet.store.asks.of_step(RUN, 1, 1)[0]["reason"] == "declined"
 
 
 def test_a_full_disk_declines_the_ask_and_keeps_the_state(
@@ -734,7 +734,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
         assert device._storage.load("state.safetensors") == before
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 @pytest.mark.parametrize("newer", ["a step", "a payload"])
@@ -757,7 +757,7 @@ def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
         assert (expected if newer == "a step" else "has unknown element type") in events[-1].text
         fleet.ask("d")
         device.step(0)
-    assert [row["round"] for row in fleet.store.uploads(RUN)] == [2]
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: Path) -> None:
@@ -773,7 +773,7 @@ def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: 
             assert device.step(0) is Step.WAITED
             fleet.ask("d")
             assert device.step(0) is Step.ANSWERED
-            fleet.store.close_short_round(RUN, fleet.round, "over")
+            fleet.store.runs.close_short_round(RUN, fleet.round, "over")
     assert len(fetched) == len(set(fetched)) == 2, "the initial weights, and what both rounds ask with"
     assert len(list((tmp_path / "downloads").iterdir())) == 1
 
@@ -836,14 +836,14 @@ def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: 
             assert error.value.after_seconds == 7.0
         assert device.step(0) is Step.ANSWERED, "sent again at once, or at the next turn"
     assert link._call == ""
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "checksum", 2)) as device:
         assert device.step(0) is Step.ANSWERED
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
@@ -852,9 +852,9 @@ def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, 
         with pytest.raises(LinkError, match="no-space"):
             device.step(0)
         assert device._storage.outbox.pending() is not None
-        assert fleet.store.uploads(RUN) == []
+        assert fleet.store.asks.uploads(RUN) == []
         assert device.step(0) is Step.ANSWERED
-    assert len(fleet.store.uploads(RUN)) == 1
+    assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_samples(
@@ -873,8 +873,8 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
         fleet.ask("d")
         device.step(0)
         assert declared_samples(fleet) == 9
-    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [24, 9]
-    assert fleet.store.events(RUN, "refused") == []
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 9]
+    assert fleet.store.history.events(RUN, "refused") == []
 
 
 def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears_of_them(
@@ -885,7 +885,7 @@ def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears
         device.step(0)
         profile = profile_in(fleet)
         profile.samples = 23  # as the backup has it
-        fleet.store._write("UPDATE devices SET profile = ? WHERE run = ?", profile.SerializeToString(), RUN)
+        fleet.store.database.write("UPDATE devices SET profile = ? WHERE run = ?", profile.SerializeToString(), RUN)
         for _ in range(2):
             fleet.ask("d")
             device.step(0)
@@ -894,7 +894,7 @@ def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears
 
 
 def profile_in(fleet: Fleet) -> contract_pb2.DeviceProfile:
-    row = fleet.store.device(RUN, "d")
+    row = fleet.store.devices.get(RUN, "d")
     assert row is not None
     return contract_pb2.DeviceProfile.FromString(row["profile"])
 
@@ -960,8 +960,8 @@ def test_class_counts_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_p
         with make_device(fleet, tmp_path / name, device_id=name, allow=allow) as device:
             fleet.ask(name)
             device.step(0)
-            fleet.store.close_short_round(RUN, fleet.round, "over")
-    told = {row["device"]: row["by_class"] for row in fleet.store.figures(RUN, "accuracy", "test")}
+            fleet.store.runs.close_short_round(RUN, fleet.round, "over")
+    told = {row["device"]: row["by_class"] for row in fleet.store.history.figures(RUN, "accuracy", "test")}
     assert told["kept"] == "{}"
     assert told["told"] != "{}"
 
@@ -1034,13 +1034,13 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
             nonlocal asked
             asked += 1
             if asked == 4:
-                fleet.store.end_run(RUN, "running", "started again")
+                fleet.store.runs.end(RUN, "running", "started again")
                 fleet.ask("d")
             if asked == 5:
-                fleet.store.end_run(RUN, "finished", "1 rounds completed")
+                fleet.store.runs.end(RUN, "finished", "1 rounds completed")
             return super().next_ask(identity, wait_seconds)
 
-    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
     with make_device(fleet, tmp_path, events, link=Operator(fleet.desk)) as device:
         device.run()
     assert events.kinds() == ["checked-in", "stopped", "ask", "scored", "answered", "delivered", "finished"]
@@ -1127,7 +1127,7 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
 
 def version_of(fleet: Fleet, device: str = "d") -> bytes:
     """The data version that the server knows."""
-    row = fleet.store.device(RUN, device)
+    row = fleet.store.devices.get(RUN, device)
     assert row is not None
     return contract_pb2.DeviceProfile.FromString(row["profile"]).data_version
 
@@ -1167,7 +1167,7 @@ def test_replaced_rows_are_told_with_the_next_step_and_what_was_learned_stays(
         assert equal(weights(device), learned)
         fleet.ask("d")
         device.step(0)
-    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [24, len(other[1])]
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, len(other[1])]
 
 
 def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told(fleet: Fleet, tmp_path: Path) -> None:
@@ -1189,7 +1189,7 @@ def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told
         device.replace_data(tiny_data(12))
         link.cut = False
         assert device.step(0) is Step.ANSWERED
-        assert [row["samples"] for row in fleet.store.uploads(RUN)] == [24]
+        assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24]
         device.step(0)
         assert version_of(fleet) != first
 
@@ -1206,7 +1206,7 @@ def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path
     with make_device(fleet, tmp_path, on_event=replace, export_onnx="round") as device:
         for _ in range(2):
             fleet.ask("d")
-            while not fleet.store.uploads(RUN) or fleet.store.open_asks():
+            while not fleet.store.asks.uploads(RUN) or fleet.store.asks.open_ids():
                 device.step(0)
         device.step(0)
         device.step(0)
@@ -1214,7 +1214,7 @@ def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path
         device.replace_data(tiny_data(seed=asked))
         device.step(0)
     assert version_of(fleet) == told
-    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [24, 24]
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 24]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the digest", "by the app before it died"])

@@ -57,7 +57,7 @@ class Turns:
 
     async def wait(self, seconds: float = 0.0) -> None:
         done = [device.step(0.0) for device in [*self._honest, self._silent]]
-        asked = self._store.devices_with_open_asks(RUN)
+        asked = self._store.asks.devices_with_open(RUN)
         if asked == {self._silent.device_id} and Step.ANSWERED not in done[:-1]:
             self._clock.pass_time(1000.0)
 
@@ -71,19 +71,19 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
 ) -> None:
     config, specs, _ = prepare(replace(RUNS[method], devices=3, rounds=ROUNDS, alpha=10.0), tmp_path / "work")
     store, clock = Store.in_memory(), MovedClock()
-    store.clock = clock.clock()
+    store.asks.clock = clock.clock()
     desk = Desk(store)
     with ExitStack() as stack:
         *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs)
         monkeypatch.setattr(silent, "_answer", lambda ask: None)
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
-    rounds = store.rounds(RUN)
+    rounds = store.runs.rounds(RUN)
     assert [row["status"] for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"
-    late = {row["round"] for row in store.events(RUN, "late") if row["round"] < ROUNDS}
+    late = {row["round"] for row in store.history.events(RUN, "late") if row["round"] < ROUNDS}
     assert late
     with_it = {row["round"] for row in rounds if silent.device_id in json.loads(row["cohort"])}
-    told = {row["round"]: row for row in store.events(RUN, "left-out")}
-    assert {row["device"] for row in [*store.events(RUN, "late"), *told.values()]} <= {silent.device_id}
+    told = {row["round"]: row for row in store.history.events(RUN, "left-out")}
+    assert {row["device"] for row in [*store.history.events(RUN, "late"), *told.values()]} <= {silent.device_id}
     if not method.startswith("classstats"):  # it asks a device only for what it lacks, and has a pause of its own
         assert (with_it, late) == ({1, 2, 4}, {1, 2, 4})
         assert [row["text"] for number, row in told.items() if number < ROUNDS] == [
@@ -118,13 +118,13 @@ class Away:
         self.devices = [AnsweringDevice(MemoryLink(desk), RUN, f"d{number}") for number in range(2)]
 
     async def wait(self, seconds: float = 0.0) -> None:
-        opened = self._store.open_round(RUN)
+        opened = self._store.runs.open_round(RUN)
         if opened is not None and opened["round"] == self._dies_in:
             self._dies_in = 0
             raise Crash
         if opened is None or opened["round"] not in self._away:
             self.devices[1].step()
-        elif self._store.devices_with_open_asks(RUN) == {"d1"}:
+        elif self._store.asks.devices_with_open(RUN) == {"d1"}:
             self._clock.pass_time(1000.0)
         self.devices[0].step()
 
@@ -134,15 +134,15 @@ class Away:
 
 def cohorts(config: RunConfig, away: set[int], dies_in: int = 0) -> list[list[str]]:
     store, clock = Store.in_memory(), MovedClock()
-    store.clock = clock.clock()
+    store.asks.clock = clock.clock()
     waker = Away(store, clock, away, dies_in)
     with suppress(Crash):
         asyncio.run(Engine(store, config, waker).run())
     if dies_in:
         asyncio.run(Engine(store, config, waker).run())
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert_no_upload_lost(store)
-    return [json.loads(row["cohort"]) for row in store.rounds(RUN)]
+    return [json.loads(row["cohort"]) for row in store.runs.rounds(RUN)]
 
 
 BOTH, ONE = ["d0", "d1"], ["d0"]

@@ -46,8 +46,9 @@ from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store import retention
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import sweep_all
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 
 NAMED_LATER = (
     "disk.before-rename",  # what is staged of a state or a payload
@@ -91,7 +92,7 @@ class Halted:
 
     def parts(self, store: Store) -> list[str]:
         """Whose parts the run's state has."""
-        row = store.run(RUN)
+        row = store.runs.get(RUN)
         assert row is not None
         return sorted(unpack_state(store.blobs.get_state(row["checkpoint"]))["parts"])
 
@@ -137,7 +138,7 @@ def _then_halt(close: Callable[[Any], None], after: int) -> Callable[[Any], None
 def _lone_class(store: Store) -> tuple[str, np.ndarray]:
     """A device that alone has a class, and the mean that it has sent of this class."""
     sent: dict[str, ClassStatistics] = {}
-    for row in store.uploads(RUN):
+    for row in store.asks.uploads(RUN):
         if row["step"] == "summarise":
             part = decode(store.blobs.open(row["sha256"]))["statistics"]
             assert isinstance(part, ClassStatistics)
@@ -173,7 +174,7 @@ def store(run: Halted) -> Iterator[Store]:
 
 def told_with_the_part(run: Halted, store: Store) -> list[Row]:
     """Asks of other devices whose payload has the forgotten device's part in it."""
-    asks = [ask for step in (1, 2, 3) for ask in store.asks(RUN, 2, step) if ask["payload"] is not None]
+    asks = [ask for step in (1, 2, 3) for ask in store.asks.of_step(RUN, 2, step) if ask["payload"] is not None]
     found = {file.stem for file in run.files_with_the_part()}
     return [ask for ask in asks if ask["device"] != run.device and ask["payload"].hex() in found]
 
@@ -181,15 +182,15 @@ def told_with_the_part(run: Halted, store: Store) -> list[Row]:
 def assert_forgotten(run: Halted, store: Store) -> None:
     assert run.files_with_the_part() == []
     assert run.parts(store) == run.others()
-    assert store.to_forget(RUN) == []
-    assert [row["device"] for row in store.events(RUN, "forgotten")] == [run.device]
+    assert store.devices.to_forget(RUN) == []
+    assert [row["device"] for row in store.history.events(RUN, "forgotten")] == [run.device]
 
 
 def assert_still_to_forget(run: Halted, store: Store) -> None:
     assert run.files_with_the_part()
-    assert store.to_forget(RUN) == [run.device]
-    assert (store.device(RUN, run.device) or {})["forgotten_at"] is None
-    assert store.events(RUN, "forgotten") == []
+    assert store.devices.to_forget(RUN) == [run.device]
+    assert (store.devices.get(RUN, run.device) or {})["forgotten_at"] is None
+    assert store.history.events(RUN, "forgotten") == []
 
 
 # --- where the part may be
@@ -204,7 +205,7 @@ def test_of_a_class_that_only_the_forgotten_device_has_nothing_is_left(run: Halt
 
 
 def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(run: Halted, store: Store) -> None:
-    sent = next(row for row in store.uploads(RUN) if row["device"] == run.device and row["step"] == "summarise")
+    sent = next(row for row in store.asks.uploads(RUN) if row["device"] == run.device and row["step"] == "summarise")
     lost = [sent["sha256"], told_with_the_part(run, store)[0]["payload"]]
     for sha256 in lost:
         store.blobs.quarantine(sha256)
@@ -224,21 +225,21 @@ def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(r
 
 def test_figures_by_class_go_and_the_others_stay(run: Halted, store: Store) -> None:
     def figures() -> list[Row]:
-        return [row for row in store.figures(RUN, "accuracy", "test") if row["device"] == run.device]
+        return [row for row in store.history.figures(RUN, "accuracy", "test") if row["device"] == run.device]
 
-    store._write("UPDATE figures SET by_class = ?", json.dumps({"3": [1, 2]}))
+    store.database.write("UPDATE figures SET by_class = ?", json.dumps({"3": [1, 2]}))
     before = figures()
     assert ask_to_forget(store, RUN, run.device, served=None)
     assert figures() == [{**row, "by_class": "{}"} for row in before]
     assert before
-    kept = [row["by_class"] for row in store.figures(RUN, "accuracy", "test") if row["device"] != run.device]
+    kept = [row["by_class"] for row in store.history.figures(RUN, "accuracy", "test") if row["device"] != run.device]
     assert set(kept) == {json.dumps({"3": [1, 2]})}
 
 
 def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted, store: Store) -> None:
     """It says which question it has answered; the answer is in the round's result."""
-    upload = next(row for row in store.uploads(RUN) if row["device"] != run.device and row["status"] == "used")
-    ask = store.ask(RUN, upload["round"], upload["step_number"], upload["device"])
+    upload = next(row for row in store.asks.uploads(RUN) if row["device"] != run.device and row["status"] == "used")
+    ask = store.asks.get(RUN, upload["round"], upload["step_number"], upload["device"])
     assert ask is not None
     assert ask["payload"] is not None
     assert ask_to_forget(store, RUN, run.device, served=None)
@@ -246,7 +247,7 @@ def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted,
     name.payload = ask["payload"]
     desk = Desk(store)
     identity = service_pb2.Identity(run=RUN, device=upload["device"], secret=b"")
-    store._write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
+    store.database.write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
     said = desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
     assert said.receipt.id == upload["receipt"]
 
@@ -262,8 +263,8 @@ def test_forgetting_that_is_killed_is_done_again(point: str, run: Halted, store:
     command.start(f"{point}=kill")
     command.work(lambda: None)
     assert command.was_killed
-    assert store.to_forget(RUN) == [run.device]
-    assert store.events(RUN, "forgotten") == []
+    assert store.devices.to_forget(RUN) == [run.device]
+    assert store.history.events(RUN, "forgotten") == []
     assert bool(run.files_with_the_part()) == (point == "forget.after-state")
     command.start()
     command.wait_for_the_end()
@@ -278,10 +279,10 @@ def test_an_engine_that_is_killed_forgets_before_its_next_round(run: Halted, sto
         engine.start(f"{point}=kill")
         engine.work(lambda: None)
         assert engine.was_killed
-        assert store.open_round(RUN) is None
-        assert store.to_forget(RUN) == [run.device]
+        assert store.runs.open_round(RUN) is None
+        assert store.devices.to_forget(RUN) == [run.device]
     engine.start()
-    wait_until(lambda: not store.to_forget(RUN), "the device to be forgotten")
+    wait_until(lambda: not store.devices.to_forget(RUN), "the device to be forgotten")
     engine.kill()
     assert_forgotten(run, store)
 
@@ -316,7 +317,7 @@ class Waker:
 
 def complete(run: Halted, store: Store) -> None:
     """As if the run had no round left."""
-    store._write("UPDATE runs SET completed_rounds = ?", run.prepared[0].run.rounds)
+    store.database.write("UPDATE runs SET completed_rounds = ?", run.prepared[0].run.rounds)
 
 
 def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, store: Store) -> None:
@@ -327,13 +328,13 @@ def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, stor
 
         def look() -> None:
             assert_still_to_forget(run, store)
-            assert (store.run(RUN) or {})["status"] == "running"
+            assert (store.runs.get(RUN) or {})["status"] == "running"
             stack.close()  # the backup is made
 
         assert not ask_to_forget(store, RUN, run.device, served=RUN)
         asyncio.run(run.engine(store, Waker(look)).run())
     other.close()
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert_forgotten(run, store)
 
 
@@ -350,13 +351,13 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
 
     monkeypatch.setattr(engine, "_forget", then_asked)
     asyncio.run(engine.run())
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert_forgotten(run, store)
 
 
 def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served(run: Halted, store: Store) -> None:
     assert not ask_to_forget(store, RUN, run.device, served=RUN), "while it runs this is for the engine to do"
-    store.end_run(RUN, "finished", "")
+    store.runs.end(RUN, "finished", "")
     assert ask_to_forget(store, RUN, run.device, served=RUN)
     assert_forgotten(run, store)
 
@@ -372,8 +373,8 @@ def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancel
 
 def all_present(store: Store) -> None:
     """As if all had called again, but for those that are to be forgotten."""
-    for row in store.devices(RUN):
-        store.device_back(RUN, row["device"])
+    for row in store.devices.all(RUN):
+        store.devices.mark_present(RUN, row["device"])
 
 
 def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
@@ -401,7 +402,7 @@ def test_two_commands_at_once_undo_nothing_of_each_other(
     assert ask_to_forget(store, RUN, other, served=None)
     assert run.parts(store) == [left]
     assert run.files_with_the_part() == [], "also not in the state that came too late"
-    assert sorted(row["device"] for row in store.events(RUN, "forgotten")) == sorted([run.device, other])
+    assert sorted(row["device"] for row in store.history.events(RUN, "forgotten")) == sorted([run.device, other])
     second.close()
 
 
@@ -438,32 +439,32 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
 
 
 def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted, store: Store) -> None:
-    number = store.start_round(RUN, run.others())
+    number = store.runs.start_round(RUN, run.others())
     assert not ask_to_forget(store, RUN, run.device, served=RUN)
     assert_still_to_forget(run, store)
-    assert (store.open_round(RUN) or {})["round"] == number
+    assert (store.runs.open_round(RUN) or {})["round"] == number
 
 
 @pytest.mark.parametrize("status", ["running", "stopped"])
 def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, run: Halted, store: Store) -> None:
     left = run.engine(store)
-    number = store.start_round(RUN, sorted([run.device, *run.others()]))
+    number = store.runs.start_round(RUN, sorted([run.device, *run.others()]))
     write_asks(store, number, run.device, *run.others(), run=RUN)
-    store.end_run(RUN, status, "")
+    store.runs.end(RUN, status, "")
     assert ask_to_forget(store, RUN, run.device, served=None)
     assert_forgotten(run, store)
-    closed = store.rounds(RUN)[-1]
+    closed = store.runs.rounds(RUN)[-1]
     assert (closed["round"], closed["status"]) == (number, "short")
-    assert {ask["status"] for ask in store.asks(RUN, number, 1)} == {"out"}
+    assert {ask["status"] for ask in store.asks.of_step(RUN, number, 1)} == {"out"}
     with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
-        left._store.assert_owner(RUN, left._token)
+        left._store.runs.assert_owner(RUN, left._token)
 
 
 def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It starts just after the command looked for one."""
-    number, end = store.start_round(RUN, run.others()), forgetting._end_open_round
+    number, end = store.runs.start_round(RUN, run.others()), forgetting._end_open_round
     engines: list[Engine] = []
 
     def then_end(*given: Any) -> None:
@@ -473,8 +474,8 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
     monkeypatch.setattr(forgetting, "_end_open_round", then_end)
     assert not ask_to_forget(store, RUN, run.device, served=None)
     assert_still_to_forget(run, store)
-    assert (store.open_round(RUN) or {})["round"] == number
-    store.assert_owner(RUN, engines[0]._token)
+    assert (store.runs.open_round(RUN) or {})["round"] == number
+    store.runs.assert_owner(RUN, engines[0]._token)
 
 
 def test_what_a_method_notes_is_written_with_its_state_and_not_before(
@@ -489,13 +490,13 @@ def test_what_a_method_notes_is_written_with_its_state_and_not_before(
 
     left_out = AveragedServer.forget
     monkeypatch.setattr(AveragedServer, "forget", forget)
-    store.ask_to_forget(RUN, run.device)
+    store.devices.ask_to_forget(RUN, run.device)
     method = run.engine(store).method
     with pytest.raises(RunError):
         forgetting.forget_asked(store, RUN, method, fail)
-    assert store.events(RUN, "member-left-out") == []
+    assert store.history.events(RUN, "member-left-out") == []
     assert ask_to_forget(store, RUN, run.device, served=None)
-    assert [row["device"] for row in store.events(RUN, "member-left-out")] == [run.device]
+    assert [row["device"] for row in store.history.events(RUN, "member-left-out")] == [run.device]
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:
@@ -531,7 +532,7 @@ class Desked:
         return payload, session
 
     def status(self, step_number: int) -> str:
-        (ask,) = self.store.asks(MADE_RUN, self.round, step_number)
+        (ask,) = self.store.asks.of_step(MADE_RUN, self.round, step_number)
         return str(ask["status"])
 
 
@@ -548,7 +549,7 @@ def test_it_is_asked_no_more_within_the_round_though_it_calls_again(desked: Desk
     desked.desk.heartbeat(service_pb2.HeartbeatRequest(identity=desked.identity))
     request = service_pb2.CheckInRequest(identity=desked.identity, profile=make_profile())
     desked.desk.check_in(request)
-    assert not (desked.store.device(MADE_RUN, "d1") or {})["present"]
+    assert not (desked.store.devices.get(MADE_RUN, "d1") or {})["present"]
     write_asks(desked.store, desked.round, "d1", step_number=2)
     assert (desked.status(1), desked.status(2)) == ("out", "out")
 
@@ -570,7 +571,7 @@ def test_for_an_upload_that_ends_too_late_nobody_is_held_up(desked: Desked, monk
 
     payload, session = desked.begin()
     desked.forget()
-    monkeypatch.setattr(desked.desk.store, "transaction", refuse)
+    monkeypatch.setattr(desked.desk.store.database, "transaction", refuse)
     monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
     with desked.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
@@ -586,7 +587,7 @@ def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
         raise AssertionError(given)
 
     payload, session = desked.begin()
-    desked.store.close_short_round(MADE_RUN, desked.round, "too few")
+    desked.store.runs.close_short_round(MADE_RUN, desked.round, "too few")
     monkeypatch.setattr(retention, "needed", refuse)
     with pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
@@ -609,7 +610,7 @@ def test_a_run_ends_the_same_though_all_is_deleted_that_nothing_needs_yet(
 
     def hit(name: str) -> None:
         hits[name] += 1
-        if name == point and hits[name] % 2 and not store._db.conn.in_transaction:
+        if name == point and hits[name] % 2 and not store.database.tables.conn.in_transaction:
             assert sweep_all(other, ())
 
     with ExitStack() as stack:

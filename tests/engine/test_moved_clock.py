@@ -46,11 +46,11 @@ class Waits:
 
     async def wait(self, seconds: float = 0.0) -> None:
         assert len(self.waited) < 20, "the deadline of ten minutes never passes"
-        opened = self._store.open_round(RUN)
+        opened = self._store.runs.open_round(RUN)
         self.devices[0].step()
         if opened is None:
             self.devices[1].step()
-        elif self._store.devices_with_open_asks(RUN) == {"d1"}:
+        elif self._store.asks.devices_with_open(RUN) == {"d1"}:
             self._hour_passes_or_time()
 
     def _hour_passes_or_time(self) -> None:
@@ -73,27 +73,27 @@ class Waits:
 @both_ways
 def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) -> None:
     store, clock = Store.in_memory(), MovedClock()
-    store.clock = clock.clock()
+    store.asks.clock = clock.clock()
     waits = Waits(store, clock, by)
     asyncio.run(Engine(store, config(), waits).run())
     assert waits.waited == [540.0, 540.0], "ten minutes are over within the second nine"
     assert waits.told == pytest.approx(DEADLINE), "what the device is told"
-    assert [(row["round"], row["device"]) for row in store.events(RUN, "late")] == [(1, "d1")]
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert [(row["round"], row["device"]) for row in store.history.events(RUN, "late")] == [(1, "d1")]
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     store.close()
 
 
 def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most() -> None:
     store, clock = Store.in_memory(), MovedClock()
-    store.clock = clock.clock()
+    store.asks.clock = clock.clock()
     waits = Waits(store, clock, -HOUR, dies=True)
     with suppress(Crash):
         asyncio.run(Engine(store, config(), waits).run())
-    assert store.open_round(RUN) is not None
-    store.clock = clock.clock()  # a new process
+    assert store.runs.open_round(RUN) is not None
+    store.asks.clock = clock.clock()  # a new process
     asyncio.run(Engine(store, config(), waits).run())
     assert waits.waited == [540.0, 540.0]
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     store.close()
 
 
@@ -108,9 +108,9 @@ def test_leases_do_not_follow_the_clock(by: float, monkeypatch: pytest.MonkeyPat
     desk.adopt_present_devices()
     clock.set_system(by)
     desk.end_leases()
-    assert store.present_devices(RUN) == ["d0", "d1"]
+    assert store.devices.present(RUN) == ["d0", "d1"]
     for _ in range(30):
         clock.pass_time(desk.lease_seconds / 15)
         desk.end_leases()
-    assert store.present_devices(RUN) == []
+    assert store.devices.present(RUN) == []
     store.close()

@@ -28,7 +28,8 @@ from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 
 def flip_a_bit(path: Path) -> None:
@@ -67,7 +68,7 @@ class Fleet:
         self.before_wait()
         for device in self.devices:
             device.step()
-            uploads = self.store.uploads(RUN)
+            uploads = self.store.asks.uploads(RUN)
             if len(uploads) > self._seen:
                 self._seen = len(uploads)
                 self.after_answer(uploads)
@@ -103,7 +104,7 @@ def damage_first_answer_of_round_2(fleet: Fleet, damage: Callable[[Path], None])
 
 def first_and_second(store: Store) -> list[Row]:
     """Both answers of d0 to round 2."""
-    return [row for row in store.uploads(RUN) if (row["round"], row["device"]) == (2, "d0")]
+    return [row for row in store.asks.uploads(RUN) if (row["round"], row["device"]) == (2, "d0")]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -114,19 +115,19 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert (lost["status"], lost["attempt"]) == ("reported", 1)
     assert lost["reason"].startswith(f"its payload was lost on the server: payload {lost['sha256'].hex()} is ")
     assert (again["status"], again["attempt"], again["quarantined_at"]) == ("used", 2, None)
-    (event,) = fleet.store.events(RUN, "quarantined")
+    (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (2, "d0")
     assert lost["sha256"].hex() in event["text"]
     assert "it is asked again" in event["text"]
     assert fleet.quarantined() == ([] if name == "gone" else [lost["sha256"].hex()])
-    assert (fleet.store.run(RUN) or {})["completed_rounds"] == 4
+    assert (fleet.store.runs.get(RUN) or {})["completed_rounds"] == 4
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
 
 def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
     fleet.run()
-    assert fleet.store.events(RUN, "quarantined") == []
-    assert {row["status"] for row in fleet.store.uploads(RUN)} == {"used"}
+    assert fleet.store.history.events(RUN, "quarantined") == []
+    assert {row["status"] for row in fleet.store.asks.uploads(RUN)} == {"used"}
 
 
 @pytest.mark.parametrize("point", ["before-move", "after-move", "after-commit"])
@@ -137,7 +138,7 @@ def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(f
     fleet.run()
     lost, again = first_and_second(fleet.store)
     assert (lost["status"], again["status"]) == ("reported", "used")
-    assert len(fleet.store.events(RUN, "quarantined")) == 1
+    assert len(fleet.store.history.events(RUN, "quarantined")) == 1
     assert fleet.quarantined() == [lost["sha256"].hex()]
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
@@ -163,25 +164,25 @@ def answered_round(fleet: Fleet, deadline_at: float = math.inf) -> Row:
     """An open round with an ask that d0 has answered; returns the upload's row."""
     with failpoints.switched_on("engine.answer.after-read=error"), suppress(OSError):
         fleet.run()
-    fleet.store._write("UPDATE asks SET deadline_at = ?", min(deadline_at, 1e10))
-    (upload,) = [row for row in fleet.store.uploads(RUN) if row["device"] == "d0"]
+    fleet.store.database.write("UPDATE asks SET deadline_at = ?", min(deadline_at, 1e10))
+    (upload,) = [row for row in fleet.store.asks.uploads(RUN) if row["device"] == "d0"]
     return upload
 
 
 def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> None:
     upload = answered_round(fleet, deadline_at=1.0)
-    fleet.store.take_back_upload(upload["ask"], "payload is damaged")
-    ask = fleet.store.ask(RUN, 1, 1, "d0")
+    fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+    ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, deadline passed")
-    assert "out for the round: deadline passed" in fleet.store.events(RUN, "quarantined")[0]["text"]
+    assert "out for the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
 
 
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
     upload = answered_round(fleet)
-    fleet.store.device_gone(RUN, "d0", "lease ended")
-    fleet.store.take_back_upload(upload["ask"], "payload is damaged")
-    ask = fleet.store.ask(RUN, 1, 1, "d0")
+    fleet.store.devices.mark_gone(RUN, "d0", "lease ended")
+    fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+    ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, device not present")
 
@@ -189,9 +190,9 @@ def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
 def test_taking_back_twice_is_once(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     for _ in range(2):
-        fleet.store.take_back_upload(upload["ask"], "payload is damaged")
-    assert len(fleet.store.events(RUN, "quarantined")) == 1
-    assert fleet.store.next_ask(RUN, "d0") is not None
+        fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+    assert len(fleet.store.history.events(RUN, "quarantined")) == 1
+    assert fleet.store.asks.next_open(RUN, "d0") is not None
 
 
 def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fleet) -> None:
@@ -201,7 +202,7 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
     status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
     assert fleet.desk.upload_status(status).receipt.id == upload["receipt"]
     fleet.blob(upload).unlink()
-    fleet.store.take_back_upload(upload["ask"], "payload is gone")
+    fleet.store.asks.take_back_upload(upload["ask"], "payload is gone")
     told = fleet.desk.upload_status(status)
     assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
     ask = fleet.desk.next_ask(device.identity)
@@ -218,7 +219,7 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
 
 def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> None:
     answered_round(fleet)
-    checkpoint = (fleet.store.run(RUN) or {})["checkpoint"]
+    checkpoint = (fleet.store.runs.get(RUN) or {})["checkpoint"]
     path = fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors"
     flip_a_bit(path)
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
@@ -231,15 +232,15 @@ def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> N
 @pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink])
 def test_a_damaged_payload_of_an_open_ask_is_made_again(fleet: Fleet, damage: Callable[[Path], None]) -> None:
     answered_round(fleet)
-    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
-    fleet.store._write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
-    fleet.store._write("DELETE FROM uploads WHERE ask = ?", ask["id"])
+    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
+    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask["id"])
     damage(fleet.blob({"sha256": ask["payload"]}))
     started_again = Fleet(fleet.directory)
     started_again.run()
-    assert (fleet.store.run(RUN) or {})["status"] == "finished"
-    assert fleet.store.events(RUN, "declined") == []
+    assert (fleet.store.runs.get(RUN) or {})["status"] == "finished"
+    assert fleet.store.history.events(RUN, "declined") == []
     started_again.store.close()
 
 
@@ -264,53 +265,53 @@ def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(
     damaged: list[bytes] = []
 
     def look() -> None:
-        ask = fleet.store.ask(RUN, 1, 1, "d1")
+        ask = fleet.store.asks.get(RUN, 1, 1, "d1")
         if ask is not None and not damaged:
             damaged.append(ask["payload"])
             flip_a_bit(fleet.blob({"sha256": ask["payload"]}))
-        assert len(fleet.store.rounds(RUN)) < 10, "round after round fails"
+        assert len(fleet.store.runs.rounds(RUN)) < 10, "round after round fails"
 
     fleet.before_wait = look
     fleet.run()
-    assert [row["status"] for row in fleet.store.rounds(RUN)] == ["short", *["closed"] * 4]
+    assert [row["status"] for row in fleet.store.runs.rounds(RUN)] == ["short", *["closed"] * 4]
     assert fleet.quarantined() == [damaged[0].hex()]
-    again = fleet.store.ask(RUN, 2, 1, "d1")
+    again = fleet.store.asks.get(RUN, 2, 1, "d1")
     assert again is not None
     assert again["payload"] == damaged[0]
 
 
 def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
     answered_round(fleet)
-    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
-    fleet.store._write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
+    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
     fleet.blob({"sha256": ask["payload"]}).unlink()
     wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask["payload"])
     for _ in range(2):
         with pytest.raises(DamagedError, match="is not in the store"):
             fleet.desk.download(wanted)
-    (event,) = fleet.store.events(RUN, "quarantined")
+    (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], ask["payload"].hex() in event["text"]) == (1, True)
 
 
 def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
     answered_round(fleet)
-    ask = fleet.store.ask(RUN, 1, 1, "d1")
+    ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
     other = make_payload()
     fleet.store.blobs.put(other)
     flip_a_bit(fleet.blob({"sha256": other.sha256}))
-    fleet.store._write("UPDATE asks SET status = 'open', payload = ? WHERE id = ?", other.sha256, ask["id"])
-    fleet.store._write("DELETE FROM uploads WHERE ask = ?", ask["id"])
+    fleet.store.database.write("UPDATE asks SET status = 'open', payload = ? WHERE id = ?", other.sha256, ask["id"])
+    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask["id"])
     fleet.run()
-    now = fleet.store.ask(RUN, 1, 1, "d1")
+    now = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert now is not None
     assert now["status"] == "out"
     assert now["reason"].startswith(f"what it was asked with was lost on the server: payload {other.sha256.hex()}")
-    (event,) = fleet.store.events(RUN, "quarantined")
+    (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (1, "d1")
     assert fleet.quarantined() == [other.sha256.hex()]
-    assert (fleet.store.run(RUN) or {})["status"] == "finished"
+    assert (fleet.store.runs.get(RUN) or {})["status"] == "finished"
 
 
 def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
@@ -322,7 +323,7 @@ def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
 
     def put_and_lose(payload: Payload) -> None:
         put(payload)
-        if fleet.store.open_round(RUN) is not None:
+        if fleet.store.runs.open_round(RUN) is not None:
             written.append(payload.sha256)
             if len(written) == len(DEVICES):  # all are asked with the same one
                 fleet.blob({"sha256": payload.sha256}).unlink()
@@ -330,7 +331,7 @@ def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
     monkeypatch.setattr(fleet.store.blobs, "put", put_and_lose)
     fleet.run()
     assert len(written) == 6 * len(DEVICES), "four rounds, the end result, and once more"
-    assert [row["status"] for row in fleet.store.rounds(RUN)] == ["closed"] * 4
+    assert [row["status"] for row in fleet.store.runs.rounds(RUN)] == ["closed"] * 4
 
 
 class Answering:
@@ -342,11 +343,11 @@ class Answering:
 
     async def wait(self, seconds: float = 0.0) -> None:
         for step in (1, 2):
-            for ask in self._store.asks(RUN, 1, step):
+            for ask in self._store.asks.of_step(RUN, 1, step):
                 if ask["status"] == "open":
                     payload = make_payload(10 * step + int(ask["device"][1:]))
                     self._store.blobs.put(payload)
-                    self._store.accept_upload(ask["id"], 1, payload.sha256, payload.data_bytes, 1)
+                    self._store.asks.accept_upload(ask["id"], 1, payload.sha256, payload.data_bytes, 1)
                     self.answers[step, ask["device"]] = payload.sha256
 
     def wake_other(self) -> None:
@@ -357,11 +358,11 @@ class Answering:
 def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_path: Path, wanted: int) -> None:
     """d1's answer to the first step is lost after its deadline; its answer to the second one is there."""
     store = Store.open(tmp_path / "store")
-    store.begin_run(RUN, {})
+    store.runs.begin(RUN, {})
     names = ["d1", "d2", "d3"]
     for name in names:
-        store.register_device(RUN, name, b"", b"")
-    store.start_round(RUN, names)
+        store.devices.register(RUN, name, b"", b"")
+    store.runs.start_round(RUN, names)
     waker = Answering(store)
     terms = RoundTerms(
         run=RUN,
@@ -381,14 +382,14 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
 
     assert asyncio.run(play(cohort())) == [names, names]
     store.blobs.path_of(waker.answers[1, "d1"]).unlink()  # type: ignore[attr-defined]
-    store._write("UPDATE asks SET deadline_at = 1 WHERE step_number = 1")
-    (third,) = [ask for ask in store.asks(RUN, 1, 2) if ask["device"] == "d3"]
-    store._write("DELETE FROM uploads WHERE ask = ?", third["id"])
-    store._write("UPDATE asks SET status = 'open' WHERE id = ?", third["id"])
+    store.database.write("UPDATE asks SET deadline_at = 1 WHERE step_number = 1")
+    (third,) = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask["device"] == "d3"]
+    store.database.write("DELETE FROM uploads WHERE ask = ?", third["id"])
+    store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", third["id"])
     again = cohort()
     assert asyncio.run(play(again)) == [["d2", "d3"], ["d2", "d3"]]
     assert sorted(again.used) == sorted(
-        ask["id"] for step in (1, 2) for ask in store.asks(RUN, 1, step) if ask["device"] != "d1"
+        ask["id"] for step in (1, 2) for ask in store.asks.of_step(RUN, 1, step) if ask["device"] != "d1"
     )
     store.close()
 
@@ -483,7 +484,7 @@ def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: P
     damaged: list[Row] = []
 
     def damage_the_first() -> None:
-        uploads = store.uploads(config.run.name)
+        uploads = store.asks.uploads(config.run.name)
         if uploads and not damaged:
             damaged.append(uploads[0])
             name = uploads[0]["sha256"].hex()
@@ -493,7 +494,7 @@ def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: P
         link = NotingLink(desk)
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, damage_the_first)).run())
-    answers = [row for row in store.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]
+    answers = [row for row in store.asks.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]
     assert [(row["attempt"], row["status"]) for row in answers] == [(1, "reported"), (2, "used")]
     assert {row["receipt"] for row in answers} <= link.receipts
     assert_no_upload_lost(store, link.receipts)

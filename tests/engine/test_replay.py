@@ -95,7 +95,7 @@ def run_with_crash(fuse: Fuse) -> Store:
 
 
 def checkpoint(store: Store) -> bytes:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     assert (row["status"], row["completed_rounds"]) == ("finished", ROUNDS)
     return bytes(row["checkpoint"])
@@ -109,9 +109,9 @@ def test_an_engine_may_die_between_any_two_steps() -> None:
         store = run_with_crash(Fuse(blows_at=moment))
         assert checkpoint(store) == checkpoint(expected), f"step {moment} of {undisturbed.touched}"
         assert_no_upload_lost(store)
-        assert [row["status"] for row in store.uploads(RUN)] == ["used"] * (2 * ROUNDS)
-        assert [(row["round"], row["status"]) for row in store.rounds(RUN)] == [(1, "closed"), (2, "closed")]
-        assert store.events(RUN, "replay-differs") == []
+        assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (2 * ROUNDS)
+        assert [(row["round"], row["status"]) for row in store.runs.rounds(RUN)] == [(1, "closed"), (2, "closed")]
+        assert store.history.events(RUN, "replay-differs") == []
         store.close()
 
 
@@ -120,7 +120,7 @@ def test_an_engine_may_die_again_and_again() -> None:
     store, config = Store.in_memory(), config_for()
     devices = answering(store)
     deaths = 0
-    while (store.run(RUN) or {}).get("status") != "finished":
+    while (store.runs.get(RUN) or {}).get("status") != "finished":
         with contextlib.suppress(Crash):
             run_engine(Fragile(store, Fuse(blows_at=70)), config, Drive(devices))
         deaths += 1
@@ -161,7 +161,7 @@ def test_a_fleet_of_sdk_devices_survives_the_death_of_its_engine_at_every_wait(t
     for moment in range(1, steps + 1):
         store, _ = run_sdk_fleet(tmp_path / f"crash-{moment}", moment)
         assert checkpoint(store) == checkpoint(expected), f"step {moment} of {steps}"
-        assert store.figures(RUN, "accuracy", "test") == expected.figures(RUN, "accuracy", "test")
+        assert store.history.figures(RUN, "accuracy", "test") == expected.history.figures(RUN, "accuracy", "test")
         assert_no_upload_lost(store)
         store.close()
 
@@ -224,25 +224,25 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
     totals: dict[int, int] = {}  # at the first wait of each round
 
     def look() -> None:
-        row = store.open_round(RUN)
+        row = store.runs.open_round(RUN)
         if row is not None:
             totals.setdefault(row["round"], int(method.total))
             drive.away = {1} if row["round"] == 1 else set()
-            if row["round"] == 1 and store.uploads(RUN):
-                store.expire_asks(RUN, time.time() + 1e6)  # d1 has had all the time there is
+            if row["round"] == 1 and store.asks.uploads(RUN):
+                store.asks.expire(RUN, time.time() + 1e6)  # d1 has had all the time there is
 
     drive.on_wait = look
     asyncio.run(engine.run())
 
-    first, *others = store.rounds(RUN)
+    first, *others = store.runs.rounds(RUN)
     assert first["status"] == "short"
     assert first["reason"] == "step 'train': 1 devices answered, the quorum is 2"
     closed = [row["round"] for row in others if row["status"] == "closed"]
     assert len(closed) == ROUNDS
-    (lost,) = [row for row in store.uploads(RUN) if row["round"] == 1]
+    (lost,) = [row for row in store.asks.uploads(RUN) if row["round"] == 1]
     assert (lost["device"], lost["status"]) == ("d0", "reported")
     assert lost["reason"].startswith("round short")
-    late = store.events(RUN, "late")
+    late = store.history.events(RUN, "late")
     assert (late[0]["round"], late[0]["device"]) == (1, "d1")
     assert_no_upload_lost(store)
     assert totals[2] == 0  # what d0 had added is gone
@@ -259,17 +259,17 @@ def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
     method = engine.method = Adding(engine.method)
 
     def leave() -> None:
-        row = store.open_round(RUN)
+        row = store.runs.open_round(RUN)
         if row is not None and row["round"] == 1 and 2 not in drive.away:
             drive.away.add(2)
-            store.device_gone(RUN, "d2", "lease ended")
+            store.devices.mark_gone(RUN, "d2", "lease ended")
         elif row is None and 2 in drive.away:
             drive.away.clear()
 
     drive.on_wait = leave
     asyncio.run(engine.run())
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * ROUNDS
-    assert [row["used"] for row in store.rounds(RUN)] == [2, 3]
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 3]
     assert int(method.total) == 5 * 6
 
 
@@ -279,7 +279,7 @@ def test_two_runs_of_one_seed_do_not_take_each_others_checkpoint() -> None:
     with contextlib.suppress(Crash):  # the first wait: its first checkpoint is stored, no round has begun
         run_engine(store, config_for(name="other"), Drive([None], Fuse(blows_at=1)))
     run_engine(store, config_for(), Drive(answering(store)))
-    other, ours = store.run("other"), store.run(RUN)
+    other, ours = store.runs.get("other"), store.runs.get(RUN)
     assert other is not None
     assert ours is not None
     assert store.blobs.get_state(other["checkpoint"])
@@ -297,7 +297,7 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
         def download(
             self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
         ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
-            ask = store.next_ask(RUN, identity.device)
+            ask = store.asks.next_open(RUN, identity.device)
             if ask is not None and ask["payload"] == sha256 and not refused:
                 refused.append(sha256)
                 raise RefusedError(Code.NOT_FOUND, "the round that it belonged to is over")
@@ -308,7 +308,7 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
         devices = [stack.enter_context(make_device(spec, LateLink(desk))) for spec in specs]
         run_engine(store, config, Drive(devices))
     assert len(refused) == 1
-    assert [row["used"] for row in store.rounds(RUN)] == [2] * ROUNDS
+    assert [row["used"] for row in store.runs.rounds(RUN)] == [2] * ROUNDS
 
 
 def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
@@ -318,7 +318,7 @@ def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
     Engine(store, config, drive)
     with pytest.raises(RunError, match="taken over"):
         asyncio.run(old.run())
-    assert store.rounds(RUN) == []
+    assert store.runs.rounds(RUN) == []
 
 
 class Failing(Drive):
@@ -337,15 +337,15 @@ class Failing(Drive):
     waited: dict[int, float]
 
     async def wait(self, seconds: float = 1.0) -> None:
-        row = self.store.open_round(RUN)
+        row = self.store.runs.open_round(RUN)
         if row is not None and self.fails:
             self.fuse.touch()
-            for device in self.store.devices_with_open_asks(RUN):
-                ask = self.store.next_ask(RUN, device)
+            for device in self.store.asks.devices_with_open(RUN):
+                ask = self.store.asks.next_open(RUN, device)
                 assert ask is not None
-                self.store.close_ask(ask["id"], "declined")
+                self.store.asks.close(ask["id"], "declined")
             return
-        if row is None and (short := self.store.short_rounds_in_a_row(RUN)):
+        if row is None and (short := self.store.runs.short_rounds_in_a_row(RUN)):
             self.waited[short] = self.waited.get(short, 0.0) + seconds
         self.now += seconds
         await super().wait()
@@ -366,14 +366,14 @@ def test_rounds_that_fall_short_never_end_a_service(
     store, told = drive.store, []
 
     def look() -> None:
-        row = store.run(RUN) or {}
+        row = store.runs.get(RUN) or {}
         told.append((row["status"], row["reason"]))
-        drive.fails = drive.fails and store.short_rounds_in_a_row(RUN) < 130
+        drive.fails = drive.fails and store.runs.short_rounds_in_a_row(RUN) < 130
 
     drive.on_wait = look
     run_engine(store, config_for(), drive)
-    assert [row["status"] for row in store.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
-    assert (store.run(RUN) or {})["status"] == "finished"
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert {status for status, _ in told} == {"running"}
     (last,) = [reason for _, reason in told if (reason or "").startswith("130 rounds in a row fell short")][:1]
     assert "look at `fleetdistill runs show`" in last
@@ -387,7 +387,7 @@ def test_pauses_between_short_rounds_grow_to_a_bound(monkeypatch: pytest.MonkeyP
     drive = failing(monkeypatch)
 
     def look() -> None:
-        drive.fails = drive.fails and drive.store.short_rounds_in_a_row(RUN) < 20
+        drive.fails = drive.fails and drive.store.runs.short_rounds_in_a_row(RUN) < 20
 
     drive.on_wait = look
     run_engine(drive.store, config_for(), drive)
@@ -401,14 +401,14 @@ def test_a_device_that_comes_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> 
     store = drive.store
 
     def come() -> None:
-        if store.short_rounds_in_a_row(RUN) == 12 and store.open_round(RUN) is None:
+        if store.runs.short_rounds_in_a_row(RUN) == 12 and store.runs.open_round(RUN) is None:
             drive.away, drive.fails = set(), False
 
     drive.on_wait = come
     run_engine(store, config_for(), drive)
     assert drive.waited[11] == pytest.approx(60.0)
     assert drive.waited[12] < 10.0
-    assert json.loads(store.rounds(RUN)[12]["cohort"]) == ["d0", "d1", "d2"]
+    assert json.loads(store.runs.rounds(RUN)[12]["cohort"]) == ["d0", "d1", "d2"]
 
 
 def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatc
     engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
     with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; look at"):
         asyncio.run(engine.run())
-    row = drive.store.run(RUN) or {}
+    row = drive.store.runs.get(RUN) or {}
     assert row["status"] == "stopped"
     assert row["reason"].startswith("5 rounds in a row fell short of the quorum")
     assert drive.waited == {}, "nobody else will come, so nobody is waited for"
@@ -436,7 +436,7 @@ def test_the_number_of_short_rounds_outlives_the_engine(monkeypatch: pytest.Monk
         except RunError:
             break
     assert deaths > 1
-    assert len(drive.store.rounds(RUN)) == 5
+    assert len(drive.store.runs.rounds(RUN)) == 5
 
 
 def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_one_goes_on() -> None:
@@ -476,12 +476,12 @@ def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() 
     method = engine.method = Adding(engine.method)
     asyncio.run(engine.run())
 
-    rounds = store.rounds(RUN)
+    rounds = store.runs.rounds(RUN)
     assert [(row["status"], row["used"], row["reported"]) for row in rounds] == [("closed", 2, 0)] * 6
     cohorts = [tuple(json.loads(row["cohort"])) for row in rounds]
     assert {len(cohort) for cohort in cohorts} == {3}
     assert len(set(cohorts)) > 1  # chosen anew in every round
-    (surplus,) = [row for row in store.asks(RUN, 1, 1) if row["status"] == "out"]
+    (surplus,) = [row for row in store.asks.of_step(RUN, 1, 1) if row["status"] == "out"]
     assert surplus["reason"] == "enough devices answered"
     assert int(method.total) == 6 * 2 * 6
     assert_no_upload_lost(store)
@@ -497,14 +497,14 @@ def test_a_replayed_round_keeps_the_devices_that_it_asked() -> None:
         with contextlib.suppress(Crash):
             run_engine(Fragile(store, fuse), config, Drive(devices, fuse))
         run_engine(store, config, Drive(devices))
-        return store, [row["cohort"] for row in store.rounds(RUN)]
+        return store, [row["cohort"] for row in store.runs.rounds(RUN)]
 
     undisturbed = Fuse()
     run(undisturbed)
     for moment in range(1, undisturbed.touched + 1, 7):
         store, cohorts = run(Fuse(blows_at=moment))
         assert len(cohorts) == ROUNDS
-        assert [row["used"] for row in store.rounds(RUN)] == [2] * ROUNDS
+        assert [row["used"] for row in store.runs.rounds(RUN)] == [2] * ROUNDS
         assert_no_upload_lost(store)
 
 
@@ -517,11 +517,11 @@ def test_the_quorum_counts_the_devices_that_a_round_wants() -> None:
     engine.method = Adding(engine.method)
 
     def look() -> None:
-        drive.away = {2} if store.open_round(RUN) is not None else set()
+        drive.away = {2} if store.runs.open_round(RUN) is not None else set()
 
     drive.on_wait = look
     asyncio.run(engine.run())
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
 
 
 def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> None:
@@ -537,5 +537,5 @@ def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> Non
     engine = Engine(store, config_for(min_devices=4, devices_per_round=2, rounds=1), drive)
     engine.method = Telling(engine.method)
     asyncio.run(engine.run())
-    assert len(json.loads(store.rounds(RUN)[0]["cohort"])) == 2
+    assert len(json.loads(store.runs.rounds(RUN)[0]["cohort"])) == 2
     assert told == ["d0", "d1", "d2", "d3"]

@@ -119,7 +119,7 @@ class Fleet:
         self.fuse.touch()
         for device in self.devices.values():
             device.step()
-        self._quiet = 0 if self.store.open_round(RUN) is not None else self._quiet + 1
+        self._quiet = 0 if self.store.runs.open_round(RUN) is not None else self._quiet + 1
         if self._quiet == _LOOKS:
             self._quiet = 0
             if not self.acts:
@@ -144,11 +144,11 @@ class Fleet:
 
     def asked(self) -> list[list[str]]:
         """Whom each round has asked."""
-        numbers = [row["round"] for row in self.store.rounds(RUN)]
-        return [[ask["device"] for ask in self.store.asks(RUN, number, 1)] for number in numbers]
+        numbers = [row["round"] for row in self.store.runs.rounds(RUN)]
+        return [[ask["device"] for ask in self.store.asks.of_step(RUN, number, 1)] for number in numbers]
 
     def statuses(self) -> list[str]:
-        return [row["status"] for row in self.store.rounds(RUN)]
+        return [row["status"] for row in self.store.runs.rounds(RUN)]
 
 
 def config_for(**run: Any) -> RunConfig:
@@ -180,14 +180,14 @@ def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptu
             method.append(self)
 
     def look() -> None:
-        seen.append((fleet.store._db.conn.total_changes, method[0].looks))
+        seen.append((fleet.store.database.tables.conn.total_changes, method[0].looks))
 
     fleet.play(*[look] * 10, method=Watched)
     assert fleet.asked() == [["d0", "d1"]]
     assert len(seen) == 10
     assert len(set(seen)) == 1
     assert sum("nothing to do" in one.message for one in caplog.records) == 1
-    assert (fleet.store.run(RUN) or {})["status"] == "running"
+    assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
 
 
 def test_a_method_that_always_has_something_to_do_goes_on_until_it_is_stopped() -> None:
@@ -237,7 +237,7 @@ def test_after_a_device_was_forgotten_the_others_are_told() -> None:
     method = fleet.play(lambda: fleet.forget("d1"))
     assert fleet.asked() == [["d0", "d1", "d2"], ["d0", "d2"]]
     assert method.parts == hexed(d0=b"first", d2=b"first")
-    assert fleet.store.to_forget(RUN) == []
+    assert fleet.store.devices.to_forget(RUN) == []
 
 
 def test_a_device_is_forgotten_while_nothing_is_due() -> None:
@@ -245,7 +245,7 @@ def test_a_device_is_forgotten_while_nothing_is_due() -> None:
     method = fleet.play(lambda: fleet.leave("d0"), lambda: fleet.leave("d1"), lambda: fleet.forget("d0"))
     assert method.parts == hexed(d1=b"first")
     assert len(fleet.asked()) == 1, "nobody is there who could be told"
-    row = fleet.store.device(RUN, "d0")
+    row = fleet.store.devices.get(RUN, "d0")
     assert row is not None
     assert row["forgotten_at"] is not None
 
@@ -279,7 +279,7 @@ def test_a_newcomer_is_of_the_cohort_whatever_a_round_would_draw() -> None:
     fleet = Fleet(6)
     fleet.play(lambda: fleet.come("d7", b"late"), devices_per_round=2, min_devices=6)
     assert fleet.asked()[-1] == ["d7"]
-    assert [len(json.loads(row["cohort"])) for row in fleet.store.rounds(RUN)] == [6, 7]
+    assert [len(json.loads(row["cohort"])) for row in fleet.store.runs.rounds(RUN)] == [6, 7]
 
 
 # --- stops and kills
@@ -329,14 +329,14 @@ def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> 
         assert method.parts == hexed(d0=b"second", d1=b"first"), f"step {moment} of {undisturbed.touched}"
         assert device.made_of == b"second"
         assert [ask for ask in fleet.asked() if "d0" in ask] == [["d0", "d1"], ["d0"]]
-        assert fleet.store.events(RUN, "replay-differs") == []
+        assert fleet.store.history.events(RUN, "replay-differs") == []
         fleet.store.close()
 
 
 def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
     fleet = Fleet()
     fleet.play()
-    assert [row["data_versions"] for row in fleet.store.rounds(RUN)] == [None]
+    assert [row["data_versions"] for row in fleet.store.runs.rounds(RUN)] == [None]
 
 
 def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +352,8 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.Mo
         pauses: dict[int, float]
 
         async def wait(self, seconds: float = 1.0) -> None:
-            rounds = self.store.rounds(RUN)
-            if self.store.open_round(RUN) is None:
+            rounds = self.store.runs.rounds(RUN)
+            if self.store.runs.open_round(RUN) is None:
                 self.pauses[len(rounds)] = self.pauses.get(len(rounds), 0.0) + seconds
                 self.now += seconds
                 if len(rounds) == 12:
@@ -361,10 +361,10 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.Mo
                 if not rounds:
                     await super().wait()
                 return
-            for device in self.store.devices_with_open_asks(RUN):
-                ask = self.store.next_ask(RUN, device)
+            for device in self.store.asks.devices_with_open(RUN):
+                ask = self.store.asks.next_open(RUN, device)
                 assert ask is not None
-                self.store.close_ask(ask["id"], "declined")
+                self.store.asks.close(ask["id"], "declined")
 
     fleet = Declining()
     fleet.pauses = {}
@@ -389,7 +389,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
 
         def closed_rounds() -> int:
-            return int((store.run(config.run.name) or {}).get("completed_rounds") or 0)
+            return int((store.runs.get(config.run.name) or {}).get("completed_rounds") or 0)
 
         def close_two_rounds() -> None:
             """Counted from the last engine's: it may have closed one more before it was killed."""
@@ -397,7 +397,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
             engine.start()
 
             def are_closed() -> bool:
-                if (store.run(config.run.name) or {}).get("contract") is not None:
+                if (store.runs.get(config.run.name) or {}).get("contract") is not None:
                     for device in devices:
                         device.step(0.0)
                 return closed_rounds() >= before + 2
@@ -412,8 +412,8 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         assert engine.process.pid is not None
         os.kill(engine.process.pid, signal.SIGTERM)
         engine.wait_for_the_end()
-        assert (store.run(config.run.name) or {})["status"] == "running"
-        assert {row["status"] for row in store.rounds(config.run.name)} <= {"closed", "open"}
-        used = [row["status"] for row in store.uploads(config.run.name)]
+        assert (store.runs.get(config.run.name) or {})["status"] == "running"
+        assert {row["status"] for row in store.runs.rounds(config.run.name)} <= {"closed", "open"}
+        used = [row["status"] for row in store.asks.uploads(config.run.name)]
         assert set(used) <= {"used", "acknowledged"}
         assert used.count("used") >= 5 * len(devices)

@@ -26,7 +26,8 @@ from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 TRAINED = ["cdkt", "classstats averaged", "dafkd", "fedavg", "fedd2s", "feddkc", "feddkd"]
 
@@ -58,14 +59,14 @@ def play(store: Store, config: RunConfig) -> ServerMethod:
     contract, initial, _ = make_contract(config, method)
     if initial is not None:
         store.blobs.put(initial)
-    store.publish_contract(name, contract.SerializeToString())
+    store.runs.publish_contract(name, contract.SerializeToString())
     state = store.blobs.put_state(pack_state(method.state_dict()))
-    store.close_round(name, store.start_round(name, []), state, [], {})
+    store.runs.close_round(name, store.runs.start_round(name, []), state, [], {})
     return method
 
 
 def row_of(store: Store, name: str) -> Row:
-    row = store.run(name)
+    row = store.runs.get(name)
     assert row is not None
     return row
 
@@ -141,7 +142,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_stored(store: Store, tm
     wanted = changed(config.model_copy(update={"method": settings}), **{**sections, "run": run})
     with pytest.raises(ConfigurationError, match=rf"\[run\] start_from = '{run['start_from']}': .*{sentence}"):
         preflight.build(wanted)
-    assert store.run_names() == ["first", "young"]
+    assert store.runs.names() == ["first", "young"]
 
 
 def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -178,10 +179,10 @@ def test_a_run_that_began_with_another_goes_on_without_it(store: Store, tmp_path
     second = with_run(config, name=RUN, start_from="first", rounds=1)
     prepared = prepare(RUNS["fedavg"], tmp_path / "second")
     drive(store, prepared, second)
-    (event,) = store.events(RUN, "started-from")
+    (event,) = store.history.events(RUN, "started-from")
     assert event["text"].startswith("begins with the model of run 'first' after 1 rounds, checkpoint ")
     assert (row_of(store, RUN)["status"], row_of(store, RUN)["completed_rounds"]) == ("finished", 1)
     delete(tmp_path / "store", store, "first")
     drive(store, prepared, with_run(second, rounds=2))
     assert row_of(store, RUN)["completed_rounds"] == 2
-    assert len(store.events(RUN, "started-from")) == 1
+    assert len(store.history.events(RUN, "started-from")) == 1

@@ -64,13 +64,13 @@ class ThirdDevice(AnsweringDevice):
             act(self, ask)
         if self.is_open(ask):  # nobody will answer it: its time is up
             where = (RUN, ask.round, ask.step_number, THIRD)
-            self._store._write(
+            self._store.database.write(
                 "UPDATE asks SET deadline_at = 0 WHERE (run, round, step_number, device) = (?, ?, ?, ?)", *where
             )
             wait_until(lambda: not self.is_open(ask), "the deadline")
 
     def is_open(self, ask: service_pb2.Ask) -> bool:
-        row = self._store.ask(RUN, ask.round, ask.step_number, THIRD)
+        row = self._store.asks.get(RUN, ask.round, ask.step_number, THIRD)
         return row is not None and row["status"] == "open"
 
     def name(self, ask: service_pb2.Ask, attempt: int = 1) -> service_pb2.UploadName:
@@ -271,22 +271,22 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
     ):
         asyncio.run(run_engine(store, config(ROUNDS), engine_ends))
         assert front.process.poll() is None
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     assert (row["status"], row["completed_rounds"]) == ("finished", ROUNDS)
-    assert [one["status"] for one in store.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [one["status"] for one in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert third.met.keys() == BEHAVIOURS.keys(), "each of them was met"
     for name, number in third.met.items():
-        ask = store.ask(RUN, number, 1, THIRD)
+        ask = store.asks.get(RUN, number, 1, THIRD)
         assert ask is not None
         assert (ask["reason"] or "").startswith(REASONS[name] or ""), f"{name}: {ask['reason']}"
         assert ask["status"] == ("answered" if REASONS[name] is None else "out"), name
-    used = {(one["round"], one["device"]) for one in store.uploads(RUN) if one["status"] == "used"}
+    used = {(one["round"], one["device"]) for one in store.asks.uploads(RUN) if one["status"] == "used"}
     honest = {(number, device) for number in range(1, ROUNDS + 1) for device in ("d0", "d1")}
     again = {(number, THIRD) for number in range(2, ROUNDS + 1, 2)}
     assert used == honest | again | {(third.met["dies_after_its_receipt_and_sends_it_all_again"], THIRD)}
-    assert [one["device"] for one in store.events(RUN, "late")] == [THIRD] * 6
-    assert store.events(RUN, "left-out") == []
+    assert [one["device"] for one in store.history.events(RUN, "late")] == [THIRD] * 6
+    assert store.history.events(RUN, "left-out") == []
     assert_no_upload_lost(store)
     store.close()
 
@@ -299,9 +299,9 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
 
     def give_up_on_the_others() -> None:
         """The deadline passes for who has not answered in round 1."""
-        wait_until(lambda: len(store.uploads(RUN)) == 1, "the first answer")
-        store._write("UPDATE asks SET deadline_at = 0 WHERE run = ? AND round = 1 AND status = 'open'", RUN)
-        wait_until(lambda: len(store.events(RUN, "late")) == 2, "the deadline")
+        wait_until(lambda: len(store.asks.uploads(RUN)) == 1, "the first answer")
+        store.database.write("UPDATE asks SET deadline_at = 0 WHERE run = ? AND round = 1 AND status = 'open'", RUN)
+        wait_until(lambda: len(store.history.events(RUN, "late")) == 2, "the deadline")
         clients[0].released = clients[1].released = True
 
     with live_front(tmp_path / "store", ends=front_ends) as front, contextlib.ExitStack() as stack:
@@ -312,13 +312,13 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
         watcher.start()
         asyncio.run(run_engine(store, config(1, quorum=0.6), engine_ends))
         watcher.join()
-    first, *others = store.rounds(RUN)
+    first, *others = store.runs.rounds(RUN)
     assert (first["status"], first["reason"]) == ("short", "step 'train': 1 devices answered, the quorum is 2")
     assert [one["status"] for one in others] == ["closed"]
-    (lost,) = [one for one in store.uploads(RUN) if one["round"] == 1]
+    (lost,) = [one for one in store.asks.uploads(RUN) if one["round"] == 1]
     assert (lost["device"], lost["status"]) == ("w2", "reported")
     assert lost["reason"].startswith("round short: step 'train'")
-    assert {one["device"] for one in store.events(RUN, "late")} == {"w0", "w1"}
+    assert {one["device"] for one in store.history.events(RUN, "late")} == {"w0", "w1"}
     assert_no_upload_lost(store)
     store.close()
 

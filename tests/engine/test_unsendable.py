@@ -65,15 +65,15 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
     config, specs, work = prepare(wanted, tmp_path / "work")
     in_float16 = config.contract.model_copy(update={"knowledge_type": "float16"})
     store = run_in_memory((config.model_copy(update={"contract": in_float16}), specs, work))
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     assert (row["status"], row["completed_rounds"]) == ("finished", config.run.rounds)
-    rounds = store.rounds(RUN)
+    rounds = store.runs.rounds(RUN)
     assert [one["status"] for one in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
-    told = [(one["round"], one["device"]) for one in store.events(RUN, "not-asked")]
+    told = [(one["round"], one["device"]) for one in store.history.events(RUN, "not-asked")]
     first, second = json.loads(rounds[0]["cohort"])
     assert told[:3] == [(1, first), (1, second), (2, second)]
-    assert all("does not fit" in one["text"] for one in store.events(RUN, "not-asked"))
+    assert all("does not fit" in one["text"] for one in store.history.events(RUN, "not-asked"))
     assert_no_upload_lost(store)
     store.close()
 
@@ -128,18 +128,18 @@ def fleet(store: Store, *kinds: type[AnsweringDevice]) -> Turns:
 
 
 def state_of(store: Store) -> dict[str, Any]:
-    state: dict[str, Any] = unpack_state(store.blobs.get_state((store.run(RUN) or {})["checkpoint"]))
+    state: dict[str, Any] = unpack_state(store.blobs.get_state((store.runs.get(RUN) or {})["checkpoint"]))
     return state
 
 
 def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
     store = Store.in_memory()
     asyncio.run(Engine(store, config_for(), fleet(store, AnsweringDevice, AnsweringDevice, Loud)).run())
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * 3
-    assert {row["device"] for row in store.events(RUN, "knowledge-left-out")} == {"d2"}
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 3
+    assert {row["device"] for row in store.history.events(RUN, "knowledge-left-out")} == {"d2"}
     valid = {device: bool(one[2]) for device, one in state_of(store)["knowledge"].items()}
     assert valid == {"d0": True, "d1": True, "d2": False}
-    assert {row["status"] for row in store.uploads(RUN)} == {"used"}
+    assert {row["status"] for row in store.asks.uploads(RUN)} == {"used"}
     store.close()
 
 
@@ -155,13 +155,13 @@ def test_a_run_that_an_earlier_version_stopped_over_it_goes_on(value: float) -> 
     method.load_state_dict(state)
     assert reason_not_usable(method.state_dict()) is None, "rounds without this device would be undone for ever"
     # As that version left it: kept as valid, the next round open, the run stopped after the last of its failures.
-    store.set_checkpoint(RUN, store.blobs.put_state(pack_state(state)))
+    store.runs.set_checkpoint(RUN, store.blobs.put_state(pack_state(state)))
     with store.transaction():
-        store._write("UPDATE runs SET completed_rounds = 2 WHERE name = ?", RUN)
-    store.start_round(RUN, ["d0", "d1", "d2"])
-    store.end_run(RUN, "stopped", "the engine failed 6 times at the same point")
+        store.database.write("UPDATE runs SET completed_rounds = 2 WHERE name = ?", RUN)
+    store.runs.start_round(RUN, ["d0", "d1", "d2"])
+    store.runs.end(RUN, "stopped", "the engine failed 6 times at the same point")
     asyncio.run(Engine(store, config_for(), devices).run())
-    row = store.run(RUN) or {}
+    row = store.runs.get(RUN) or {}
     assert (row["status"], row["completed_rounds"]) == ("finished", 3)
-    assert [one["status"] for one in store.rounds(RUN)] == ["closed"] * 4
+    assert [one["status"] for one in store.runs.rounds(RUN)] == ["closed"] * 4
     store.close()

@@ -34,7 +34,7 @@ def pipes() -> tuple[Ends, Ends]:
 @pytest.fixture(scope="module")
 def directory(store: Store) -> Path:
     """Where the store lies."""
-    row, *_ = store._db.query("PRAGMA database_list")  # the first is the main one
+    row, *_ = store.database.tables.query("PRAGMA database_list")  # the first is the main one
     return Path(row["file"]).parent
 
 

@@ -30,7 +30,7 @@ RUN = "run"
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(tmp_path)
-    opened.begin_run(RUN, {})
+    opened.runs.begin(RUN, {})
     yield opened
     opened.close()
 
@@ -52,10 +52,10 @@ def test_a_commit_that_fails_in_an_unforeseen_way_is_told_to_all_and_the_next_go
     monkeypatch.setattr("fleetdistill_server.store.group_commit.failpoints.hit", hit)
     commits = CommitThread(store)
     with pytest.raises(StoreError, match="committing: MemoryError"):
-        commits.commit(lambda one: one.add_event(RUN, "kind", "first"))
-    commits.commit(lambda one: one.add_event(RUN, "kind", "second"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "first"))
+    commits.commit(lambda one: one.history.add_event(RUN, "kind", "second"))
     commits.close()
-    assert store.events(RUN)[-1]["text"] == "second"
+    assert store.history.events(RUN)[-1]["text"] == "second"
 
 
 def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
@@ -65,9 +65,9 @@ def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
         raise RuntimeError("the loop is closed")
 
     commits.call(lambda: commits.afterwards(fail)).result(PATIENCE_SECONDS)()
-    commits.commit(lambda one: one.add_event(RUN, "kind", "later"))
+    commits.commit(lambda one: one.history.add_event(RUN, "kind", "later"))
     commits.close()
-    assert [event["text"] for event in store.events(RUN)] == ["later"]
+    assert [event["text"] for event in store.history.events(RUN)] == ["later"]
 
 
 DYING = """

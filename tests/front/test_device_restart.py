@@ -105,7 +105,7 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
     state_dir = tmp_path / "state"
     with small_device(front.port, state_dir, Events(), device_id=PHONE) as device:
         assert device.step(0) is Step.WAITED
-    store.device_back(RUN, PHONE)
+    store.devices.mark_present(RUN, PHONE)
     number = open_round(store, PHONE)
     write_asks(store, number, PHONE)
     run_and_die("answer", front.port, str(state_dir), 3)
@@ -119,6 +119,6 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
         assert device.step(0) is Step.ANSWERED
     (first,) = link.first_bytes
     assert first > 0, "what the dead process had sent was not sent again"
-    (row,) = [row for row in store.uploads(RUN) if row["device"] == PHONE]
+    (row,) = [row for row in store.asks.uploads(RUN) if row["device"] == PHONE]
     assert events.kinds() == ["checked-in", "answered", "delivered"], "nothing was computed again"
     assert events.of("answered").values == {"receipt": row["receipt"], "tries": 2}

@@ -56,11 +56,11 @@ def ask(store: Store, client: Client, payload: Payload | None = None) -> service
 
 
 def refusals(store: Store, client: Client) -> list[str]:
-    return [row["code"] for row in store.events(RUN, "refused") if row["device"] == client.device]
+    return [row["code"] for row in store.history.events(RUN, "refused") if row["device"] == client.device]
 
 
 def uploads_of(store: Store, client: Client) -> list[dict[str, Any]]:
-    return [row for row in store.uploads(RUN) if row["device"] == client.device]
+    return [row for row in store.asks.uploads(RUN) if row["device"] == client.device]
 
 
 # --- standard services
@@ -83,7 +83,7 @@ def test_without_a_profile_check_in_only_tells_the_contract(front: LiveFront, st
         response = client.stub.CheckIn(service_pb2.CheckInRequest(identity=client.identity), timeout=PATIENCE_SECONDS)
     assert response.contract.run == RUN
     assert response.secret == b""
-    assert store.device(RUN, "curious") is None
+    assert store.devices.get(RUN, "curious") is None
 
 
 def test_the_only_run_need_not_be_named(front: LiveFront) -> None:
@@ -105,7 +105,7 @@ def test_check_in_gives_a_new_device_its_secret_once(front: LiveFront, store: St
     assert len(first.secret) == 32
     assert again.secret == b""
     assert 0 < first.heartbeat_seconds < first.lease_seconds
-    assert "newcomer" in store.present_devices(RUN)
+    assert "newcomer" in store.devices.present(RUN)
 
 
 def test_a_device_that_does_not_fit_is_told_both_sides(front: LiveFront, store: Store) -> None:
@@ -118,7 +118,7 @@ def test_a_device_that_does_not_fit_is_told_both_sides(front: LiveFront, store: 
     assert "the device has 7" in refusal.text
     assert "has 3" in refusal.text
     assert refusals(store, client) == ["contract-mismatch"]
-    assert "misfit" not in store.present_devices(RUN)
+    assert "misfit" not in store.devices.present(RUN)
 
 
 def test_a_column_that_the_app_keeps_back_is_refused_at_check_in(front: LiveFront) -> None:
@@ -251,7 +251,7 @@ def test_a_device_that_waits_for_work_is_not_taken_for_gone(tmp_path: Path) -> N
         until = time.monotonic() + 1.5 * LEASE
         while time.monotonic() < until:
             client.next_ask(2 * LEASE)
-    assert store.events(RUN, "lease-ended") == []
+    assert store.history.events(RUN, "lease-ended") == []
     store.close()
 
 
@@ -260,26 +260,26 @@ def test_a_silent_device_is_gone_and_comes_back_with_its_next_call(tmp_path: Pat
     with live_front(tmp_path, lease_seconds=0.5) as front, client_of(front) as client:
         client.check_in()
         name = ask(store, client)
-        wait_until(lambda: store.present_devices(RUN) == [], "the lease to end")
+        wait_until(lambda: store.devices.present(RUN) == [], "the lease to end")
         assert not client.status(name).ask_open
-        assert store.present_devices(RUN) == [client.device]
+        assert store.devices.present(RUN) == [client.device]
     store.close()
 
 
 def test_leaving_closes_the_ask(client: Client, store: Store) -> None:
     name = ask(store, client)
     client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=PATIENCE_SECONDS)
-    row = store.ask(RUN, name.round, 1, client.device)
+    row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
     assert (row["status"], row["reason"]) == ("out", "device left")
-    assert client.device not in store.present_devices(RUN)
+    assert client.device not in store.devices.present(RUN)
 
 
 def test_a_heartbeat_says_whether_the_work_is_still_wanted(client: Client, store: Store) -> None:
     beat = service_pb2.HeartbeatRequest(identity=client.identity)
     name = ask(store, client)
     assert client.stub.Heartbeat(beat, timeout=PATIENCE_SECONDS).ask_open
-    store.close_short_round(RUN, name.round, "nobody answered")
+    store.runs.close_short_round(RUN, name.round, "nobody answered")
     assert not client.stub.Heartbeat(beat, timeout=PATIENCE_SECONDS).ask_open
 
 
@@ -288,7 +288,7 @@ def test_the_end_of_the_run_ends_the_wait(tmp_path: Path) -> None:
     with live_front(tmp_path) as front, client_of(front) as client:
         client.check_in()
         waiting = client.start_next_ask(LONG_WAIT)
-        store.end_run(RUN, "finished", "3 rounds completed")
+        store.runs.end(RUN, "finished", "3 rounds completed")
         assert waiting.result().finished == "finished: 3 rounds completed"
     store.close()
 
@@ -368,7 +368,7 @@ def test_a_refused_device_is_out_for_the_round(client: Client, store: Store) -> 
     name = ask(store, client)
     with refused():
         client.upload(name, make_payload(labels=np.full(4, 3, np.int32)))
-    row = store.ask(RUN, name.round, 1, client.device)
+    row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
     assert row["status"] == "out"
     with refused() as found:
@@ -404,7 +404,7 @@ def test_who_was_not_asked_is_told_so(client: Client, store: Store) -> None:
 
 def test_a_closed_round_takes_nothing(client: Client, store: Store) -> None:
     name = ask(store, client)
-    store.close_short_round(RUN, name.round, "nobody answered")
+    store.runs.close_short_round(RUN, name.round, "nobody answered")
     with refused() as found:
         client.upload(name, make_payload())
     assert (found[0].status, found[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")

@@ -336,7 +336,7 @@ def test_an_upload_too_many_waits_and_is_not_lost(client: Client, store: Store) 
         client.upload(name, make_payload())
     assert found[0].reason == "too-many"
     assert client.status(name).ask_open
-    row = store.ask(RUN, name.round, 1, client.device)
+    row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
     assert row["status"] == "open"
 
@@ -418,14 +418,14 @@ def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: C
             client.upload(upload_name(10**6), make_payload())
         with refused():
             client.status(upload_name(10**6))
-    noted = [row for row in store.events(RUN, "refused") if row["device"] == client.device]
+    noted = [row for row in store.history.events(RUN, "refused") if row["device"] == client.device]
     assert len(noted) <= TIGHT.refusals_per_hour
     count = wait_until(lambda: _left_out(store, client.device), "the count of the others")
     assert count.split()[0] == str(TIGHT.uploads_per_hour_per_device + 10 - TIGHT.refusals_per_hour)
 
 
 def _left_out(store: Store, device: str) -> str:
-    return "".join(row["text"] for row in store.events(RUN, "refusals-left-out") if row["device"] == device)
+    return "".join(row["text"] for row in store.history.events(RUN, "refusals-left-out") if row["device"] == device)
 
 
 def test_strangers_share_one_allowance_of_notes(front: LiveFront, store: Store) -> None:
@@ -434,13 +434,13 @@ def test_strangers_share_one_allowance_of_notes(front: LiveFront, store: Store) 
             client.device = f"stranger-{number}"
             with refused():
                 client.check_in(classes=9)
-    noted = [row for row in store.events(RUN, "refused") if row["device"].startswith("stranger")]
+    noted = [row for row in store.history.events(RUN, "refused") if row["device"].startswith("stranger")]
     assert len(noted) <= TIGHT.refusals_per_hour
-    assert store.device(RUN, "stranger-1") is None
+    assert store.devices.get(RUN, "stranger-1") is None
 
 
 def test_whoever_is_not_registered_writes_nothing(front: LiveFront, directory: Path, store: Store) -> None:
-    before = store._value("PRAGMA data_version")
+    before = store.database.value("PRAGMA data_version")
     with client_of(front, "nobody") as client:
         client.secret = b"x" * 32
         for call in (
@@ -452,13 +452,13 @@ def test_whoever_is_not_registered_writes_nothing(front: LiveFront, directory: P
                 call()
             assert found[0].status is grpc.StatusCode.UNAUTHENTICATED
     time.sleep(0.2)
-    assert store._value("PRAGMA data_version") == before
+    assert store.database.value("PRAGMA data_version") == before
 
 
 def test_a_run_takes_so_many_devices_and_no_more() -> None:
     store = Store.in_memory()
-    store.begin_run(RUN, {})
-    store.publish_contract(RUN, make_contract(run=RUN).SerializeToString())
+    store.runs.begin(RUN, {})
+    store.runs.publish_contract(RUN, make_contract(run=RUN).SerializeToString())
     desk = Desk(store, limits=Limits(devices=1))
     identity = make_identity("d1")
     request = service_pb2.CheckInRequest(identity=identity, profile=make_profile())
@@ -498,9 +498,9 @@ def test_ids_that_cost_nothing_do_not_fill_the_store(tmp_path: Path) -> None:
         assert client.check_in().run, "a device that is known comes in"
     assert set(reasons) == {"too-many"}
     store = Store.open(tmp_path / "store")
-    assert store.count_devices(RUN) == 101 - len(reasons)
+    assert store.devices.count(RUN) == 101 - len(reasons)
     assert len(reasons) > 50
-    assert not store.events(RUN)
+    assert not store.history.events(RUN)
     store.close()
 
 
@@ -626,7 +626,7 @@ class Secured:
 def secured(folder: Path, limits: Limits) -> Iterator[Secured]:
     authority = make_pki(folder / "pki")
     store = prepare_store(folder / "store")
-    store.register_device(RUN, "known", sha256(SECRET).digest(), make_profile().SerializeToString())
+    store.devices.register(RUN, "known", sha256(SECRET).digest(), make_profile().SerializeToString())
     people = device_credentials(authority, "known"), person_credentials(authority, Role.OPERATOR, "olga")
     with secured_front(folder / "store", folder / "pki", limits=limits) as front:
         yield Secured(front, store, *people)
@@ -648,7 +648,8 @@ def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path
             assert _reason(stub, requests[0]) == "too-many"
             world.heartbeat()
         assert under_way[1].result().certificate
-        wait_until(lambda: sum(row["device"] is not None for row in world.store.tokens()) == 2, "both enrolments")
+        tokens = world.store.credentials.tokens
+        wait_until(lambda: sum(row["device"] is not None for row in tokens()) == 2, "both enrolments")
         garbage = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="x", signing_request=b"x" * 1000)
         reasons = [_reason(stub, garbage), _reason(stub, garbage)]
         while (reason := _reason(stub, garbage)) == "bad-token":  # on a slow machine the minute brings another one

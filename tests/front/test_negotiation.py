@@ -29,8 +29,8 @@ UINT8 = {"knowledge_type": tensor_pb2.ELEMENT_TYPE_UINT8, "max_upload_bytes": 1 
 def asked(knowledge: Payload, compression: Any = ZSTD) -> Desk:
     """A desk in a run of uint8, with one device that was asked something."""
     store = Store.in_memory()
-    store.begin_run(RUN, {"made": "by hand"})
-    store.publish_contract(RUN, make_contract(run=RUN, **UINT8).SerializeToString())
+    store.runs.begin(RUN, {"made": "by hand"})
+    store.runs.publish_contract(RUN, make_contract(run=RUN, **UINT8).SerializeToString())
     desk = Desk(store, compression=compression)
     check_in(desk, profile([ZSTD]))
     open_round(store, "d1")
@@ -71,7 +71,7 @@ def upload(desk: Desk, payload: Payload, compression: Any, first_byte: int = 0, 
 
 def counted(desk: Desk, direction: str) -> dict[str, tuple[int, int]]:
     """Tensor bytes and bytes as they travelled, by kind."""
-    rows = [row for row in desk.store.traffic_by_kind(RUN) if row["direction"] == direction]
+    rows = [row for row in desk.store.history.traffic_by_kind(RUN) if row["direction"] == direction]
     assert {(row["round"], row["device"]) for row in rows} <= {(1, "d1")}
     return {row["kind"]: (row["tensor_bytes"], row["sent_bytes"]) for row in rows}
 
@@ -96,11 +96,11 @@ def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
     for compression in (RAW, ZSTD):
         desk = asked(question())
         upload(desk, payload, compression)
-        (row,) = desk.store.uploads(RUN)
+        (row,) = desk.store.asks.uploads(RUN)
         assert data_of(desk.store.blobs.open(row["sha256"])) == data_of(payload)
         found[compression] = counted(desk, "up")
         assert found[compression]["envelope"] == (0, payload.header().ByteSize())
-        (total,) = [one for one in desk.store.traffic(RUN) if one["direction"] == "up"]
+        (total,) = [one for one in desk.store.history.traffic(RUN) if one["direction"] == "up"]
         assert (total["tensor_bytes"], total["payloads"]) == (payload.data_bytes, 1)
         assert total["sent_bytes"] == sum(sent for _, sent in found[compression].values())
     chunks = wire.chunks(payload.source, payload.slots, 0, ZSTD)
@@ -154,7 +154,7 @@ def test_a_download_that_breaks_counts_what_was_taken_once() -> None:
     chunks.end()
     assert next(chunks, None) is None
     assert counted(desk, "down")["sample_knowledge"] == (len(first.data), len(first.data))
-    (row,) = desk.store.traffic(RUN)
+    (row,) = desk.store.history.traffic(RUN)
     assert row["payloads"] == 1
 
 

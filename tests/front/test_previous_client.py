@@ -55,7 +55,7 @@ def test_it_is_told_the_contract_and_admitted(front: LiveFront, store: Store) ->
     assert len(client.identity.secret) == 32
     assert 0 < taken.heartbeat_seconds < taken.lease_seconds
     assert client.check_in().secret == b"", "again, with its secret"
-    assert "newcomer-of-0.1" in store.present_devices(RUN)
+    assert "newcomer-of-0.1" in store.devices.present(RUN)
     client.channel.close()
 
 
@@ -69,7 +69,7 @@ def test_its_whole_turn_works(previous: PreviousClient, store: Store) -> None:
     assert previous.heartbeat().ask_open
     parts, answer = previous.knowledge(rows=5)
     receipt = previous.upload(given, parts, answer, samples=3)
-    (row,) = [row for row in store.uploads(RUN) if row["device"] == previous.identity.device]
+    (row,) = [row for row in store.asks.uploads(RUN) if row["device"] == previous.identity.device]
     assert (row["receipt"], row["samples"], row["attempt"]) == (receipt.id, 3, 1)
     assert data_of(store.blobs.open(row["sha256"])) == answer
     assert previous.status(given).receipt == receipt
@@ -87,28 +87,28 @@ def test_it_resumes_an_upload_and_a_download(previous: PreviousClient, store: St
     assert found[0].reason == "incomplete"
     assert 0 < previous.status(given).next_byte < len(answer)
     previous.upload(given, parts, answer)
-    (row,) = [row for row in store.uploads(RUN) if row["device"] == previous.identity.device]
+    (row,) = [row for row in store.asks.uploads(RUN) if row["device"] == previous.identity.device]
     assert data_of(store.blobs.open(row["sha256"])) == answer
 
 
 def test_it_declines_and_leaves(previous: PreviousClient, store: Store) -> None:
     given = ask(store, previous)
     previous.decline(given, "no teacher")
-    row = store.ask(RUN, given.round, 1, previous.identity.device)
+    row = store.asks.get(RUN, given.round, 1, previous.identity.device)
     assert row is not None
     assert (row["status"], row["reason"]) == ("out", "declined")
     assert not previous.heartbeat().ask_open
     previous.leave()
-    assert previous.identity.device not in store.present_devices(RUN)
+    assert previous.identity.device not in store.devices.present(RUN)
 
 
 def test_it_waits_for_a_stopped_run(previous: PreviousClient, store: Store) -> None:
     """It cannot read the reason, and comes back when it is told to."""
-    store.end_run(RUN, "stopped", "the engine failed 6 times")
+    store.runs.end(RUN, "stopped", "the engine failed 6 times")
     try:
         found = previous.next_ask()
     finally:
-        store.end_run(RUN, "running", "")
+        store.runs.end(RUN, "running", "")
     assert found.WhichOneof("next") == "come_back"
     assert 0 < found.come_back.after_seconds < found.come_back.before_seconds
 
@@ -117,7 +117,7 @@ def test_it_is_told_what_it_cannot_understand_more_of(previous: PreviousClient, 
     """New codes and fields reach it as a final refusal with a sentence, and as `ask_open` false."""
     given = ask(store, previous)
     parts, answer = previous.knowledge()
-    store.expire_asks(RUN, 1e12)
+    store.asks.expire(RUN, 1e12)
     assert not previous.status(given).ask_open
     with refused() as found:
         previous.upload(given, parts, answer)
@@ -133,7 +133,7 @@ def test_a_run_in_uint8_refuses_it_with_a_sentence(tmp_path: Path) -> None:
             client.check_in()
         assert found[0].reason == "contract-mismatch"
         assert "uint8" in found[0].text.lower()
-        assert store.device(RUN, "old") is None
+        assert store.devices.get(RUN, "old") is None
         client.channel.close()
     store.close()
 

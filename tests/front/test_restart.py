@@ -18,7 +18,8 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill.wire.v1.knowledge_pb2 import PayloadHeader, TensorChunk
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def ask(store: Store, client: Client, payload: Payload | None = None) -> service
 
 
 def uploads_of(store: Store, client: Client) -> list[Row]:
-    return [row for row in store.uploads(RUN) if row["device"] == client.device]
+    return [row for row in store.asks.uploads(RUN) if row["device"] == client.device]
 
 
 def chunks_of(payload: Payload, first_byte: int = 0) -> list[service_pb2.UploadRequest]:
@@ -83,7 +84,7 @@ def test_a_restarted_front_knows_its_devices(client: Client, front: LiveFront, s
     name = ask(store, client)
     front.kill()
     front.start_again()
-    assert client.device in store.present_devices(RUN)
+    assert client.device in store.devices.present(RUN)
     assert client.next_ask(0.0).ask.round == name.round
 
 

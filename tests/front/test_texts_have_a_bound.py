@@ -56,7 +56,8 @@ def client(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def stored_texts(store: Store) -> int:
     """Characters of everything that devices have a hand in, in the longest row."""
     columns = {"events": "text", "asks": "reason", "rounds": "reason", "runs": "reason", "uploads": "reason"}
-    return max(int(store._value(f"SELECT coalesce(max(length({one})), 0) FROM {t}") or 0) for t, one in columns.items())
+    query = "SELECT coalesce(max(length({})), 0) FROM {}"
+    return max(int(store.database.value(query.format(one, table)) or 0) for table, one in columns.items())
 
 
 def many_parts() -> Payload:
@@ -82,10 +83,10 @@ def test_a_refused_answer_leaves_a_sentence_and_no_more(client: Client, store: S
     with refused() as found:
         client.upload(upload_name(number), make())  # type: ignore[operator]
     assert found[0].status.name == "INVALID_ARGUMENT"
-    (event,) = [row for row in store.events(RUN, "refused") if row["round"] == number]
+    (event,) = [row for row in store.history.events(RUN, "refused") if row["round"] == number]
     assert len(event["text"]) <= LONGEST
     assert stored_texts(store) <= LONGEST
-    assert not store._rows("SELECT * FROM figures WHERE round = ?", number)
+    assert not store.database.rows("SELECT * FROM figures WHERE round = ?", number)
 
 
 def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Store) -> None:
@@ -100,12 +101,12 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
             client.check_in(make_profile(**changes))
         assert found[0].reason == "too-large"
     assert stored_texts(store) <= LONGEST
-    assert all(len(row["profile"]) < 2000 for row in store.devices(RUN))
+    assert all(len(row["profile"]) < 2000 for row in store.devices.all(RUN))
 
 
 def test_texts_of_a_store_of_before_are_shortened(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    store.begin_run("r", {})
+    store.runs.begin("r", {})
     store.close()
     with closing(sqlite3.connect(tmp_path / "store.sqlite")) as database:
         database.execute("INSERT INTO events (run, kind, text) VALUES ('r', 'refused', ?)", ("x" * 5_000_000,))
@@ -140,14 +141,14 @@ def full_store(directory: Path) -> Store:
     text = FOUR_BYTES * LONGEST
     with store.transaction():
         for _ in range(EVENTS):
-            store.add_event(RUN, "declined", text, number=1, device="a")
+            store.history.add_event(RUN, "declined", text, number=1, device="a")
         for number in range(1, 1001):
-            store.start_round(RUN, ["a"])
-            store.close_short_round(RUN, number, text)
+            store.runs.start_round(RUN, ["a"])
+            store.runs.close_short_round(RUN, number, text)
         for number in range(2000):
-            store.begin_run(f"r{number}", {})
-            store.end_run(f"r{number}", "stopped", text)
-        store.end_run(RUN, "finished", text)
+            store.runs.begin(f"r{number}", {})
+            store.runs.end(f"r{number}", "stopped", text)
+        store.runs.end(RUN, "finished", text)
     return store
 
 

@@ -93,7 +93,7 @@ class Case:
 
     @property
     def uploads(self) -> list[dict[str, Any]]:
-        return [row for row in self.store.uploads(RUN) if row["device"] == self.name]
+        return [row for row in self.store.asks.uploads(RUN) if row["device"] == self.name]
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def case(front: LiveFront, store: Store, tmp_path: Path, request: pytest.Fixture
     name = f"d-{hashlib.sha256(request.node.name.encode()).hexdigest()[:8]}"
     made = Case(front, store, tmp_path / "state", name)
     yield made
-    if (row := store.open_round(RUN)) is not None:
-        store.close_short_round(RUN, row["round"], "the test is over")
+    if (row := store.runs.open_round(RUN)) is not None:
+        store.runs.close_short_round(RUN, row["round"], "the test is over")
 
 
 MOMENTS = ["before asking for the status", "in the middle of the upload"]
@@ -110,7 +110,7 @@ MOMENTS = ["before asking for the status", "in the middle of the upload"]
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_answer_after_the_deadline_is_late(case: Case, moment: str) -> None:
-    case.turn(moment, lambda: case.store.expire_asks(RUN, FOREVER) and None)
+    case.turn(moment, lambda: case.store.asks.expire(RUN, FOREVER) and None)
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "late"
     assert dropped.round == case.round
@@ -121,7 +121,7 @@ def test_an_answer_after_the_deadline_is_late(case: Case, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_answer_to_a_round_that_is_over_is_closed(case: Case, moment: str) -> None:
-    case.turn(moment, lambda: case.store.close_short_round(RUN, case.round, "too few devices"))
+    case.turn(moment, lambda: case.store.runs.close_short_round(RUN, case.round, "too few devices"))
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "closed"
     assert "takes no answer any more (round closed)" in dropped.text
@@ -190,8 +190,8 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
     row: dict[str, Any] = {}
 
     def forget() -> None:
-        row.update(case.store.device(RUN, case.name) or {})
-        case.store._write("UPDATE devices SET secret_hash = ? WHERE device = ?", b"?" * 32, case.name)
+        row.update(case.store.devices.get(RUN, case.name) or {})
+        case.store.database.write("UPDATE devices SET secret_hash = ? WHERE device = ?", b"?" * 32, case.name)
 
     with case.device("before asking for the status", forget) as device:
         device.step(0)
@@ -200,7 +200,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
             device.step(0)
         assert error.value.code == "bad-identity"
         assert device._storage.outbox.pending() is not None
-    case.store._write("UPDATE devices SET secret_hash = ? WHERE device = ?", row["secret_hash"], case.name)
+    case.store.database.write("UPDATE devices SET secret_hash = ? WHERE device = ?", row["secret_hash"], case.name)
     write_asks(case.store, case.round, case.name)
     with case.device() as device:
         assert device.step(0) is Step.ANSWERED
@@ -213,9 +213,9 @@ def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and
         device.step(0)
         case.open()
         device.step(0)
-        ask = case.store.ask(RUN, case.round, 1, case.name)
+        ask = case.store.asks.get(RUN, case.round, 1, case.name)
         assert ask is not None
-        case.store.take_back_upload(ask["id"], "its file has another SHA-256")
+        case.store.asks.take_back_upload(ask["id"], "its file has another SHA-256")
         assert device.step(0) is Step.ANSWERED
     first, second = case.uploads
     assert (first["attempt"], first["status"], second["attempt"], second["status"]) == (
@@ -255,13 +255,13 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
 
 def test_a_lease_that_ended_during_the_work_closes_the_ask_for_this_round_only(case: Case) -> None:
     def lease_ends() -> None:
-        case.store.device_gone(RUN, case.name, "lease ended")
+        case.store.devices.mark_gone(RUN, case.name, "lease ended")
 
     case.turn("before asking for the status", lease_ends)
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "closed"
     assert "(lease ended)" in dropped.text
-    case.store.close_short_round(RUN, case.round, "too few devices")
+    case.store.runs.close_short_round(RUN, case.round, "too few devices")
     with case.device() as device:
         assert device.step(0) is Step.WAITED
         case.open()
@@ -296,7 +296,7 @@ def ask_something_else(case: Case, payload: Payload) -> None:
     """The round of the same number, as a server that was restored from a backup plays it again."""
     case.store.blobs.put(payload)
     where = (RUN, case.round, 1, case.name)
-    case.store._write(
+    case.store.database.write(
         "UPDATE asks SET payload = ? WHERE (run, round, step_number, device) = (?, ?, ?, ?)", payload.sha256, *where
     )
 
@@ -370,7 +370,7 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
         assert device._storage.load("state.safetensors") == b"1"
         (row,) = case.uploads
         assert case.events.of("answered").values["receipt"] == row["receipt"]
-        case.store.close_short_round(RUN, case.round, "too few devices")
+        case.store.runs.close_short_round(RUN, case.round, "too few devices")
         case.open()
         assert device.step(0) is Step.ANSWERED
         assert device._storage.load("state.safetensors") == b"2", "it went on from the state of the first answer"

@@ -177,8 +177,8 @@ class DeskTarget:
         self._specimens = specimens()
         self._names = sorted(self._specimens)
         self._store = Store.in_memory()
-        self._store.begin_run(RUN, {})
-        self._store.publish_contract(RUN, contract_for(self._specimens).SerializeToString())
+        self._store.runs.begin(RUN, {})
+        self._store.runs.publish_contract(RUN, contract_for(self._specimens).SerializeToString())
         self._desk = Desk(self._store)
         self._identity = make_identity(DEVICE)
         profile = fitting_profile(self._desk)
@@ -186,7 +186,7 @@ class DeskTarget:
             service_pb2.CheckInRequest(identity=self._identity, profile=profile)
         ).secret
         self._profile = profile
-        self._store.start_round(RUN, [DEVICE])
+        self._store.runs.start_round(RUN, [DEVICE])
         self._write_asks()
         self.outcomes: Counter[str] = Counter()
         self._calls: dict[str, Callable[[Random], int]] = {
@@ -225,14 +225,14 @@ class DeskTarget:
             }
             for number, name in enumerate(self._names, 1)
         ]
-        self._store.write_asks(rows)
+        self._store.asks.write(rows)
 
     def _reopen(self) -> None:
         """As if nobody had answered, so that a refusal or an accepted answer does not end the game."""
         with self._store.transaction():
-            self._store._write("DELETE FROM uploads")
-            self._store._write("DELETE FROM events")
-            self._store._write("UPDATE asks SET status = 'open', reason = NULL")
+            self._store.database.write("DELETE FROM uploads")
+            self._store.database.write("DELETE FROM events")
+            self._store.database.write("UPDATE asks SET status = 'open', reason = NULL")
 
     def _unary(self, call: Callable[[Any], Any], make: Callable[[Random], Any]) -> Callable[[Random], int]:
         def turn(random: Random) -> int:

@@ -83,9 +83,9 @@ class SocketTarget:
     def reopen(self) -> None:
         """As if nobody had answered; now and then, so that uploads reach the checks of their data."""
         with self._store.transaction():
-            self._store._write("DELETE FROM uploads")
-            self._store._write("DELETE FROM revocations")  # the operator may have hit upon our device
-            self._store._write("UPDATE asks SET status = 'open', reason = NULL")
+            self._store.database.write("DELETE FROM uploads")
+            self._store.database.write("DELETE FROM revocations")  # the operator may have hit upon our device
+            self._store.database.write("UPDATE asks SET status = 'open', reason = NULL")
 
     def assert_serves(self) -> None:
         """The same process still answers a well-behaved device, with a whole upload."""
@@ -200,13 +200,13 @@ def socket_target(directory: Path) -> Iterator[SocketTarget]:
     all_of_them = specimens()
     store = Store.open(directory / "store")
     make_pki(directory / "pki")
-    store.begin_run(RUN, {})
-    store.publish_contract(RUN, contract_for(all_of_them).SerializeToString())
-    store.start_round(RUN, [DEVICE])
+    store.runs.begin(RUN, {})
+    store.runs.publish_contract(RUN, contract_for(all_of_them).SerializeToString())
+    store.runs.start_round(RUN, [DEVICE])
     with secured_front(directory / "store", directory / "pki", log=directory / "front.log") as front:
         target = SocketTarget(front, store)
         common = {"run": RUN, "round": 1, "device": DEVICE, "payload": None, "payload_bytes": 0, "seed": 1}
-        store.write_asks(
+        store.asks.write(
             [
                 {
                     **common,

@@ -33,8 +33,9 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.intake.device_api import Desk, UploadSession
 from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import sweep
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 
 RUN = "digits"
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class Fleet:
         self.wakes = 0
         self.before_commit: Callable[[], None] = lambda: None
         self.desk = Desk(store, self._commit, self._wake, lease_seconds=60.0)
-        store.begin_run(RUN, {})
-        store.publish_contract(RUN, make_contract(**contract).SerializeToString())
+        store.runs.begin(RUN, {})
+        store.runs.publish_contract(RUN, make_contract(**contract).SerializeToString())
 
     def _commit(self, job: Callable[[Store], T]) -> T:
         self.before_commit()
@@ -77,7 +78,7 @@ class Fleet:
         row: Row = {"run": RUN, "round": 1, "step_number": step_number, "step": "train", "expects": EXPECTS, "seed": 7}
         row |= {"payload": payload.sha256 if payload else None, "payload_bytes": payload.data_bytes if payload else 0}
         row["deadline_at"] = time.time() + 600
-        self.store.write_asks([{**row, "device": device} for device in devices or ("d1",)])
+        self.store.asks.write([{**row, "device": device} for device in devices or ("d1",)])
 
     def begin(
         self,
@@ -113,10 +114,10 @@ class Fleet:
 
     def refused(self) -> list[tuple[str, str]]:
         """Device and code of every refusal that `runs show` would list."""
-        return [(event["device"], event["code"]) for event in self.store.events(RUN, "refused")]
+        return [(event["device"], event["code"]) for event in self.store.history.events(RUN, "refused")]
 
     def ask_state(self, device: str = "d1") -> tuple[str, str | None]:
-        row = self.store.ask(RUN, 1, 1, device)
+        row = self.store.asks.get(RUN, 1, 1, device)
         assert row is not None
         return row["status"], row["reason"]
 
@@ -133,7 +134,8 @@ def feed_all(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]
 
 def refused_bytes(fleet: Fleet, device: str = "d1") -> int:
     """What has travelled in vain to the server; no answer was made of it."""
-    rows = [row for row in fleet.store.traffic_by_kind(RUN) if (row["device"], row["kind"]) == (device, "refused")]
+    counted = fleet.store.history.traffic_by_kind(RUN)
+    rows = [row for row in counted if (row["device"], row["kind"]) == (device, "refused")]
     assert all((row["direction"], row["round"], row["tensor_bytes"]) == ("up", 1, 0) for row in rows)
     return sum(row["sent_bytes"] for row in rows)
 
@@ -176,9 +178,9 @@ def test_a_device_that_fits_gets_the_contract_and_a_secret_once(fleet: Fleet) ->
     assert (len(first.secret), first.lease_seconds, first.heartbeat_seconds) == (32, 60.0, 15.0)
     again = fleet.check_in(secret=first.secret)
     assert again.secret == b""
-    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.store.devices.present(RUN) == ["d1"]
     assert fleet.wakes == 2  # the engine may wait for devices
-    row = fleet.store.device(RUN, "d1")
+    row = fleet.store.devices.get(RUN, "d1")
     assert row is not None
     assert first.secret not in row["secret_hash"]  # only its hash is kept
 
@@ -186,7 +188,7 @@ def test_a_device_that_fits_gets_the_contract_and_a_secret_once(fleet: Fleet) ->
 def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> None:
     answer = fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1")))
     assert (answer.contract, answer.secret) == (make_contract(), b"")
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
 
 
 def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: Store) -> None:
@@ -203,7 +205,7 @@ def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: St
 
 
 def large(fleet: Fleet) -> list[tuple[str, str]]:
-    return [(event["device"], event["text"]) for event in fleet.store.events(RUN, "large-device")]
+    return [(event["device"], event["text"]) for event in fleet.store.history.events(RUN, "large-device")]
 
 
 def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: Fleet) -> None:
@@ -229,14 +231,14 @@ def test_a_device_that_was_large_and_came_first_is_told_of_when_others_come(flee
 def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
     assert fleet.desk.check_in(request).contract.run == RUN
-    fleet.store.begin_run("another", {})
+    fleet.store.runs.begin("another", {})
     with pytest.raises(RefusedError, match="name the run; the server has: digits, another") as error:
         fleet.desk.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN
 
 
 def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> None:
-    fleet.store.begin_run("soon", {})
+    fleet.store.runs.begin("soon", {})
     for run, code, text in (
         ("other", Code.UNKNOWN_RUN, "the server has no run 'other'"),
         ("soon", Code.NOT_READY, "run 'soon' is being prepared"),
@@ -249,8 +251,8 @@ def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> Non
 def test_who_names_no_run_costs_little(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to show who they are for this, and check-ins share one thread with all receipts."""
     counted: list[str] = []
-    query = type(fleet.store)._rows
-    monkeypatch.setattr(type(fleet.store), "_rows", lambda one, sql, *v: counted.append(sql) or query(one, sql, *v))
+    query = fleet.store.database.rows
+    monkeypatch.setattr(fleet.store.database, "rows", lambda sql, *v: counted.append(sql) or query(sql, *v))
     fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1", run="")))
     assert counted
     assert not [sql for sql in counted if "uploads" in sql or "devices" in sql]
@@ -261,10 +263,10 @@ def test_a_profile_has_a_bound(fleet: Fleet) -> None:
     with pytest.raises(RefusedError, match="at most 65536 are kept") as error:
         fleet.check_in(profile=make_profile(model_name="x" * 70_000))
     assert error.value.code == Code.TOO_LARGE
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
     with pytest.raises(RefusedError, match="model_name has 1 entries of up to 129 characters, at most 100 of 128"):
         fleet.check_in(profile=make_profile(model_name="x" * 129))
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
     fleet.check_in(profile=make_profile(model_name="x" * 128))
 
 
@@ -275,22 +277,22 @@ def test_a_name_of_the_data_has_a_bound(fleet: Fleet) -> None:
         Code.BAD_MESSAGE,
         "the profile's data_version has 33 bytes, at most 32 are taken; name the data with a digest",
     )
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
     fleet.check_in(profile=make_profile(data_version=b"v" * 32))
-    (row,) = fleet.store.devices(RUN)
+    (row,) = fleet.store.devices.all(RUN)
     assert contract_pb2.DeviceProfile.FromString(row["profile"]).data_version == b"v" * 32
 
 
 def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
     fleet.join("d1")
-    fleet.store.delete_run(RUN)
+    fleet.store.runs.delete(RUN)
     with pytest.raises(RefusedError, match="the server has no run 'digits'") as error:
         fleet.check_in("d2")
     assert error.value.code == Code.UNKNOWN_RUN
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
     silence(fleet, "d1")
     fleet.desk.end_leases()
-    assert fleet.store.events(RUN) == []
+    assert fleet.store.history.events(RUN) == []
 
 
 def test_a_server_without_runs_is_not_ready() -> None:
@@ -341,7 +343,7 @@ def test_a_device_that_does_not_fit_is_refused_with_both_sides(fleet: Fleet, nam
         fleet.check_in(profile=make_profile(**changes))
     assert error.value.code == Code.CONTRACT_MISMATCH
     assert str(error.value) == sentence
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
     assert fleet.refused() == [("d1", "contract-mismatch")]
 
 
@@ -398,7 +400,7 @@ def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) 
         Code.BAD_IDENTITY,
         "device id 'd1' belongs to another device; choose another id or restore its secret",
     )
-    row = fleet.store.device(RUN, "d1")
+    row = fleet.store.devices.get(RUN, "d1")
     assert row is not None
     assert contract_pb2.DeviceProfile.FromString(row["profile"]).model_name == "small"
 
@@ -430,7 +432,7 @@ def test_malformed_ids_are_refused(fleet: Fleet, device: str) -> None:
         Code.BAD_IDENTITY,
         f"device id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'",
     )
-    assert fleet.store.devices(RUN) == []
+    assert fleet.store.devices.all(RUN) == []
 
 
 @pytest.mark.parametrize(
@@ -476,13 +478,13 @@ def test_an_ask_tells_what_to_do(fleet: Fleet) -> None:
 
 def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every idle device does this again and again."""
-    identity, read, looked_up = fleet.join(), fleet.desk.store.device, list[str]()
+    identity, read, looked_up = fleet.join(), fleet.desk.store.devices.get, list[str]()
 
     def device(run: str, name: str) -> Row | None:
         looked_up.append(name)
         return read(run, name)
 
-    monkeypatch.setattr(fleet.desk.store, "device", device)
+    monkeypatch.setattr(fleet.desk.store.devices, "get", device)
     assert fleet.desk.next_ask(identity) is None
     assert looked_up == ["d1"]
 
@@ -490,7 +492,7 @@ def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monk
 def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
-    fleet.store.end_run(RUN, "finished", "30 rounds completed")
+    fleet.store.runs.end(RUN, "finished", "30 rounds completed")
     assert fleet.desk.next_ask(identity) is not None
     fleet.send(identity, make_payload())
     response = fleet.desk.next_ask(identity)
@@ -500,14 +502,14 @@ def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None
 
 def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fleet) -> None:
     identity = fleet.join()
-    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times" + "!" * 5000)
+    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times" + "!" * 5000)
     response = fleet.desk.next_ask(identity)
     assert response is not None
     come_back = response.come_back
     assert 0 < come_back.after_seconds < come_back.before_seconds <= 60
     assert come_back.reason.startswith("the run is stopped until its operator starts it again: the engine failed 6")
     assert len(come_back.reason) == 1000
-    fleet.store.end_run(RUN, "running", "started again")
+    fleet.store.runs.end(RUN, "running", "started again")
     assert fleet.desk.next_ask(identity) is None
 
 
@@ -515,7 +517,7 @@ def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fle
 def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet, lease: float) -> None:
     """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
     identity = fleet.join()
-    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
     fleet.desk.lease_seconds = lease
     response = fleet.desk.next_ask(identity)
     assert response is not None
@@ -524,8 +526,8 @@ def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet
 
 def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fleet) -> None:
     identity = fleet.join()
-    fleet.store.end_run(RUN, "stopped", "the engine failed 6 times")
-    fleet.store.ask_to_forget(RUN, identity.device)
+    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.devices.ask_to_forget(RUN, identity.device)
     response = fleet.desk.next_ask(identity)
     assert response is not None
     assert "has it forgotten" in response.finished
@@ -536,7 +538,7 @@ def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
     fleet.ask()
     beat = service_pb2.HeartbeatRequest(identity=identity)
     assert fleet.desk.heartbeat(beat).ask_open
-    fleet.store.close_ask(1, "deadline passed")
+    fleet.store.asks.close(1, "deadline passed")
     assert not fleet.desk.heartbeat(beat).ask_open
 
 
@@ -564,13 +566,13 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     silence(fleet, "d1")
     wakes = fleet.wakes
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d2"]
+    assert fleet.store.devices.present(RUN) == ["d2"]
     assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
-    (event,) = fleet.store.events(RUN, "lease-ended")
+    (event,) = fleet.store.history.events(RUN, "lease-ended")
     assert (event["device"], event["text"]) == ("d1", "d1 was silent for 60 s")
     assert fleet.wakes > wakes
     fleet.desk.end_leases()
-    assert len(fleet.store.events(RUN)) == 1
+    assert len(fleet.store.history.events(RUN)) == 1
 
 
 def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,12 +584,12 @@ def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: 
     fleet.desk.end_leases()
     clock.now += 600
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d1", "d2"]
+    assert fleet.store.devices.present(RUN) == ["d1", "d2"]
     for _ in range(70):
         clock.now += 1
         fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
         fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
+    assert fleet.store.devices.present(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
     assert fleet.ask_state("d2") == ("out", "lease ended")
 
 
@@ -604,7 +606,7 @@ def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(
 
     fleet.before_commit = hang
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.store.devices.present(RUN) == ["d1"]
 
 
 def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) -> None:
@@ -622,9 +624,9 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
     fleet.before_commit = call
     fleet.desk.end_leases()
     assert len(commits) == 1
-    assert fleet.store.present_devices(RUN) == ["d3"]
+    assert fleet.store.devices.present(RUN) == ["d3"]
     assert fleet.ask_state("d3") == ("open", None)
-    assert [event["device"] for event in fleet.store.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
+    assert [event["device"] for event in fleet.store.history.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
 
 
 def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None:
@@ -640,7 +642,7 @@ def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None
     with pytest.raises(StoreError):
         fleet.desk.end_leases()
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == []
+    assert fleet.store.devices.present(RUN) == []
 
 
 @pytest.mark.parametrize("call", ["next_ask", "heartbeat", "status"])
@@ -655,7 +657,7 @@ def test_every_call_renews_the_lease(fleet: Fleet, call: str) -> None:
     else:
         fleet.status(identity)
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.store.devices.present(RUN) == ["d1"]
 
 
 def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fleet: Fleet) -> None:
@@ -666,28 +668,28 @@ def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fle
     fleet.desk.end_leases()
     wakes = fleet.wakes
     assert fleet.desk.next_ask(identity) is None
-    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.store.devices.present(RUN) == ["d1"]
     assert fleet.wakes > wakes  # a run may wait for devices
     silence(fleet, "d1")
     fleet.desk.end_leases()
-    assert fleet.store.present_devices(RUN) == []
+    assert fleet.store.devices.present(RUN) == []
 
 
 def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     fleet.desk.leave(service_pb2.LeaveRequest(identity=identity))
-    assert fleet.store.present_devices(RUN) == []
+    assert fleet.store.devices.present(RUN) == []
     assert fleet.ask_state() == ("out", "device left")
     fleet.desk.end_leases()
-    assert fleet.store.events(RUN) == []  # leaving is nothing out of the ordinary
+    assert fleet.store.history.events(RUN) == []  # leaving is nothing out of the ordinary
 
 
 @pytest.mark.parametrize("call", ["heartbeat", "check_in"])
 def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: Fleet, call: str) -> None:
     """The guard lets it in, the revocation lands, and then the desk has its turn."""
     identity = fleet.join()
-    fleet.store.device_gone(RUN, "d1", "lease ended")
+    fleet.store.devices.mark_gone(RUN, "d1", "lease ended")
 
     def revoke() -> None:
         revoke_device(fleet.store, "d1", "stolen")
@@ -697,7 +699,7 @@ def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: F
         fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
     else:
         fleet.check_in(secret=identity.secret)
-    assert fleet.store.present_devices(RUN) == []
+    assert fleet.store.devices.present(RUN) == []
     fleet.ask()
     assert fleet.ask_state() == ("out", "device revoked")
 
@@ -711,25 +713,25 @@ def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fl
     assert fleet.ask_state() == ("open", None), "a device that is late must not close what it was asked since"
     fleet.desk.decline(decline)
     assert fleet.ask_state() == ("out", "declined")
-    (event,) = fleet.store.events(RUN)
+    (event,) = fleet.store.history.events(RUN)
     assert (event["kind"], event["device"]) == ("declined", identity.device)
     assert event["text"].startswith("step 'train': no teacher no teacher")
     assert len(event["text"]) < 600
-    assert fleet.store.present_devices(RUN) == [identity.device], "present all the time: the next round takes it"
+    assert fleet.store.devices.present(RUN) == [identity.device], "present all the time: the next round takes it"
     assert fleet.desk.next_ask(identity) is None
     fleet.desk.decline(decline)
-    assert len(fleet.store.events(RUN)) == 1
+    assert len(fleet.store.history.events(RUN)) == 1
 
 
 def test_after_a_restart_present_devices_have_a_fresh_lease(fleet: Fleet) -> None:
     fleet.join()
     restarted = Desk(fleet.store, lease_seconds=0.0)
     restarted.end_leases()
-    assert fleet.store.present_devices(RUN) == ["d1"]
+    assert fleet.store.devices.present(RUN) == ["d1"]
     restarted.adopt_present_devices()
     time.sleep(0.01)
     restarted.end_leases()
-    assert fleet.store.present_devices(RUN) == []
+    assert fleet.store.devices.present(RUN) == []
 
 
 # --- uploads
@@ -743,11 +745,11 @@ def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
     receipt = any_fleet.send(identity, payload, samples=3)
     assert (receipt.sha256, receipt.data_bytes, receipt.name.attempt) == (payload.sha256, payload.data_bytes, 1)
     assert abs(receipt.received_at_ms / 1000 - time.time()) < 60
-    (row,) = any_fleet.store.uploads(RUN)
+    (row,) = any_fleet.store.asks.uploads(RUN)
     assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 3, "acknowledged")
     assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
     assert any_fleet.ask_state() == ("answered", None)
-    (figure,) = any_fleet.store.figures(RUN, "accuracy", "test")
+    (figure,) = any_fleet.store.history.figures(RUN, "accuracy", "test")
     assert (figure["device"], figure["sum"], figure["count"]) == ("d1", 3.0, 4)
     assert any_fleet.wakes > wakes
 
@@ -757,7 +759,7 @@ def test_the_bytes_of_an_answer_are_counted_without_its_metrics_data(fleet: Flee
     fleet.ask()
     payload = make_payload()
     fleet.send(identity, payload)
-    (row,) = fleet.store.traffic(RUN)
+    (row,) = fleet.store.history.traffic(RUN)
     assert (row["round"], row["device"], row["direction"], row["payloads"]) == (1, "d1", "up", 1)
     assert (row["tensor_bytes"], row["envelope_bytes"]) == (payload.data_bytes, payload.header().ByteSize())
 
@@ -787,9 +789,9 @@ def test_an_answer_to_another_device_s_ask_is_refused(fleet: Fleet) -> None:
 
 def test_an_answer_to_a_closed_round_is_refused(fleet: Fleet) -> None:
     identity = fleet.join()
-    number = fleet.store.start_round(RUN, ["d1"])
+    number = fleet.store.runs.start_round(RUN, ["d1"])
     fleet.ask()
-    fleet.store.close_round(RUN, number, b"c", [], {})
+    fleet.store.runs.close_round(RUN, number, b"c", [], {})
     assert not fleet.status(identity).ask_open
     with pytest.raises(RefusedError) as error:
         fleet.begin(identity, make_payload())
@@ -805,15 +807,15 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
     fleet.ask()
     session = fleet.begin(identity, make_payload())
     feed(session, in_pieces(make_payload(), WHOLE))
-    fleet.store.close_ask(1, "deadline passed")
+    fleet.store.asks.close(1, "deadline passed")
     with pytest.raises(RefusedError) as error:
         session.finish()
     assert (error.value.code, str(error.value)) == (
         Code.LATE,
         "device d1: step 'train' of round 1 takes no answer any more (deadline passed)",
     )
-    assert fleet.store.uploads(RUN) == []
-    (row,) = fleet.store.traffic(RUN)
+    assert fleet.store.asks.uploads(RUN) == []
+    (row,) = fleet.store.history.traffic(RUN)
     assert (row["payloads"], row["tensor_bytes"], row["envelope_bytes"]) == (0, 0, 0)
     assert refused_bytes(fleet) == make_payload().header().ByteSize() + make_payload().data_bytes
 
@@ -827,8 +829,8 @@ def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: 
     feed(again, in_pieces(payload, WHOLE))  # a device that did not ask for the status sends it all
     assert again.finish() == receipt
     assert any_fleet.status(identity).receipt == receipt
-    assert len(any_fleet.store.uploads(RUN)) == 1
-    assert any_fleet.store.traffic(RUN)[0]["payloads"] == 1
+    assert len(any_fleet.store.asks.uploads(RUN)) == 1
+    assert any_fleet.store.history.traffic(RUN)[0]["payloads"] == 1
 
 
 def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
@@ -840,7 +842,7 @@ def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
     status = fleet.status(identity, attempt=2)
     assert status.receipt == receipt
     assert (status.receipt.name.attempt, status.ask_open) == (1, False)
-    assert [row["sha256"] for row in fleet.store.uploads(RUN)] == [make_payload().sha256]
+    assert [row["sha256"] for row in fleet.store.asks.uploads(RUN)] == [make_payload().sha256]
 
 
 def test_two_attempts_that_end_at_the_same_moment_count_once(any_fleet: Fleet) -> None:
@@ -859,8 +861,8 @@ def test_two_attempts_that_end_at_the_same_moment_count_once(any_fleet: Fleet) -
     any_fleet.before_commit = overtake
     receipts.append(session.finish())
     assert receipts[0] == receipts[1]
-    assert len(any_fleet.store.uploads(RUN)) == 1
-    assert [row["payloads"] for row in any_fleet.store.traffic(RUN)] == [1]
+    assert len(any_fleet.store.asks.uploads(RUN)) == 1
+    assert [row["payloads"] for row in any_fleet.store.history.traffic(RUN)] == [1]
 
 
 def test_of_two_streams_of_one_upload_the_newest_wins(any_fleet: Fleet) -> None:
@@ -1143,7 +1145,7 @@ def test_a_broken_upload_counts_once_with_its_answer_or_when_it_is_thrown_away(a
     feed(session, in_pieces(payload, 16)[5:])
     session.finish()
     assert refused_bytes(any_fleet, "d1") == refused_bytes(any_fleet, "d2") == 0
-    any_fleet.store.close_ask(2, "deadline passed")
+    any_fleet.store.asks.close(2, "deadline passed")
     sweep(any_fleet.store)
     assert (refused_bytes(any_fleet, "d1"), refused_bytes(any_fleet, "d2")) == (0, 80)
 
@@ -1153,13 +1155,13 @@ def test_an_answer_that_is_sent_again_is_counted_too(any_fleet: Fleet) -> None:
     any_fleet.ask()
     payload = make_payload()
     any_fleet.send(identity, payload)
-    before = any_fleet.store.traffic(RUN)[0]["tensor_bytes"]
+    before = any_fleet.store.history.traffic(RUN)[0]["tensor_bytes"]
     again = any_fleet.begin(identity, payload)
     feed(again, in_pieces(payload, WHOLE))
     again.finish()
     again.abandon()
     assert refused_bytes(any_fleet) == payload.header().ByteSize() + payload.data_bytes
-    assert any_fleet.store.traffic(RUN)[0]["tensor_bytes"] == before
+    assert any_fleet.store.history.traffic(RUN)[0]["tensor_bytes"] == before
 
 
 BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
@@ -1196,12 +1198,12 @@ def test_a_bad_upload_puts_the_device_out_for_the_round(any_fleet: Fleet, name: 
     with pytest.raises(RefusedError) as error:
         any_fleet.send(identity, payload)
     assert (error.value.code, str(error.value)) == (code, sentence)
-    (event,) = any_fleet.store.events(RUN, "refused")
+    (event,) = any_fleet.store.history.events(RUN, "refused")
     assert (event["text"], event["code"], event["device"], event["round"]) == (sentence, code, "d1", 1)
     assert any_fleet.ask_state() == ("out", f"refused: {sentence}")
     assert any_fleet.wakes > wakes  # nobody waits for it
-    assert any_fleet.store.uploads(RUN) == []
-    assert any_fleet.store.present_devices(RUN) == ["d1"]  # the next round asks it again
+    assert any_fleet.store.asks.uploads(RUN) == []
+    assert any_fleet.store.devices.present(RUN) == ["d1"]  # the next round asks it again
     status = any_fleet.status(identity)
     assert (status.ask_open, status.next_byte) == (False, 0)
 
@@ -1230,7 +1232,7 @@ def test_an_answer_weighs_no_more_than_the_samples_that_its_device_has_declared_
     fleet.check_in(secret=identity.secret, profile=make_profile(samples=21))  # its data have grown
     fleet.ask(step_number=2)
     fleet.send(identity, make_payload(), samples=21, step_number=2)
-    assert [row["samples"] for row in fleet.store.uploads(RUN)] == [21]
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [21]
 
 
 @pytest.mark.parametrize("how", ["chunk", "digest", "short"])
@@ -1265,7 +1267,7 @@ def test_a_session_that_was_refused_takes_nothing_more(any_fleet: Fleet) -> None
     with pytest.raises(RefusedError):
         session.finish()
     session.abandon()
-    assert any_fleet.store.uploads(RUN) == []
+    assert any_fleet.store.asks.uploads(RUN) == []
 
 
 def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
@@ -1290,14 +1292,14 @@ def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
 def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> None:
     """From check-in to the end of the round, with one good, one bad and one silent device."""
     good, bad, silent = (fleet.join(device) for device in ("good", "bad", "silent"))
-    number = fleet.store.start_round(RUN, ["bad", "good", "silent"])
+    number = fleet.store.runs.start_round(RUN, ["bad", "good", "silent"])
     fleet.ask("good", "bad", "silent")
     receipt = fleet.send(good, make_payload())
     with pytest.raises(RefusedError):
         fleet.send(bad, make_payload(sample_ids=i64([0, 1, 2, -1])))
-    (accepted,) = (row for row in fleet.store.asks(RUN, number, 1) if row["receipt"])
-    fleet.store.close_round(RUN, number, b"c", [accepted["id"]], {})
-    assert [(row["receipt"], row["status"]) for row in fleet.store.uploads(RUN)] == [(receipt.id, "used")]
+    (accepted,) = (row for row in fleet.store.asks.of_step(RUN, number, 1) if row["receipt"])
+    fleet.store.runs.close_round(RUN, number, b"c", [accepted["id"]], {})
+    assert [(row["receipt"], row["status"]) for row in fleet.store.asks.uploads(RUN)] == [(receipt.id, "used")]
     assert fleet.refused() == [("bad", "bad-value")]
     with pytest.raises(RefusedError, match="takes no answer any more"):
         fleet.send(silent, make_payload())
@@ -1350,7 +1352,7 @@ def test_a_payload_that_went_with_its_round_is_not_found(fleet: Fleet) -> None:
     fleet.store.blobs.drop(payload.sha256)
     with pytest.raises(StoreError):  # while the ask is open, that is a fault of the server
         fetch(fleet, identity, payload.sha256)
-    fleet.store.close_ask(1, "round closed")
+    fleet.store.asks.close(1, "round closed")
     with pytest.raises(RefusedError) as error:
         fetch(fleet, identity, payload.sha256)
     assert (error.value.code, str(error.value)) == (
@@ -1384,7 +1386,7 @@ def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, f
     fleet.ask(payload=payload)
     found, data = fetch(fleet, identity, payload.sha256, first_byte)
     assert (found.header(), data) == (payload.header(), data_of(payload)[first_byte:])
-    (row,) = fleet.store.traffic(RUN)
+    (row,) = fleet.store.history.traffic(RUN)
     assert (row["direction"], row["round"], row["tensor_bytes"]) == ("down", 1, len(data))
     assert row["envelope_bytes"] == payload.header().ByteSize()
 
@@ -1397,11 +1399,11 @@ def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
     fleet.store.blobs.put(new)
     row: Row = {"run": RUN, "round": 2, "step_number": 1, "step": "train", "expects": EXPECTS, "seed": 7}
     row |= {"payload": new.sha256, "payload_bytes": new.data_bytes, "deadline_at": time.time() + 600, "device": "d1"}
-    fleet.store.write_asks([row])
+    fleet.store.asks.write([row])
     fetch(fleet, identity, new.sha256)
-    fleet.store.close_ask(1, "round closed")
+    fleet.store.asks.close(1, "round closed")
     fetch(fleet, identity, old.sha256)
-    assert {row["round"]: row["tensor_bytes"] for row in fleet.store.traffic(RUN)} == {
+    assert {row["round"]: row["tensor_bytes"] for row in fleet.store.history.traffic(RUN)} == {
         1: old.data_bytes,
         2: new.data_bytes,
     }
@@ -1412,6 +1414,6 @@ def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:
     fleet.ask()
     with pytest.raises(RefusedError):
         fleet.send(identity, make_payload(labels=i32([0, 0, 7, 0])))
-    (event,) = fleet.store.events(RUN)
+    (event,) = fleet.store.history.events(RUN)
     assert json.loads(json.dumps(event))["code"] == "bad-value"
     assert event["text"] == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"

@@ -78,8 +78,8 @@ def to_checks(payload: Payload) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def to_desk() -> Iterator[Send]:
     store = Store.in_memory()
-    store.begin_run(RUN, {})
-    store.publish_contract(RUN, make_contract(uploads=uploads()).SerializeToString())
+    store.runs.begin(RUN, {})
+    store.runs.publish_contract(RUN, make_contract(uploads=uploads()).SerializeToString())
     link = MemoryLink(Desk(store))
 
     def send(payload: Payload) -> tuple[str, str]:
@@ -127,7 +127,7 @@ def to_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Send]:
 
 
 def assert_nothing_is_kept(store: Store, device: str, payload: Payload) -> None:
-    assert device not in [row["device"] for row in store.uploads(RUN)]
+    assert device not in [row["device"] for row in store.asks.uploads(RUN)]
     assert not list(store.blobs.staging())
     with pytest.raises(StoreError):
         store.blobs.open(payload.sha256)

@@ -56,7 +56,7 @@ def client(front: LiveFront) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def front(store: Store) -> Iterator[LiveFront]:
-    row, *_ = store._db.query("PRAGMA database_list")
+    row, *_ = store.database.tables.query("PRAGMA database_list")
     with live_front(Path(row["file"]).parent) as running:
         yield running
 
@@ -141,7 +141,7 @@ def test_honest_statistics_and_predictions_get_a_receipt(store: Store, client: C
     send(store, client, "statistics", "class_statistics", statistics())
     send(store, client, "statistics", "class_statistics", ClassStatistics(labels=[]))
     send(store, client, "predictions", "soft_predictions", predictions([0.5, 0.5, 0], [0, 0, 1]))
-    assert [row["device"] for row in store.uploads(RUN)] == [client.device] * 3
+    assert [row["device"] for row in store.asks.uploads(RUN)] == [client.device] * 3
 
 
 @pytest.mark.parametrize("case", HOSTILE)

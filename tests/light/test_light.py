@@ -354,9 +354,9 @@ def test_it_sends_what_a_device_with_torch_sends(offered: Offered) -> None:
 
 def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: Path) -> None:
     store = Store.in_memory()
-    store.begin_run(RUN, config_of().fixed_part())
+    store.runs.begin(RUN, config_of().fixed_part())
     store.blobs.put(encode(offered.parts))
-    store.publish_contract(RUN, offered.contract.SerializeToString())
+    store.runs.publish_contract(RUN, offered.contract.SerializeToString())
     link = MemoryLink(Desk(store))
     with Device(server=link, worker=light_worker(digits(0)), state_dir=tmp_path, export_onnx="never") as device:
         with pytest.raises(ModelError, match=r"no answer yet.*before the fleet's first space.*'delivered'"):
@@ -382,11 +382,11 @@ class CountingLink(MemoryLink):
 def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
     config, store = config_of({"features": "model"}), Store.in_memory()
     contract, initial, file = make_contract(config, build_method(config))
-    store.begin_run(RUN, config.fixed_part())
+    store.runs.begin(RUN, config.fixed_part())
     for payload in (initial, file):
         assert payload is not None
         store.blobs.put(payload)
-    store.publish_contract(RUN, contract.SerializeToString())
+    store.runs.publish_contract(RUN, contract.SerializeToString())
     kinds: dict[str, Any] = {
         "light": {"worker": light_worker(digits(0))},
         "torch": {"model": build_model("digits_cnn_small"), "data": digits(0)},

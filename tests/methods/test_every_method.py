@@ -134,9 +134,10 @@ def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str
 def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_path: Path) -> None:
     wanted = RUNS[LOSSES.get(method, method)]
     store = run_in_memory(prepare(wanted, tmp_path / "work"))
-    told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in store.figures(RUN, "loss", "train")}
+    losses = store.history.figures(RUN, "loss", "train")
+    told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in losses}
     ends = device_class(method, wanted.configuration()).metrics_steps
-    assert set(told) == {(row["round"], row["device"]) for row in store.uploads(RUN) if row["step"] in ends}
+    assert set(told) == {(row["round"], row["device"]) for row in store.asks.uploads(RUN) if row["step"] in ends}
     assert len(told) >= 2
     assert all(0 < loss < 10 for loss in told.values())
     store.close()
@@ -144,15 +145,15 @@ def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_pat
 
 def test_a_method_that_trains_nothing_tells_of_no_loss(tmp_path: Path) -> None:
     store = run_in_memory(prepare(RUNS["classstats"], tmp_path / "work"))
-    assert store.figures(RUN, "leave_one_out", "train")
-    assert not store.figures(RUN, "loss", "train")
+    assert store.history.figures(RUN, "leave_one_out", "train")
+    assert not store.history.figures(RUN, "loss", "train")
     store.close()
 
 
 @every_method
 def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, tmp_path: Path) -> None:
     store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
-    forgotten, stays = (row["device"] for row in store.devices(RUN))
+    forgotten, stays = (row["device"] for row in store.devices.all(RUN))
     before = set(words_in(state_of(store)))
     assert {forgotten, stays} <= before or not {forgotten, stays} & before
     assert ask_to_forget(store, RUN, forgotten, served=None)
@@ -161,7 +162,7 @@ def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, t
 
 
 def state_of(store: Store) -> Any:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     return unpack_state(store.blobs.get_state(row["checkpoint"]))
 

@@ -44,7 +44,7 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
 def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, tmp_path: Path) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, method = run_in_memory(prepared), build_method(prepared[0])
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     exported = method.export()

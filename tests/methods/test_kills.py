@@ -49,23 +49,23 @@ class Fleet:
 
     @property
     def is_over(self) -> bool:
-        row = self.store.run(RUN)
+        row = self.store.runs.get(RUN)
         return row is not None and row["status"] == "finished"
 
     @property
     def state(self) -> State:
         """Where the run is; zeros while no step is open."""
-        row = self.store.open_round(RUN)
+        row = self.store.runs.open_round(RUN)
         if row is None:
             return 0, 0, 0
         number, last = row["round"], 0
-        while self.store.asks(RUN, number, last + 1):
+        while self.store.asks.of_step(RUN, number, last + 1):
             last += 1
-        return number, last, sum(ask["status"] == "answered" for ask in self.store.asks(RUN, number, last))
+        return number, last, sum(ask["status"] == "answered" for ask in self.store.asks.of_step(RUN, number, last))
 
     def answer_one(self) -> None:
         """One device answers, or all have nothing to do."""
-        row = self.store.run(RUN)
+        row = self.store.runs.get(RUN)
         if row is not None and row["contract"] is not None:
             any(device.step(0.0) is Step.ANSWERED for device in self.devices)
 
@@ -149,6 +149,6 @@ def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(name: str, 
             if not fragile.was_killed:
                 break
         fleet.finish()
-        answers = sum(row["device"] == prepared[1][0].name for row in fleet.store.uploads(RUN))
+        answers = sum(row["device"] == prepared[1][0].name for row in fleet.store.asks.uploads(RUN))
         assert fragile.lives > len(DEATHS) * answers
         assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace")

@@ -53,7 +53,7 @@ def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(meth
     rounds = 1 if RUNS[method].one_exchange else RUNS[method].rounds_to_complete
     assert counted.kept >= len(specs) * rounds
     assert views.run(store, RUN).facts["models_kept"] == counted.kept
-    assert {row["sum"] for row in store.figures(RUN, "picked/personal", "validation")} <= {0.0}
+    assert {row["sum"] for row in store.history.figures(RUN, "picked/personal", "validation")} <= {0.0}
     store.close()
     for spec in specs:
         own, (inputs, _) = first_model(spec), load_arrays(spec.test_file)

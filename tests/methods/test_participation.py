@@ -19,7 +19,7 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
 def asked_in(store: Store, number: int) -> list[str]:
     """Whom a round asks for knowledge; its first step may be for newcomers alone."""
-    asks = [row for step in (1, 2) for row in store.asks(RUN, number, step)]
+    asks = [row for step in (1, 2) for row in store.asks.of_step(RUN, number, step)]
     return sorted({row["device"] for row in asks if row["step"] != DELIVER})
 
 
@@ -32,7 +32,7 @@ def test_a_round_takes_the_part_of_the_devices_that_is_wanted(method: str, tmp_p
     taken = [asked_in(store, number) for number in (1, 2, 3)]
     assert [len(devices) for devices in taken] == [2, 2, 2]
     assert len({tuple(devices) for devices in taken}) > 1, "every round took the same devices"
-    assert len({row["device"] for row in store.devices(RUN)}) == 4
+    assert len({row["device"] for row in store.devices.all(RUN)}) == 4
     store.close()
 
 

@@ -245,11 +245,11 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def publish(config: RunConfig, store: Store) -> None:
     """What the engine does before it waits for devices."""
-    store.begin_run(RUN, config.fixed_part())
+    store.runs.begin(RUN, config.fixed_part())
     contract, initial, _ = make_contract(config, build_method(config))
     assert initial is not None
     store.blobs.put(initial)
-    store.publish_contract(RUN, contract.SerializeToString())
+    store.runs.publish_contract(RUN, contract.SerializeToString())
 
 
 def test_a_fleet_of_different_predictors_learns_on_a_given_extractor(case: Any, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_fleet_of_different_predictors_learns_on_a_given_extractor(case: Any, 
             assert isinstance(general, AppModel)
             first = next(iter(general.extractor.state_dict().values()))
             assert torch.equal(first, given.get("conv1.weight", given.get("mixing")))
-    assert {row["step"] for row in store.uploads(RUN)} == {"summarise", "learn"}
+    assert {row["step"] for row in store.asks.uploads(RUN)} == {"summarise", "learn"}
 
 
 def test_a_model_that_begins_otherwise_is_refused_at_check_in(case: Any, tmp_path: Path) -> None:

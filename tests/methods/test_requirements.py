@@ -44,8 +44,8 @@ def open_run(prepared: Prepared) -> tuple[Store, Contract]:
     for payload in (initial, extractor, method.context.proxy_payload):
         if payload is not None:
             store.blobs.put(payload)
-    store.begin_run(RUN, config.fixed_part())
-    store.publish_contract(RUN, contract.SerializeToString())
+    store.runs.begin(RUN, config.fixed_part())
+    store.runs.publish_contract(RUN, contract.SerializeToString())
     return store, contract
 
 
@@ -53,7 +53,7 @@ def fitting_profile(store: Store, spec: DeviceSpec) -> Profile:
     """What a device that fits says of itself; it has checked in."""
     with make_device(spec, MemoryLink(Desk(store))) as device:
         device.step(0.0)
-    row = store.device(RUN, spec.name)
+    row = store.devices.get(RUN, spec.name)
     assert row is not None
     return Profile.FromString(row["profile"])
 
@@ -171,7 +171,7 @@ def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) 
     with ExitStack() as stack:
         devices = [stack.enter_context(an_app(spec, desk, allow=allowed)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
-    parts = [part for row in store.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
+    parts = [part for row in store.asks.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
     assert {column for part in parts for column in part.columns()} == set(allowed)
     store.close()
 
@@ -189,11 +189,11 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
         if needs.same_architecture or needs.same_extractor or contract.features:
             with pytest.raises(RefusedError, match=r"the device has .*, run 'simulation' has .*; (build|give|'mine')"):
                 device.step(0.0)
-            assert store.devices(RUN) == []
-            assert len(store.events(RUN, "refused")) == 1
+            assert store.devices.all(RUN) == []
+            assert len(store.history.events(RUN, "refused")) == 1
         else:
             device.step(0.0)
-            assert [row["device"] for row in store.devices(RUN)] == [prepared[1][0].name]
+            assert [row["device"] for row in store.devices.all(RUN)] == [prepared[1][0].name]
     store.close()
 
 

@@ -47,7 +47,7 @@ def outcome(run: SmallRun) -> dict[str, Any]:
     with store_of(place) as store:
         heard = [place.receipts(name).read_text().splitlines() for name in DEVICES]
         assert_no_upload_lost(store, {receipt for one in heard for receipt in one})
-        assert sum(len(set(one)) for one in heard) == len(store.uploads("simulation"))
+        assert sum(len(set(one)) for one in heard) == len(store.asks.uploads("simulation"))
         found = record(store)
     names = ("state.safetensors", "delivered.safetensors")
     return {**found, "devices": [(place.work / one / name).read_bytes() for one in DEVICES for name in names]}

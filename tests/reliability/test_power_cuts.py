@@ -124,20 +124,20 @@ SHOWN = "receipt"
 def serve(disk: RecordedDisk) -> None:
     """What engine and front write for one round: contract, checkpoint, ask, upload, receipt, close, collection."""
     with contextlib.closing(Store.open(disk.root / "data" / "store")) as store:
-        store.begin_run(RUN, {"made": "by hand"})
+        store.runs.begin(RUN, {"made": "by hand"})
         initial, asked = make_payload(5), make_payload(6)
         with failpoints.switched_on("disk.before-directory-fsync=error"), pytest.raises(StoreError):
             store.blobs.put(initial)
         store.blobs.put(initial)  # it is there, but not yet for good
-        store.publish_contract(RUN, make_contract(run=RUN, initial_weights=initial.sha256).SerializeToString())
-        store.set_checkpoint(RUN, store.blobs.put_state(b"state 0"))
+        store.runs.publish_contract(RUN, make_contract(run=RUN, initial_weights=initial.sha256).SerializeToString())
+        store.runs.set_checkpoint(RUN, store.blobs.put_state(b"state 0"))
         desk = Desk(store)
         profile = make_profile()
         identity = make_identity(secret=b"s" * 32)
         desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
-        number = store.start_round(RUN, ["d1"])
+        number = store.runs.start_round(RUN, ["d1"])
         store.blobs.put(asked)
-        store.write_asks([ask_row(number, asked.sha256)])
+        store.asks.write([ask_row(number, asked.sha256)])
         name = service_pb2.UploadName(round=number, step_number=1, attempt=1)
         session = desk.begin_upload(
             service_pb2.UploadHeader(identity=identity, name=name, payload=PAYLOAD.header(), samples=4)
@@ -145,7 +145,7 @@ def serve(disk: RecordedDisk) -> None:
         for chunk in wire.chunks(PAYLOAD.source, PAYLOAD.slots, 0):
             session.feed(chunk)
         disk.say((SHOWN, session.finish().id))
-        store.close_round(RUN, number, store.blobs.put_state(b"state 1"), [1], {})
+        store.runs.close_round(RUN, number, store.blobs.put_state(b"state 1"), [1], {})
         disk.say(("closed", number))
         store.blobs.drop(asked.sha256)
 
@@ -170,8 +170,8 @@ def check_store(root: Path, said: tuple[Any, ...]) -> None:
     if not said and not (root / "data" / "store").exists():
         return
     with contextlib.closing(Store.open(root / "data" / "store")) as store:
-        run = store.run(RUN)
-        uploads = store.uploads(RUN)
+        run = store.runs.get(RUN)
+        uploads = store.asks.uploads(RUN)
         assert {receipt for word, receipt in said if word == SHOWN} <= {row["receipt"] for row in uploads}
         if run is None:
             return
@@ -180,8 +180,8 @@ def check_store(root: Path, said: tuple[Any, ...]) -> None:
         spoken = [row["sha256"] for row in uploads]
         if run["contract"] is not None:
             spoken.append(make_contract().FromString(run["contract"]).initial_weights)
-        if store.open_round(RUN) is not None:
-            spoken += [row["payload"] for row in store.asks(RUN, 1, 1)]
+        if store.runs.open_round(RUN) is not None:
+            spoken += [row["payload"] for row in store.asks.of_step(RUN, 1, 1)]
         for sha256 in spoken:
             payload = store.blobs.open(sha256)
             assert wire.digest(payload.parts, iter([data_of(payload)])) == sha256

@@ -80,7 +80,7 @@ def make_device(service: Service, state_dir: Path, **settings: Any) -> Device:
 
 
 def ask(store: Store, device: str, run: str = RUN) -> None:
-    write_asks(store, store.start_round(run, [device]), device, run=run)
+    write_asks(store, store.runs.start_round(run, [device]), device, run=run)
 
 
 # --- the device of an app
@@ -103,7 +103,7 @@ def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
         ask(service.store, "app")
         assert again.step(0) is Step.ANSWERED
     assert events.kinds() == ["checked-in", "ask", "answered", "delivered"]
-    assert len([row for row in service.store.uploads(RUN) if row["device"] == "app"]) == 2
+    assert len([row for row in service.store.asks.uploads(RUN) if row["device"] == "app"]) == 2
 
 
 def test_the_key_is_made_on_the_device_and_only_its_owner_can_read_it(service: Service, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_key_is_made_on_the_device_and_only_its_owner_can_read_it(service: S
     holder = holder_of(kept.chain)
     assert holder is not None
     assert (holder.role, holder.name, holder.run) == ("device", "private", "")
-    (row,) = service.store.certificates("private")
+    (row,) = service.store.credentials.certificates("private")
     assert row["pem"] == kept.chain
     assert b"PRIVATE" not in row["pem"]
 
@@ -137,7 +137,7 @@ def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tm
     refusal = service.refusal(secret, "thief", device_x509.new_key())
     assert (refusal.reason, "not for device id 'thief'" in refusal.text) == ("bad-token", True)
     assert service.front.enrol(secret, "camera-7", key).certificate
-    assert not service.store.knows_device("thief")
+    assert not service.store.credentials.knows_device("thief")
 
 
 def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service: Service, tmp_path: Path) -> None:
@@ -155,17 +155,17 @@ def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service:
 
 
 def bound(service: Service, token: str) -> str:
-    row = service.store.token(sha256(read_token(token).secret).digest())
+    row = service.store.credentials.token(sha256(read_token(token).secret).digest())
     assert row is not None
     return str(row["for_device"])
 
 
 def test_a_token_for_one_run_confines_its_device_to_it(service: Service, tmp_path: Path) -> None:
-    service.store.begin_run("other", {"made": "by hand"})
-    service.store.publish_contract("other", make_contract(run="other").SerializeToString())
+    service.store.runs.begin("other", {"made": "by hand"})
+    service.store.runs.publish_contract("other", make_contract(run="other").SerializeToString())
     with make_device(service, tmp_path / "a", device_id="bound", enrolment=service.token(run="other")) as device:
         assert device.step(0) is Step.WAITED  # it names no run, and gets the one of its certificate
-    assert service.store.device("other", "bound") is not None
+    assert service.store.devices.get("other", "bound") is not None
     with (
         make_device(
             service, tmp_path / "b", device_id="strays", run=RUN, enrolment=service.token(run="other")
@@ -182,7 +182,7 @@ def test_a_revoked_device_is_told_so(service: Service, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=r"'told' was revoked") as found:
             device.run()
     assert found.value.code == "revoked"
-    (event,) = service.store.events(RUN, "revoked")
+    (event,) = service.store.history.events(RUN, "revoked")
     assert "stolen" in event["text"]
 
 
@@ -195,14 +195,14 @@ def test_a_token_is_good_for_one_device(service: Service) -> None:
     assert service.refusal(secret, "second", device_x509.new_key()).reason == "bad-token"
     assert service.refusal(secret, "second", key).reason == "bad-token"
     assert service.refusal(secret, "first", device_x509.new_key()).reason == "bad-token"
-    assert service.store.certificates("second") == []
+    assert service.store.credentials.certificates("second") == []
 
 
 def test_a_lost_answer_is_asked_for_again(service: Service) -> None:
     secret, key = service.secret(), device_x509.new_key()
     first = service.front.enrol(secret, "lossy", key)
     assert service.front.enrol(secret, "lossy", key) == first
-    assert len(service.store.certificates("lossy")) == 1
+    assert len(service.store.credentials.certificates("lossy")) == 1
 
 
 def test_of_devices_that_use_one_token_at_once_one_is_enrolled(service: Service) -> None:
@@ -221,7 +221,7 @@ def test_of_devices_that_use_one_token_at_once_one_is_enrolled(service: Service)
     for thread in threads:
         thread.join()
     assert len(enrolled) == 1
-    token = service.store.token(sha256(secret).digest())
+    token = service.store.credentials.token(sha256(secret).digest())
     assert token is not None
     assert token["device"] == enrolled[0]
 
@@ -236,17 +236,17 @@ def test_a_token_that_is_not_live_is_refused(service: Service, spoil: str) -> No
     if spoil == "expired":
         time.sleep(0.06)
     if spoil == "revoked":
-        assert service.store.revoke_tokens(sha256(secret).hexdigest()[:16]) == 1
+        assert service.store.credentials.revoke_tokens(sha256(secret).hexdigest()[:16]) == 1
     refusal = service.refusal(secret, "late", device_x509.new_key())
     assert refusal.reason == "bad-token"
     assert "ask the operator for a fresh one" in refusal.text
-    assert service.store.certificates("late") == []
+    assert service.store.credentials.certificates("late") == []
 
 
 def test_the_store_keeps_no_secret(service: Service) -> None:
     secret = service.secret()
     service.front.enrol(secret, "secretive", device_x509.new_key())
-    service.store._db.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    service.store.database.tables.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for path in service.front.store_dir.rglob("store.sqlite*"):
         assert secret not in path.read_bytes()
 
@@ -340,7 +340,7 @@ def test_a_token_is_worth_nothing_to_a_server_of_another_ca(service: Service, tm
         enrolment = Enrolment(f"127.0.0.1:{pretender.port}", state, "careful", write_token(fake))
         with pytest.raises(LinkError, match=r"certificate is not of the CA that this side trusts"):
             enrolment.current()
-    token = service.store.token(sha256(real.secret).digest())
+    token = service.store.credentials.token(sha256(real.secret).digest())
     assert token is not None
     assert token["device"] is None
 

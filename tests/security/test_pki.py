@@ -261,7 +261,7 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     assert first.stdout == "device 'd1' is revoked\n"
     assert "no server works on the store" in first.stderr
     assert "no device 'd1' has enrolled or called" in first.stderr
-    store.register_device(RUN, "d2", b"secret", b"")
+    store.devices.register(RUN, "d2", b"secret", b"")
     lock = serve_lock.take(tmp_path / "store", RUN)
     assert fleetdistill("devices", "revoke", "d2", *where).stderr == "", "it is known, and its store is served"
     assert done("devices", "revoke", "d1", *where) == "device 'd1' was revoked before\n"
@@ -274,7 +274,7 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
         in fleetdistill(*revoke, "vear").stderr
     )
     subjects = {"device:d1": "stolen", "device:d2": "", "viewer:vera": "", "viewer:vear": ""}
-    assert {row["subject"]: row["reason"] for row in store.revocations()} == subjects
+    assert {row["subject"]: row["reason"] for row in store.credentials.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
     assert "devices are revoked with" in error_of("pki", "revoke", "--role", "device", "--name", "d1", *where)
     store.close()
@@ -284,7 +284,7 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
     authority, store = make_pki(tmp_path / "pki"), prepare_store(tmp_path / "store")
     for role, name in ((Role.OPERATOR, "olga"), (Role.VIEWER, "vera")):
         authority.issue_person(role, name, 1.0, tmp_path / name)
-    store.start_round(RUN, ["d1"])
+    store.runs.start_round(RUN, ["d1"])
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         here = ["--server", f"127.0.0.1:{front.port}", "--identity"]
         olga, vera = [*here, tmp_path / "olga"], [*here, tmp_path / "vera"]
@@ -297,7 +297,7 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         assert token.port == front.enrol_port
         assert "there is no run 'nope'" in error_of("runs", "show", "nope", *olga)
         assert "count is 0" in error_of("enrol", "--count", "0", *olga)
-    assert [row["reason"] for row in store.revocations()] == ["far away"]
+    assert [row["reason"] for row in store.credentials.revocations()] == ["far away"]
     assert "cannot be reached" in error_of("runs", "list", *olga)
     store.close()
 

@@ -90,13 +90,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("roles")
     authority = make_pki(folder / "pki")
     store = prepare_store(folder / "store")
-    store.begin_run(OTHER_RUN, {"made": "by hand"})
-    store.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
-    store.begin_run(TO_CANCEL, {"made": "by hand"})
+    store.runs.begin(OTHER_RUN, {"made": "by hand"})
+    store.runs.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
+    store.runs.begin(TO_CANCEL, {"made": "by hand"})
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
         for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):
-            store.register_device(run, device, sha256(SECRET).digest(), profile)
+            store.devices.register(run, device, sha256(SECRET).digest(), profile)
     everyone = {
         "device": device_credentials(authority, DEVICE),
         "neighbour": device_credentials(authority, NEIGHBOUR),
@@ -109,9 +109,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     }
     everyone["wrong CA"] = forged(everyone["device"], f"fleetdistill:device:{DEVICE}")
     everyone["forged operator"] = forged(everyone["operator"], "fleetdistill:operator:olga")
-    store.revoke("device:shut-out", "lost")
-    store.revoke("operator:otto", "left")
-    store.revoke(f"serial:{serial_of(everyone['revoked certificate'])}", "copied")
+    store.credentials.revoke("device:shut-out", "lost")
+    store.credentials.revoke("operator:otto", "left")
+    store.credentials.revoke(f"serial:{serial_of(everyone['revoked certificate'])}", "copied")
     with secured_front(folder / "store", folder / "pki") as front:
         yield World(front, store, authority, everyone)
     store.close()
@@ -143,7 +143,7 @@ def identity_of(device: str, run: str = RUN) -> service_pb2.Identity:
 
 def asked(world: World, identity: service_pb2.Identity, payload: Payload | None = None) -> service_pb2.UploadName:
     """A fresh round in which a device was asked something."""
-    number = world.store.start_round(identity.run, [identity.device])
+    number = world.store.runs.start_round(identity.run, [identity.device])
     write_asks(world.store, number, identity.device, payload=payload, run=identity.run)
     return upload_name(number)
 
@@ -320,7 +320,7 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
     assert found == {"Download": "not-found", "UploadStatus": "not-asked", "Upload": "not-asked"}
     decline = service_pb2.DeclineRequest(**own, round=name.round, step_number=1)
     assert verdict(world, world.everyone["device"], f"{_service}/Decline", decline) == "served"
-    row = world.store.ask(RUN, name.round, 1, NEIGHBOUR)
+    row = world.store.asks.get(RUN, name.round, 1, NEIGHBOUR)
     assert row is not None
     assert row["status"] == "open"
 
@@ -344,7 +344,7 @@ def test_nothing_of_a_request_is_read_before_its_caller_is_known(world: World) -
 
 
 def test_a_revocation_holds_for_the_next_call_on_an_open_connection(world: World) -> None:
-    world.store.register_device(RUN, "soon-gone", sha256(SECRET).digest(), make_profile().SerializeToString())
+    world.store.devices.register(RUN, "soon-gone", sha256(SECRET).digest(), make_profile().SerializeToString())
     credentials = device_credentials(world.authority, "soon-gone")
     heartbeat = f"{_service}/Heartbeat"
     with world.front.channel(credentials) as channel:
@@ -355,7 +355,7 @@ def test_a_revocation_holds_for_the_next_call_on_an_open_connection(world: World
 
 
 def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) -> None:
-    world.store.register_device(RUN, "uploading", sha256(SECRET).digest(), make_profile().SerializeToString())
+    world.store.devices.register(RUN, "uploading", sha256(SECRET).digest(), make_profile().SerializeToString())
     identity = identity_of("uploading")
     name = asked(world, identity)
     pieces = upload_messages(identity, name, make_payload(2000), 8192)
@@ -372,16 +372,16 @@ def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) ->
         with refused() as found:
             stub.Upload(messages(), timeout=CALL_SECONDS)
     assert found[0].reason == "revoked"
-    assert [row for row in world.store.uploads(RUN) if row["device"] == "uploading"] == []
+    assert [row for row in world.store.asks.uploads(RUN) if row["device"] == "uploading"] == []
 
 
 def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:
-    world.store.register_device(RUN, "waiting", sha256(SECRET).digest(), make_profile().SerializeToString())
+    world.store.devices.register(RUN, "waiting", sha256(SECRET).digest(), make_profile().SerializeToString())
     request = service_pb2.NextAskRequest(identity=identity_of("waiting"), wait_seconds=2.0)
     with world.front.channel(device_credentials(world.authority, "waiting")) as channel:
         stub = service_pb2_grpc.DeviceServiceStub(channel)
         poll = stub.NextAsk.future(request, timeout=CALL_SECONDS)
-        wait_until(lambda: world.store.device(RUN, "waiting") is not None, "the device")
+        wait_until(lambda: world.store.devices.get(RUN, "waiting") is not None, "the device")
         revoke_device(world.store, "waiting", "stolen")
         with refused() as found:
             poll.result()
@@ -389,7 +389,7 @@ def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:
 
 
 def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) -> None:
-    world.store.register_device(RUN, "downloading", sha256(SECRET).digest(), make_profile().SerializeToString())
+    world.store.devices.register(RUN, "downloading", sha256(SECRET).digest(), make_profile().SerializeToString())
     identity, payload = identity_of("downloading"), make_payload(300_000)
     asked(world, identity, payload)
     request = service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256)

@@ -77,7 +77,7 @@ def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment)
     enter(link)
     first = enrolment.current()
-    number = store.start_round(RUN, [IDENTITY.device])
+    number = store.runs.start_round(RUN, [IDENTITY.device])
     write_asks(store, number, IDENTITY.device)
     payload = make_payload()
     header = service_pb2.UploadHeader(identity=IDENTITY, name=upload_name(number), payload=payload.header(), samples=4)
@@ -93,7 +93,7 @@ def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
         yield from pieces
 
     receipt = link.upload(header, chunks())
-    assert [row["receipt"] for row in store.uploads(RUN)] == [receipt.id]
+    assert [row["receipt"] for row in store.asks.uploads(RUN)] == [receipt.id]
     second = load_credentials(tmp_path / "state" / "tls")
     assert second.key == first.key
     assert serial_of(second) != serial_of(first)
@@ -152,7 +152,7 @@ def test_renewing_early_gives_the_same_certificate_and_another_key_none(front: S
         with pytest.raises(grpc.RpcError) as found:
             stub.Renew(other, timeout=CALL_SECONDS)
     assert found.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert len(store.certificates("eager")) == 1
+    assert len(store.credentials.certificates("eager")) == 1
     assert authority.bundle == first.authorities
 
 

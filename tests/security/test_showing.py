@@ -42,23 +42,23 @@ FIGURES = {
 def play(store: Store) -> None:
     """Four rounds with every figure; a is left out of the last three, b has no answer in the last one."""
     for device in DEVICES:
-        store.register_device(RUN, device, b"", b"")
+        store.devices.register(RUN, device, b"", b"")
     for number in range(1, 5):
-        store.start_round(RUN, DEVICES)
+        store.runs.start_round(RUN, DEVICES)
         write_asks(store, number, *DEVICES)
-        asks = store.asks(RUN, number, 1)
+        asks = store.asks.of_step(RUN, number, 1)
         for ask in asks:
-            store.accept_upload(ask["id"], 1, bytes(32), 10, 5)
-            store.add_figures(RUN, number, ask["device"], told(number))
+            store.asks.accept_upload(ask["id"], 1, bytes(32), 10, 5)
+            store.history.add_figures(RUN, number, ask["device"], told(number))
         for direction in ("up", "down"):
             sizes = Counted(Counter(plan=900), Counter(plan=400))  # 400 travel, and the header
-            store.add_traffic(RUN, number, "a", direction, sizes, 100 * number)
+            store.history.add_traffic(RUN, number, "a", direction, sizes, 100 * number)
         if number > 1:
-            store.add_event(RUN, "update-left-out", "far off", number=number, device="a")
-        store.add_event(RUN, "teacher-guard", "worse")
+            store.history.add_event(RUN, "update-left-out", "far off", number=number, device="a")
+        store.history.add_event(RUN, "teacher-guard", "worse")
         used = [ask["id"] for ask in asks if number < 4 or ask["device"] == "a"]
-        store.close_round(RUN, number, b"c", used, FIGURES)
-    store.end_run(RUN, "finished", "all rounds done")
+        store.runs.close_round(RUN, number, b"c", used, FIGURES)
+    store.runs.end(RUN, "finished", "all rounds done")
 
 
 def told(right: int) -> Metrics:
@@ -187,9 +187,9 @@ def test_a_fleet_that_does_not_fit_is_shown_with_its_first_devices(shown: Shown)
     devices = [f"{number:04d}{'x' * 60}" for number in range(MOST_ROWS + 500)]
     with shown.store.transaction():
         for device in devices:
-            shown.store.register_device(RUN, device, b"", b"")
-            shown.store.add_figures(RUN, 1, device, told(1))
-            shown.store.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
+            shown.store.devices.register(RUN, device, b"", b"")
+            shown.store.history.add_figures(RUN, 1, device, told(1))
+            shown.store.history.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
     run = json.loads(said("--json", *shown.there))
     for name in ("leave_one_out", "bytes", "test_accuracy_of_answers"):
         assert [row["device"] for row in run[name]] == devices[:MOST_ROWS]

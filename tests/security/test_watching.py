@@ -37,20 +37,20 @@ class Watched:
 
     def begin_round(self) -> int:
         """Both devices are asked."""
-        number = self.store.start_round(RUN, DEVICES)
+        number = self.store.runs.start_round(RUN, DEVICES)
         write_asks(self.store, number, *DEVICES)
         return number
 
     def end_round(self, number: int) -> None:
         """One has answered, the other has not."""
-        first, second = self.store.asks(RUN, number, 1)
-        self.store.accept_upload(first["id"], 1, b"u" * 32, 10, 5)
-        self.store.add_traffic(RUN, number, "a", "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
+        first, second = self.store.asks.of_step(RUN, number, 1)
+        self.store.asks.accept_upload(first["id"], 1, b"u" * 32, 10, 5)
+        self.store.history.add_traffic(RUN, number, "a", "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
         right = Metric(name="accuracy", split="test", sum=1, count=3)
-        self.store.add_figures(RUN, number, "a", Metrics(metrics=[right]))
-        self.store.close_ask(second["id"], "refused: NaN")
-        self.store.add_event(RUN, "refused", "device b: NaN", number=number, device="b", code="bad-value")
-        self.store.close_round(RUN, number, b"c", [first["id"]], {})
+        self.store.history.add_figures(RUN, number, "a", Metrics(metrics=[right]))
+        self.store.asks.close(second["id"], "refused: NaN")
+        self.store.history.add_event(RUN, "refused", "device b: NaN", number=number, device="b", code="bad-value")
+        self.store.runs.close_round(RUN, number, b"c", [first["id"]], {})
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     make_pki(tmp_path / "pki").issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
     store = prepare_store(tmp_path / "store")
     for device in DEVICES:
-        store.register_device(RUN, device, b"", b"")
+        store.devices.register(RUN, device, b"", b"")
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         there = ["--server", f"127.0.0.1:{front.port}", "--identity", str(tmp_path / "vera")]
         yield Watched(store, ["--store", str(tmp_path / "store")], there)
@@ -75,11 +75,11 @@ def said(*words: str) -> str:
 def test_a_run_is_told_over_the_network_as_on_the_servers_machine(watched: Watched, form: list[str]) -> None:
     watched.end_round(watched.begin_round())
     watched.begin_round()
-    watched.store.close_short_round(RUN, 2, "too few answered")
+    watched.store.runs.close_short_round(RUN, 2, "too few answered")
     with watched.store.transaction():
         for number in range(MOST_ROWS):  # more than one message takes
-            watched.store.add_event(RUN, "late", f"event {number}", number=2, device="a")
-    watched.store.end_run(RUN, "finished", "all rounds done")
+            watched.store.history.add_event(RUN, "late", f"event {number}", number=2, device="a")
+    watched.store.runs.end(RUN, "finished", "all rounds done")
     here = said(RUN, *watched.here, *form)
     assert said(RUN, *watched.there, *form) == here
     assert len(here.splitlines()) == 1 + MOST_ROWS + 4
@@ -110,7 +110,7 @@ def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) 
             assert process.stdout.readline() == "round 1, train: 0 of 2 answers\n"
             if ending == "the run":
                 watched.end_round(number)
-                watched.store.end_run(RUN, "finished", "all rounds done")
+                watched.store.runs.end(RUN, "finished", "all rounds done")
             else:
                 process.send_signal(signal.SIGINT)
             rest, errors = process.communicate(timeout=PATIENCE_SECONDS)

@@ -53,7 +53,7 @@ def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def failures(config: Path) -> list[str]:
     store = Store.open(config.parent / "store")
-    texts = [row["text"] for row in store.events(RUN, ENGINE_FAILED)]
+    texts = [row["text"] for row in store.history.events(RUN, ENGINE_FAILED)]
     store.close()
     return texts
 
@@ -80,8 +80,8 @@ def test_an_engine_whose_run_is_cancelled_has_not_failed(config: Path, monkeypat
     register(store, load_run_config(config))
 
     async def cancelled(self: engine.Engine) -> None:
-        assert store.cancel_run(RUN, "by the operator, after 0 rounds")
-        store.assert_not_cancelled(RUN)
+        assert store.runs.cancel(RUN, "by the operator, after 0 rounds")
+        store.runs.assert_not_cancelled(RUN)
 
     monkeypatch.setattr(engine.Engine, "run", cancelled)
     assert engine_main(config, monkeypatch) == 0
@@ -101,7 +101,7 @@ def test_a_run_is_not_replaced_by_an_engine_that_is_started_again(
         f"run.toml was changed while run {RUN!r} is served: run.seed was 0, is 7; put the old values back, or stop the "
         "server and start it again"
     ]
-    assert json.loads((store.run(RUN) or {})["config"])["run"]["seed"] == 0
+    assert json.loads((store.runs.get(RUN) or {})["config"])["run"]["seed"] == 0
     store.close()
 
 
@@ -173,7 +173,7 @@ def test_an_engine_without_space_is_started_again_and_again(
     child = Ended(EXIT_NO_SPACE)
     look(serving, child, 4 * MAX_RESTARTS)
     assert (child.starts, child.failures) == (2 * MAX_RESTARTS, 0)
-    assert (serving.store.run(RUN) or {})["status"] == "preparing"
+    assert (serving.store.runs.get(RUN) or {})["status"] == "preparing"
 
 
 def test_but_not_at_once(serving: Supervisor) -> None:
@@ -198,6 +198,6 @@ def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
     def full(*_: object) -> None:
         raise NoSpaceError("the disk is full")
 
-    monkeypatch.setattr(serving.store, "end_run", full)
+    monkeypatch.setattr(serving.store.runs, "end", full)
     with pytest.raises(RunError, match=f"the engine failed {MAX_RESTARTS + 1} times at the same point, last with 1"):
         look(serving, Ended(1), MAX_RESTARTS + 1)

@@ -152,7 +152,7 @@ def test_a_hung_engine_is_killed_and_started_again(
     assert engine.code is None
     look(serving, seconds, 2)
     assert (engine.code, engine.starts) == (None, 1)
-    (event,) = serving.store.events(RUN, ENGINE_FAILED)
+    (event,) = serving.store.history.events(RUN, ENGINE_FAILED)
     assert event["text"] == "the engine hangs: it gave no sign of life for 60 s, and was killed"
     assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
     look(serving, seconds, 599)
@@ -164,7 +164,7 @@ def test_a_hung_engine_is_killed_and_started_again(
 def test_an_engine_that_has_ended_after_its_run_is_none_that_hangs(serving: Supervisor, seconds: Seconds) -> None:
     engine = Hung()
     serving._engine = engine  # type: ignore[assignment]
-    serving.store.end_run(RUN, "finished", "1 rounds completed")
+    serving.store.runs.end(RUN, "finished", "1 rounds completed")
     look(serving, seconds, 2000)
     assert (engine.code, engine.starts) == (None, 0)
 
@@ -175,8 +175,8 @@ def test_an_engine_that_has_ended_after_its_run_is_none_that_hangs(serving: Supe
 def test_runs_list_says_that_the_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
     store = Store.open(tmp_path)
-    store.begin_run(RUN, {})
-    store.end_run(RUN, "running", "")
+    store.runs.begin(RUN, {})
+    store.runs.end(RUN, "running", "")
 
     def status() -> str:
         return str(views.runs(store, served(tmp_path)).lists["runs"][0]["status"])
@@ -216,7 +216,7 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             before = completed(store)
             wait_until(lambda: completed(store) > before, "the next engine's round", 120)
             wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
-            assert "gave no sign of life" in store.events(RUN, ENGINE_FAILED)[0]["text"]
+            assert "gave no sign of life" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
             store.close()
 
 

@@ -23,7 +23,8 @@ from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 OPERATED: dict[str, Any] = {
     "rounds": 40,
@@ -49,7 +50,7 @@ def store() -> Iterator[Store]:
 
 
 def row_of(store: Store) -> Row:
-    row = store.run("digits")
+    row = store.runs.get("digits")
     assert row is not None
     return row
 
@@ -57,13 +58,13 @@ def row_of(store: Store) -> Row:
 def begin(store: Store, completed: int = 0) -> None:
     """A run with a contract and so many completed rounds."""
     register(store, config())
-    store.publish_contract("digits", contract_pb2.Contract(run="digits", rounds=3, threads=1).SerializeToString())
+    store.runs.publish_contract("digits", contract_pb2.Contract(run="digits", rounds=3, threads=1).SerializeToString())
     for _ in range(completed):
-        store.close_round("digits", store.start_round("digits", ["a"]), b"checkpoint", [], {})
+        store.runs.close_round("digits", store.runs.start_round("digits", ["a"]), b"checkpoint", [], {})
 
 
 def state(store: Store) -> tuple[Any, ...]:
-    return row_of(store), store.rounds("digits"), store.events("digits")
+    return row_of(store), store.runs.rounds("digits"), store.history.events("digits")
 
 
 def test_a_new_run_is_entered_and_found_again(store: Store) -> None:
@@ -79,7 +80,7 @@ def test_what_the_operator_decides_may_change_at_each_start(store: Store, name: 
     begin(store, completed=1)
     register(store, config(**{name: OPERATED[name]}))
     assert json.loads(row_of(store)["config"])["run"][name] == OPERATED[name]
-    (event,) = store.events("digits", "settings-changed")
+    (event,) = store.history.events("digits", "settings-changed")
     assert event["text"].startswith(f"run.{name} was ")
     assert event["text"].endswith(f", is {OPERATED[name]}")
     assert row_of(store)["completed_rounds"] == 1
@@ -95,7 +96,7 @@ def test_devices_read_changed_rounds_and_threads_in_the_contract(store: Store) -
 @pytest.mark.parametrize("rounds", [4, 0])
 def test_a_finished_run_goes_on_with_more_rounds(store: Store, rounds: int) -> None:
     begin(store, completed=3)
-    store.end_run("digits", "finished", "3 rounds completed")
+    store.runs.end("digits", "finished", "3 rounds completed")
     register(store, config())
     assert row_of(store)["status"] == "finished"
     register(store, config(rounds=rounds))
@@ -105,7 +106,7 @@ def test_a_finished_run_goes_on_with_more_rounds(store: Store, rounds: int) -> N
 @pytest.mark.parametrize(("status", "least"), [("running", 3), ("finished", 2)])
 def test_fewer_rounds_than_are_completed_are_refused(store: Store, status: str, least: int) -> None:
     begin(store, completed=2)
-    store.end_run("digits", status, "")
+    store.runs.end("digits", status, "")
     before = state(store)
     with pytest.raises(RunError) as error:
         register(store, config(rounds=least - 1))
@@ -143,14 +144,14 @@ def test_a_refusal_names_only_what_may_not_change(store: Store) -> None:
 @pytest.mark.parametrize("name", CHANGED)
 def test_before_a_round_is_completed_a_run_is_replaced(store: Store, name: str) -> None:
     begin(store)
-    store.register_device("digits", "a", b"hash", b"")
-    store.close_short_round("digits", store.start_round("digits", ["a"]), "nobody answered")
+    store.devices.register("digits", "a", b"hash", b"")
+    store.runs.close_short_round("digits", store.runs.start_round("digits", ["a"]), "nobody answered")
     register(store, CHANGED[name])
     row = row_of(store)
     assert (row["status"], row["contract"], row["next_round"]) == ("preparing", None, 1)
     assert json.loads(row["config"]) == CHANGED[name].fixed_part()
-    assert (store.rounds("digits"), store.devices("digits")) == ([], [])
-    (event,) = store.events("digits")
+    assert (store.runs.rounds("digits"), store.devices.all("digits")) == ([], [])
+    (event,) = store.history.events("digits")
     assert event["kind"] == "run-replaced"
     assert f".{name} was " in event["text"]
     assert "state_dir" not in event["text"]
@@ -158,10 +159,10 @@ def test_before_a_round_is_completed_a_run_is_replaced(store: Store, name: str) 
 
 def test_a_run_whose_rounds_were_undone_is_not_replaced(store: Store) -> None:
     begin(store)
-    store.set_checkpoint("digits", b"first")
-    store.set_keep_checkpoints("digits", 3)
-    store.close_round("digits", store.start_round("digits", ["a"]), b"checkpoint", [], {})
-    store.roll_back("digits", 0)
+    store.runs.set_checkpoint("digits", b"first")
+    store.runs.set_keep_checkpoints("digits", 3)
+    store.runs.close_round("digits", store.runs.start_round("digits", ["a"]), b"checkpoint", [], {})
+    store.runs.roll_back("digits", 0)
     before = state(store)
     with pytest.raises(RunError, match="exists with another configuration"):
         register(store, CHANGED["seed"])
@@ -170,14 +171,14 @@ def test_a_run_whose_rounds_were_undone_is_not_replaced(store: Store) -> None:
 
 def test_a_replacement_says_that_devices_had_answered(store: Store) -> None:
     begin(store)
-    number = store.start_round("digits", ["a"])
+    number = store.runs.start_round("digits", ["a"])
     ask: Row = {"run": "digits", "round": number, "step_number": 1, "device": "a", "step": "train", "expects": {}}
-    store.write_asks([{**ask, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
-    asked = store.ask("digits", number, 1, "a")
+    store.asks.write([{**ask, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
+    asked = store.asks.get("digits", number, 1, "a")
     assert asked is not None
-    store.accept_upload(asked["id"], 1, bytes(32), 10, 1)
+    store.asks.accept_upload(asked["id"], 1, bytes(32), 10, 1)
     register(store, CHANGED["seed"])
-    (event,) = store.events("digits")
+    (event,) = store.history.events("digits")
     assert event["text"].endswith("; 1 answer to it was deleted, so its device needs a new state_dir")
 
 
@@ -197,8 +198,8 @@ def test_a_run_of_an_earlier_version_goes_on_with_settings_that_it_did_not_know(
     earlier = {section: dict(values) for section, values in today.items()}
     del earlier["contract"]["knowledge_type"]
     assert completed_part(earlier) == today
-    store.begin_run("digits", earlier)
-    store.close_round("digits", store.start_round("digits", ["a"]), b"checkpoint", [], {})
+    store.runs.begin("digits", earlier)
+    store.runs.close_round("digits", store.runs.start_round("digits", ["a"]), b"checkpoint", [], {})
     register(store, config())
     with pytest.raises(RunError, match=r"contract\.knowledge_type was 'float16', is 'float32'"):
         register(store, config({"knowledge_type": "float32"}))
@@ -228,7 +229,7 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_had_all_rounds(tmp_pat
     prepared = prepare(RUNS[method], tmp_path / "parts")
     for rounds in (2, 3):
         run_on(parts, prepared, rounds)
-    assert [row["status"] for row in parts.rounds(RUN)] == ["closed"] * 3
+    assert [row["status"] for row in parts.runs.rounds(RUN)] == ["closed"] * 3
     assert outcome(parts)[0] == outcome(whole)[0]
     for one in (whole, parts):
         one.close()

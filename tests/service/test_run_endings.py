@@ -36,7 +36,8 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 RUN = "digits"
 FLOAT16 = ELEMENT_TYPES[np.dtype("float16")]
@@ -57,23 +58,23 @@ def directory(tmp_path: Path) -> Path:
 
 
 def play(store: Store, name: str) -> None:
-    store.begin_run(name, {**config().fixed_part(), "run": {**config().fixed_part()["run"], "name": name}})
-    store.publish_contract(name, contract_pb2.Contract(run=name, knowledge_type=FLOAT16).SerializeToString())
-    store.register_device(name, "d1", b"hash", b"")
-    store.own_run(name)
+    store.runs.begin(name, {**config().fixed_part(), "run": {**config().fixed_part()["run"], "name": name}})
+    store.runs.publish_contract(name, contract_pb2.Contract(run=name, knowledge_type=FLOAT16).SerializeToString())
+    store.devices.register(name, "d1", b"hash", b"")
+    store.runs.own(name)
     for rows in (1, 2):
-        number = store.start_round(name, ["d1"])
+        number = store.runs.start_round(name, ["d1"])
         sent, answer = make_payload(rows), make_payload(rows + len(name) * 10)
         for payload in (sent, answer):
             store.blobs.put(payload)
         ask: dict[str, Any] = {"run": name, "round": number, "step_number": 1, "device": "d1", "step": "train"}
         ask |= {"expects": {}, "payload": sent.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
-        store.write_asks([ask])
-        asked = store.ask(name, number, 1, "d1")
+        store.asks.write([ask])
+        asked = store.asks.get(name, number, 1, "d1")
         assert asked is not None
-        store.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
+        store.asks.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
         if rows == 1:
-            store.close_round(name, number, store.blobs.put_state(name.encode()), [asked["id"]], {})
+            store.runs.close_round(name, number, store.blobs.put_state(name.encode()), [asked["id"]], {})
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def store(directory: Path) -> Iterator[Store]:
 
 
 def row_of(store: Store, name: str = RUN) -> Row:
-    row = store.run(name)
+    row = store.runs.get(name)
     assert row is not None
     return row
 
@@ -102,25 +103,25 @@ def call(directory: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
 
 
 def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
-    token = store.own_run(RUN)
+    token = store.runs.own(RUN)
     assert cancel(store, RUN)
     assert (row_of(store)["status"], row_of(store)["reason"]) == ("cancelled", "by the operator, after 1 rounds")
-    assert [(row["status"], row["reason"]) for row in store.rounds(RUN)][1:] == [("short", "run cancelled")]
-    assert [row["status"] for row in store.uploads(RUN)] == ["used", "reported"]
+    assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
+    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used", "reported"]
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
-        store.assert_owner(RUN, token)
+        store.runs.assert_owner(RUN, token)
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
-        store.own_run(RUN)
+        store.runs.own(RUN)
     with pytest.raises(RunError, match="run 'digits' was cancelled; give the next run another name, or delete this"):
         register(store, config())
 
 
 def test_cancelling_again_changes_nothing(store: Store) -> None:
     assert cancel(store, RUN)
-    before = row_of(store), store.rounds(RUN)
+    before = row_of(store), store.runs.rounds(RUN)
     assert not cancel(store, RUN)
-    assert (row_of(store), store.rounds(RUN)) == before
-    store.end_run("other", "finished", "")
+    assert (row_of(store), store.runs.rounds(RUN)) == before
+    store.runs.end("other", "finished", "")
     assert not cancel(store, "other")
     assert row_of(store, "other")["status"] == "finished"
     with pytest.raises(ConfigurationError, match="there is no run 'none'"):
@@ -166,21 +167,21 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             device = service_pb2_grpc.DeviceServiceStub(channel)
             checked_in = device.CheckIn(service_pb2.CheckInRequest(identity=identity, profile=profile))
             identity.secret = checked_in.secret
-            store.ask_to_forget(RUN, "d1")
+            store.devices.ask_to_forget(RUN, "d1")
             code, said = cancels(Role.OPERATOR, RUN)
             assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
             assert "has devices to forget first; try again after its next round, or cancel it on the" in said
-            store.note_forgotten(RUN, "d1")
+            store.devices.note_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
             assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
             assert told.finished == "cancelled: by the operator, after 1 rounds"
-        before = row_of(store), store.rounds(RUN)
+        before = row_of(store), store.runs.rounds(RUN)
         assert before[0]["status"] == "cancelled"
         assert [row["status"] for row in before[1]] == ["closed", "short"]
         assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' was over already\n")
-        assert (row_of(store), store.rounds(RUN)) == before
+        assert (row_of(store), store.runs.rounds(RUN)) == before
         code, said = cancels(Role.OPERATOR, "digist")
         assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
         assert row_of(store, "other")["status"] == "running"
@@ -203,15 +204,15 @@ def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -
 @pytest.mark.parametrize("status", ["preparing", "running", "stopped", "finished", "cancelled"])
 def test_a_run_is_deleted_in_any_state_with_its_files(directory: Path, store: Store, status: str) -> None:
     whole = files(directory)
-    store.end_run(RUN, status, "")
+    store.runs.end(RUN, status, "")
     gone = delete(directory, store, RUN)
     assert (gone.rounds, gone.freed.payloads) == (2, 3), "two answers and the checkpoint; the other run has the asks'"
-    assert store.run_names() == ["other"]
+    assert store.runs.names() == ["other"]
     assert len(whole - files(directory)) == 3
-    assert files(directory) == {row.hex() for row in store.payloads_between("other", 0, 9)} | {
+    assert files(directory) == {row.hex() for row in store.runs.payloads_between("other", 0, 9)} | {
         row_of(store, "other")["checkpoint"].hex()
     }
-    assert store.devices(RUN) == store.rounds(RUN) == store.uploads(RUN) == []
+    assert store.devices.all(RUN) == store.runs.rounds(RUN) == store.asks.uploads(RUN) == []
     assert delete(directory, store, RUN).rounds == 0
     register(store, config())
     assert row_of(store)["completed_rounds"] == 0
@@ -221,10 +222,10 @@ def test_a_run_that_is_served_is_not_deleted_and_others_are(directory: Path, sto
     with serve_lock.take(directory, RUN):
         with pytest.raises(RunError, match="run 'digits' is being served; stop its server first, or only end the run"):
             delete(directory, store, RUN)
-        assert store.run(RUN) is not None
+        assert store.runs.get(RUN) is not None
     with serve_lock.take(directory, "other"):
         gone = delete(directory, store, RUN)
-    assert store.run_names() == ["other"]
+    assert store.runs.names() == ["other"]
     assert (gone.freed.payloads, gone.later.payloads) == (0, 3), "young files are left to the server's sweeps"
 
 
@@ -260,7 +261,7 @@ def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, poin
     )
     assert killed.returncode == -signal.SIGKILL
     store = Store.open(directory)
-    assert store.run_names() == ["other"], "the rows had gone"
+    assert store.runs.names() == ["other"], "the rows had gone"
     assert len(files(directory)) > 5
     delete(directory, store, RUN)
     assert len(files(directory)) == 5, "two asks, two answers and the checkpoint of the other run"

@@ -24,7 +24,8 @@ from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import supervisor as supervisor_module
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -114,20 +115,20 @@ def _is_ours(pid: int) -> bool:
 
 
 def run_row(store: Store) -> Row:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     return row
 
 
 def completed(store: Store) -> int:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     return row["completed_rounds"] if row else 0
 
 
 def settled(store: Store) -> bool:
     """Every acknowledged upload of an ended round is used or reported with a reason."""
-    ended = {row["round"] for row in store.rounds(RUN) if row["status"] != "open"}
-    uploads = [row for row in store.uploads(RUN) if row["round"] in ended]
+    ended = {row["round"] for row in store.runs.rounds(RUN) if row["status"] != "open"}
+    uploads = [row for row in store.asks.uploads(RUN) if row["round"] in ended]
     return all(row["status"] == "used" or (row["status"] == "reported" and row["reason"]) for row in uploads)
 
 
@@ -151,8 +152,8 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path, busy_port: int) -> None:
 
 def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
-    store.begin_run(RUN, load_run_config(write_config(tmp_path)).fixed_part())
-    store.close_round(RUN, store.start_round(RUN, []), b"checkpoint", [], {})
+    store.runs.begin(RUN, load_run_config(write_config(tmp_path)).fixed_part())
+    store.runs.close_round(RUN, store.runs.start_round(RUN, []), b"checkpoint", [], {})
     changed = write_config(tmp_path, run_rounds=7, method_beta=2.5)
     done = subprocess.run([*COMMAND, "serve", str(changed)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 1
@@ -182,7 +183,7 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
         before = completed(store)
         with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")):
             wait_until(lambda: completed(store) >= before + 3, "three more rounds")
-    rounds = store.rounds(RUN)
+    rounds = store.runs.rounds(RUN)
     assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
     assert sum(row["status"] == "closed" for row in rounds) == completed(store)
     assert settled(store)
@@ -215,12 +216,12 @@ def test_killed_children_are_started_again(tmp_path: Path) -> None:
             before = completed(store)
             wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
         assert settled(store)
-        assert [row["status"] for row in store.rounds(RUN)].count("short") == 0
+        assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
         store.close()
 
 
 def _asks_open(store: Store) -> bool:
-    return bool(store.open_round(RUN)) and bool(store.devices_with_open_asks(RUN))
+    return bool(store.runs.open_round(RUN)) and bool(store.asks.devices_with_open(RUN))
 
 
 def test_a_second_server_of_the_same_run_does_not_disturb_the_first(tmp_path: Path, busy_port: int) -> None:
@@ -297,14 +298,14 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
         "failed 3 times at the same point, last with 1: ValueError: this predictor always fails"
     )
     assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
-    assert store.open_round(RUN) is not None  # intact, for a start after the mend
-    receipts = {upload["receipt"] for upload in store.uploads(RUN)}
+    assert store.runs.open_round(RUN) is not None  # intact, for a start after the mend
+    receipts = {upload["receipt"] for upload in store.asks.uploads(RUN)}
     assert receipts
     (tmp_path / "broken_predictor.py").write_text(MENDED)
     with serve(write_config(tmp_path, model_server="broken_predictor:make")):
         wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before")
     assert run_row(store)["status"] == "running"
-    assert {upload["receipt"] for upload in store.uploads(RUN) if upload["status"] == "used"} >= receipts
+    assert {upload["receipt"] for upload in store.asks.uploads(RUN) if upload["status"] == "used"} >= receipts
     assert settled(store)
     store.close()
 
@@ -353,8 +354,8 @@ def _checked_in(device: AnsweringDevice) -> bool:
 def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     path = write_config(tmp_path, model_server="no_such_module:make")
     store = Store.open(tmp_path / "store")
-    store.begin_run(RUN, load_run_config(path).fixed_part())
-    store.publish_contract(RUN, b"")  # a new run would be refused before any process is started
+    store.runs.begin(RUN, load_run_config(path).fixed_part())
+    store.runs.publish_contract(RUN, b"")  # a new run would be refused before any process is started
     store.close()
     with serve(path) as served:
         assert served.process.wait(PATIENCE_SECONDS) == 1

@@ -73,13 +73,13 @@ def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> No
 def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
     """Rounds 1, 3 and 4 complete, 2 falls short: its ask brought what round 1 made, and the result is round 4's."""
     store = Store.in_memory()
-    store.begin_run(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
     for number in (1, 2, 3, 4):
-        assert store.start_round(RUN, ["a"]) == number
+        assert store.runs.start_round(RUN, ["a"]) == number
         if number == 2:
-            store.close_short_round(RUN, number, "nobody")
+            store.runs.close_short_round(RUN, number, "nobody")
         else:
-            store.close_round(RUN, number, b"", [], {"global_confusion": [[1]]})
+            store.runs.close_round(RUN, number, b"", [], {"global_confusion": [[1]]})
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
     append_scores(spec.scores_file, START, [[0]])
     for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):

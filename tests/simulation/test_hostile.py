@@ -43,7 +43,7 @@ def run(tmp_path: Path, name: str, attack: str, **settings: Any) -> Store:
 
 
 def named(store: Store) -> set[str]:
-    return {row["device"] for kind in LEFT_OUT for row in store.events(RUN, kind)}
+    return {row["device"] for kind in LEFT_OUT for row in store.history.events(RUN, kind)}
 
 
 @pytest.mark.parametrize("attack", ["scaled", "reversed"])
@@ -54,7 +54,7 @@ def test_what_one_device_sends_does_not_end_a_run_and_the_device_is_named(
     store = run(tmp_path, name, attack)
     outcome(store)
     assert HOSTILE in named(store)
-    assert all(row["status"] == "closed" for row in store.rounds(RUN))
+    assert all(row["status"] == "closed" for row in store.runs.rounds(RUN))
     store.close()
 
 
@@ -70,7 +70,7 @@ def test_methods_that_average_no_models_of_devices_complete_too(name: str, tmp_p
 def test_a_device_that_declares_far_too_many_samples_is_named(name: str, tmp_path: Path) -> None:
     store = run(tmp_path, name, "declares")
     outcome(store)
-    assert [row["device"] for row in store.events(RUN, "large-device")] == [HOSTILE]
+    assert [row["device"] for row in store.history.events(RUN, "large-device")] == [HOSTILE]
     store.close()
 
 
@@ -86,7 +86,7 @@ def test_who_is_left_out_three_rounds_running_is_a_suspect(tmp_path: Path) -> No
     store = run_in_memory(prepare(wanted, tmp_path / "work"))
     rounds = views.run(store, RUN).lists["rounds"]
     assert [row["suspects"] for row in rounds] == ["", "", HOSTILE, HOSTILE]
-    assert store.revocations() == []
+    assert store.credentials.revocations() == []
     store.close()
 
 

@@ -110,7 +110,7 @@ def interrupt(process: subprocess.Popen[str], out: Path, rounds: int, number: si
     def there() -> bool:
         if not store and (out / "work" / "store" / "store.sqlite").exists():
             store.append(Store.open(out / "work" / "store"))
-        row = store[0].run(RUN) if store else None
+        row = store[0].runs.get(RUN) if store else None
         return row is not None and row["completed_rounds"] >= rounds
 
     try:

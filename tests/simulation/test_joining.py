@@ -134,7 +134,7 @@ def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -
         for text, device in (("x" * 5000, "a"), ("short", "a"), ("short", "b")):
             cohort_of(store, number).event("left", text, device)
     cohort_of(store, 2).event("left", "another", "b", once=True)
-    told = [(row["round"], row["device"], len(row["text"])) for row in store.events("r", "left")]
+    told = [(row["round"], row["device"], len(row["text"])) for row in store.history.events("r", "left")]
     assert told == [(number, *one) for number in (1, 2) for one in (("a", 1000), ("a", 5), ("b", 5))]
     store.close()
 
@@ -151,16 +151,16 @@ class Never:
 
 def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not() -> None:
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": 3}})
+    store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 3}})
     for _ in range(2):
-        store.start_round("r", ["a", "b"])
-        store.close_short_round("r", store.rounds("r")[-1]["round"], "quorum")
+        store.runs.start_round("r", ["a", "b"])
+        store.runs.close_short_round("r", store.runs.rounds("r")[-1]["round"], "quorum")
     for _ in range(2):  # a replayed round says the same again
         cohort_of(store, 1).guard("teacher", "held back", "a")
         cohort_of(store, 1).guard("teacher", "held back", "b")
         cohort_of(store, 2).guard("maturity", "two classes")
     cohort_of(store, 2).event("member-left-out", "not finite", "a")
-    store.add_event("r", "refused", "a wrong label", number=2)
+    store.history.add_event("r", "refused", "a wrong label", number=2)
     kinds = [row["kind"] for row in guard_events(store, "r")]
     assert kinds == ["teacher-guard", "teacher-guard", "maturity-guard"]
     assert guards_by_round(store, "r") == {1: 2, 2: 1}
@@ -189,13 +189,14 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
 
     monkeypatch.setattr(FedDKDDevice, "_take_step", forgetful)
     store = run_in_memory(prepare(replace(SMALL, method="feddkd", rounds=2), tmp_path / "work"))
-    (event,) = store.events(RUN, "declined")
+    (event,) = store.history.events(RUN, "declined")
     assert event["round"] == 1
     assert "needs a teacher of that round, but it has not trained yet" in event["text"]
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed", "closed"]
-    asked = [len([ask for ask in store.asks(RUN, 1, step) if ask["status"] == "answered"]) for step in (1, 2, 3, 4)]
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed", "closed"]
+    rows = [store.asks.of_step(RUN, 1, step) for step in (1, 2, 3, 4)]
+    asked = [len([ask for ask in asks if ask["status"] == "answered"]) for asks in rows]
     assert asked == [3, 2, 3, 3], "out for the step; with its committed state, which has the teacher, it goes on"
-    assert len(store.asks(RUN, 2, 2)) == 3, "not for the run"
+    assert len(store.asks.of_step(RUN, 2, 2)) == 3, "not for the run"
     assert_no_upload_lost(store)
 
 
@@ -203,24 +204,24 @@ def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
     """Else every further step of its round would last until the deadline."""
 
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r"}})
-    store.register_device("r", "a", b"", b"")
-    store.device_gone("r", "a", "lease ended")
-    store.start_round("r", ["a"])
+    store.runs.begin("r", {"run": {"name": "r"}})
+    store.devices.register("r", "a", b"", b"")
+    store.devices.mark_gone("r", "a", "lease ended")
+    store.runs.start_round("r", ["a"])
     cohort = cohort_of(store, 1)
 
     async def answers() -> list[Any]:
         return [answer async for answer in cohort.ask("train", quorum=0.0, to=["a"])]
 
     assert asyncio.run(answers()) == []
-    (ask,) = store.asks("r", 1, 1)
+    (ask,) = store.asks.of_step("r", 1, 1)
     assert (ask["status"], ask["reason"]) == ("out", "device not present")
     store.close()
 
 
 def _go(store: Store, device: str, how: str) -> None:
     if how == "leaves":
-        store.device_gone("r", device, "device left")
+        store.devices.mark_gone("r", device, "device left")
     else:
         revoke_device(store, device, "stolen")
 
@@ -229,11 +230,11 @@ def _go(store: Store, device: str, how: str) -> None:
 def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) -> None:
     """Its payload is ready, that of the next device is being made, nothing is written yet."""
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r"}})
+    store.runs.begin("r", {"run": {"name": "r"}})
     for device in ("a", "b"):
-        store.register_device("r", device, b"", b"")
-    store.device_gone("r", "b", "device left")
-    store.start_round("r", ["a", "b"])
+        store.devices.register("r", device, b"", b"")
+    store.devices.mark_gone("r", "b", "device left")
+    store.runs.start_round("r", ["a", "b"])
     made: list[str] = []
 
     def payload(device: str) -> dict[str, Any]:
@@ -247,5 +248,5 @@ def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) ->
         return [answer async for answer in cohort_of(store, 1).ask("train", payload, quorum=0.0)]
 
     assert asyncio.run(answers()) == []
-    assert [ask["status"] for ask in store.asks("r", 1, 1)] == ["out", "out"]
+    assert [ask["status"] for ask in store.asks.of_step("r", 1, 1)] == ["out", "out"]
     store.close()

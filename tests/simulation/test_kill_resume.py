@@ -81,21 +81,21 @@ class Fleet:
         """Kills a device while it owes an answer, and starts it again."""
         spec = self._specs[number]
         process = self._processes[spec.name]
-        self._kill(process.pid, lambda: spec.name in self.store.devices_with_open_asks(RUN))
+        self._kill(process.pid, lambda: spec.name in self.store.asks.devices_with_open(RUN))
         process.wait()
         self.start(spec)
 
     def kill_child(self, module: str) -> None:
         """Kills front or engine while asks are open; the supervisor starts it again."""
         (pid,) = wait_until(lambda: children(os.getpid(), module), f"a process of {module}")
-        self._kill(pid, lambda: bool(self.store.devices_with_open_asks(RUN)))
+        self._kill(pid, lambda: bool(self.store.asks.devices_with_open(RUN)))
 
     def _kill(self, pid: int, owing: Callable[[], bool]) -> None:
-        wait_until(lambda: kill_in(lambda: self.store.open_round(RUN) is not None and owing(), pid), "mid-round")
+        wait_until(lambda: kill_in(lambda: self.store.runs.open_round(RUN) is not None and owing(), pid), "mid-round")
 
     def wait_for_rounds(self, count: int) -> None:
         def there() -> bool:
-            row = self.store.run(RUN)
+            row = self.store.runs.get(RUN)
             return row is not None and row["completed_rounds"] >= count
 
         wait_until(there, f"{count} rounds")
@@ -122,8 +122,8 @@ def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) ->
         fleet.kill_device(2)
         fleet.wait_for_the_end()
     store = Store.open(directory)
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * FLEET.rounds
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * FLEET.rounds
     assert_no_upload_lost(store)
-    assert [row["status"] for row in store.uploads(RUN)] == ["used"] * (FLEET.rounds * FLEET.devices)
+    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (FLEET.rounds * FLEET.devices)
     assert outcome(store) == undisturbed
     store.close()

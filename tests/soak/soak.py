@@ -240,7 +240,7 @@ def _serve(
         for device in fleet:
             device.look_after()
         if now >= next_sample:
-            next_sample, uploads = now + extent.pause, int(store._value("SELECT count(*) FROM uploads"))
+            next_sample, uploads = now + extent.pause, int(store.database.value("SELECT count(*) FROM uploads"))
             for one in watched:
                 one.sample(uploads)
         if now >= next_blow:
@@ -258,9 +258,9 @@ def _serve(
 def _outcome(place: Place, seconds: float, figures: list[Figure], wrong: list[str]) -> Outcome:
     store = Store.open(place.store)
     try:
-        row: Mapping[str, Any] = store.run(RUN) or {}
+        row: Mapping[str, Any] = store.runs.get(RUN) or {}
         rounds = int(row.get("completed_rounds", 0))
-        uploads = len(store.uploads(RUN))
+        uploads = len(store.asks.uploads(RUN))
     finally:
         store.close()
     return Outcome(seconds, rounds, uploads, figures, wrong if rounds else [*wrong, "no round was completed"])

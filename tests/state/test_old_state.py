@@ -91,7 +91,7 @@ def test_a_device_goes_on_with_it(state_dir: Path) -> None:
         assert device.model.state_dict().keys() == linear().state_dict().keys()
         assert device.step(0) is Step.WAITED
     assert [event.kind for event in events] == ["checked-in", "scored", "scored", "answered", "delivered"]
-    (upload,) = store.uploads(RUN)
+    (upload,) = store.asks.uploads(RUN)
     assert (upload["round"], upload["attempt"], upload["status"]) == (2, 1, "acknowledged")
     assert (state_dir / "state.safetensors").read_bytes() == candidate
     assert json.loads((state_dir / "device.json").read_text())["format"] == FORMAT
@@ -109,17 +109,17 @@ def _server(state_dir: Path) -> Store:
         }
     )
     store = Store.in_memory()
-    store.begin_run(RUN, config.fixed_part())
+    store.runs.begin(RUN, config.fixed_part())
     contract, initial, _ = make_contract(config, build_method(config))
     store.blobs.put(initial)
-    store.publish_contract(RUN, contract.SerializeToString())
+    store.runs.publish_contract(RUN, contract.SerializeToString())
     profile = (state_dir / "profile.bin").read_bytes()
-    assert store.register_device(RUN, "d", hashlib.sha256(SECRET).digest(), profile)
+    assert store.devices.register(RUN, "d", hashlib.sha256(SECRET).digest(), profile)
     for _ in range(2):
-        number = store.start_round(RUN, ["d"])
+        number = store.runs.start_round(RUN, ["d"])
         if number == 1:
-            store.close_short_round(RUN, number, "played before the recording")
+            store.runs.close_short_round(RUN, number, "played before the recording")
     row = {"run": RUN, "round": 2, "step_number": 1, "device": "d", "step": "train", "seed": 5, "payload": None}
     row |= {"payload_bytes": 0, "deadline_at": time.time() + 60, "expects": {"parameters": "model_parameters"}}
-    store.write_asks([row])
+    store.asks.write([row])
     return store

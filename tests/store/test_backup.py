@@ -61,7 +61,7 @@ class Server:
         """Runs until so many uploads are acknowledged, and dies."""
 
         def look() -> None:
-            if len(self.store.uploads(RUN)) == uploads:
+            if len(self.store.asks.uploads(RUN)) == uploads:
                 raise Interrupt
 
         self.after_step = look
@@ -70,7 +70,7 @@ class Server:
         self.after_step = lambda: None
 
     def receipts(self) -> set[str]:
-        return {row["receipt"] for row in self.store.uploads(RUN)}
+        return {row["receipt"] for row in self.store.asks.uploads(RUN)}
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     assert everything_is_readable(tmp_path / "restored") == made.payloads
     again = Server(tmp_path / "restored", server.devices)
     again.run()
-    assert (again.store.run(RUN) or {})["status"] == "finished"
+    assert (again.store.runs.get(RUN) or {})["status"] == "finished"
     assert receipts <= again.receipts()
     assert_no_upload_lost(again.store, receipts, RUN)
-    assert "restored from the backup of" in again.store.events(RUN, "restored")[0]["text"]
+    assert "restored from the backup of" in again.store.history.events(RUN, "restored")[0]["text"]
     again.store.close()
 
 
@@ -143,7 +143,7 @@ def test_devices_that_are_ahead_of_a_restored_server_go_on(server: Server, tmp_p
     assert (error.value.code, error.value.details) == ("bad-identity", {"check_in": "again"})
     newcomer.check_in()
     again.run()
-    assert (again.store.run(RUN) or {})["status"] == "finished"
+    assert (again.store.runs.get(RUN) or {})["status"] == "finished"
     assert {device.receipts[-1].name.round for device in again.devices} == {4}
     assert_no_upload_lost(again.store, run=RUN)
     again.store.close()
@@ -164,7 +164,7 @@ def test_a_device_of_the_sdk_checks_in_again_where_a_restored_server_does_not_kn
         with pytest.raises(LinkError, match="is not checked in with this secret"):
             device.step(0.0)
         assert device.step(0.0) is Step.WAITED
-        assert after.present_devices(config.run.name) == before.present_devices(config.run.name) == [spec.name]
+        assert after.devices.present(config.run.name) == before.devices.present(config.run.name) == [spec.name]
     before.close()
     after.close()
 
@@ -198,7 +198,7 @@ def test_a_backup_of_a_store_in_use_holds_all_that_it_speaks_of(server: Server, 
         assert backup(server.directory, tmp_path / f"backup-{made}").lost == []
         everything_is_readable(tmp_path / f"backup-{made}")
     working.join()
-    assert (server.store.run(RUN) or {})["status"] == "finished"
+    assert (server.store.runs.get(RUN) or {})["status"] == "finished"
 
 
 def test_nothing_is_deleted_while_a_backup_is_made(
@@ -209,9 +209,9 @@ def test_nothing_is_deleted_while_a_backup_is_made(
 
     def look(name: str) -> None:
         if name == "backup.after-snapshot":
-            server.store.close_round(RUN, 3, server.store.blobs.put_state(b"next"), [], {})
-            server.store.start_round(RUN, [])
-            server.store.close_round(RUN, 4, server.store.blobs.put_state(b"after it"), [], {})
+            server.store.runs.close_round(RUN, 3, server.store.blobs.put_state(b"next"), [], {})
+            server.store.runs.start_round(RUN, [])
+            server.store.runs.close_round(RUN, 4, server.store.blobs.put_state(b"after it"), [], {})
             assert sweep(server.store, 0.0).payloads == 0
         hit(name)
 
@@ -223,7 +223,7 @@ def test_nothing_is_deleted_while_a_backup_is_made(
 
 
 def test_what_the_store_has_lost_is_named_and_the_rest_is_kept(server: Server, tmp_path: Path) -> None:
-    upload = server.store.uploads(RUN)[-1]
+    upload = server.store.asks.uploads(RUN)[-1]
     path = server.store.blobs.path_of(upload["sha256"])  # type: ignore[attr-defined]
     path.write_bytes(path.read_bytes()[:-1] + b"#")
     made = backup(server.directory, tmp_path / "backup")
@@ -231,7 +231,7 @@ def test_what_the_store_has_lost_is_named_and_the_rest_is_kept(server: Server, t
     restore(tmp_path / "backup", tmp_path / "restored")
     again = Server(tmp_path / "restored", server.devices)
     again.run()  # asks the device again
-    assert len(again.store.events(RUN, "quarantined")) == 1
+    assert len(again.store.history.events(RUN, "quarantined")) == 1
     assert_no_upload_lost(again.store, run=RUN)
     again.store.close()
 

@@ -32,9 +32,9 @@ store = "{store}"
 def directory(tmp_path: Path) -> Path:
     """A store with a run, many events and a payload."""
     store = Store.open(tmp_path / "store")
-    store.begin_run("before", {})
+    store.runs.begin("before", {})
     for number in range(200):
-        store.add_event("before", "note", f"{number} " * 200)
+        store.history.add_event("before", "note", f"{number} " * 200)
     store.blobs.put(make_payload())
     store.close()
     return tmp_path / "store"

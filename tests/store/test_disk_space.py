@@ -38,8 +38,8 @@ class Sender:
 
     def __init__(self, directory: Path, room_for: float, make_room: Callable[[], object] = lambda: None) -> None:
         self.store = Store.open(directory)
-        self.store.begin_run("digits", {})
-        self.store.publish_contract("digits", make_contract().SerializeToString())
+        self.store.runs.begin("digits", {})
+        self.store.runs.publish_contract("digits", make_contract().SerializeToString())
         self.desk = Desk(self.store)
         self.secrets = {}
         number = open_round(self.store, "d1", "d2")
@@ -63,7 +63,7 @@ class Sender:
         )
 
     def events(self) -> list[str]:
-        return [row["text"] for row in self.store.events("digits", "no-space")]
+        return [row["text"] for row in self.store.history.events("digits", "no-space")]
 
 
 def finish(session: UploadSession, payload: Payload = PAYLOAD) -> None:
@@ -215,7 +215,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     class Driver:
         async def wait(self, seconds: float = 0.0) -> None:
             nonlocal waited
-            if ballast.exists() and store.events(RUN, "no-space"):
+            if ballast.exists() and store.history.events(RUN, "no-space"):
                 waited += 1
                 if waited == 3:
                     ballast.unlink()
@@ -223,7 +223,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
             store.blobs.space._looked = -1e9  # type: ignore[attr-defined]
             for device in devices:
                 device.step()
-            if store.open_round(RUN) and (store.open_round(RUN) or {})["round"] == 2 and not waited:
+            if store.runs.open_round(RUN) and (store.runs.open_round(RUN) or {})["round"] == 2 and not waited:
                 ballast.write_bytes(bytes(30_000_000))
 
         def wake_other(self) -> None:
@@ -233,9 +233,9 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     store.blobs.space = DiskSpace(directory, store.blobs, bounds, lambda: sweep(store))
     asyncio.run(Engine(store, recorded_config(directory), Driver()).run())
     assert waited >= 3
-    assert (store.run(RUN) or {})["status"] == "finished"
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * 4
-    (event,) = store.events(RUN, "no-space")
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4
+    (event,) = store.history.events(RUN, "no-space")
     assert event["text"] == "step 'train' cannot be asked"
     store.close()
 
@@ -260,7 +260,7 @@ def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path:
         receipt = _until_taken(client, number)
         client.channel.close()
     assert receipt.sha256 == PAYLOAD.sha256
-    assert len(store.events("digits", "no-space")) == 1
+    assert len(store.history.events("digits", "no-space")) == 1
     store.close()
 
 
@@ -314,8 +314,8 @@ def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Pa
     refusals = [outcome for outcome in outcomes.values() if outcome == "no-space"]
     receipts = {outcome for outcome in outcomes.values() if outcome != "no-space"}
     assert len(refusals) >= 5
-    assert receipts == {row["receipt"] for row in store.uploads("digits")}
+    assert receipts == {row["receipt"] for row in store.asks.uploads("digits")}
     assert receipts
-    for row in store.uploads("digits"):
+    for row in store.asks.uploads("digits"):
         store.blobs.open(row["sha256"], verify=True)
     store.close()

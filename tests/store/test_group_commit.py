@@ -19,7 +19,7 @@ RUN = "run"
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(tmp_path)
-    opened.begin_run(RUN, {})
+    opened.runs.begin(RUN, {})
     yield opened
     opened.close()
 
@@ -34,13 +34,13 @@ def commits(tmp_path: Path) -> Iterator[CommitThread]:
 
 
 def texts(store: Store) -> list[str]:
-    return [event["text"] for event in store.events(RUN)]
+    return [event["text"] for event in store.history.events(RUN)]
 
 
 def test_what_a_call_commits_is_there_when_it_is_done(store: Store, commits: CommitThread) -> None:
     def call() -> str:
-        commits.commit(lambda one: one.add_event(RUN, "kind", "first"))
-        commits.commit(lambda one: one.add_event(RUN, "kind", "second"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "first"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "second"))
         return "done"
 
     assert commits.call(call).result(PATIENCE_SECONDS)() == "done"
@@ -49,7 +49,7 @@ def test_what_a_call_commits_is_there_when_it_is_done(store: Store, commits: Com
 
 def test_a_call_that_is_refused_keeps_the_note_about_it(store: Store, commits: CommitThread) -> None:
     def call() -> None:
-        commits.commit(lambda one: one.add_event(RUN, "kind", "note"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "note"))
         raise RefusedError("closed", "no")
 
     outcome = commits.call(call).result(PATIENCE_SECONDS)
@@ -60,14 +60,14 @@ def test_a_call_that_is_refused_keeps_the_note_about_it(store: Store, commits: C
 
 def test_a_job_that_fails_within_a_call_takes_back_only_itself(store: Store, commits: CommitThread) -> None:
     def fail(one: Store) -> None:
-        one.add_event(RUN, "kind", "never")
+        one.history.add_event(RUN, "kind", "never")
         raise ZeroDivisionError
 
     def call() -> None:
-        commits.commit(lambda one: one.add_event(RUN, "kind", "before"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "before"))
         with pytest.raises(ZeroDivisionError):
             commits.commit(fail)
-        commits.commit(lambda one: one.add_event(RUN, "kind", "after"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "after"))
 
     commits.call(call).result(PATIENCE_SECONDS)()
     assert texts(store) == ["before", "after"]
@@ -82,7 +82,7 @@ def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> 
         woken.set()
 
     def call() -> None:
-        commits.commit(lambda one: one.add_event(RUN, "kind", "work"))
+        commits.commit(lambda one: one.history.add_event(RUN, "kind", "work"))
         commits.afterwards(wake)
 
     commits.call(call).result(PATIENCE_SECONDS)()
@@ -99,7 +99,7 @@ def test_outside_a_call_it_follows_at_once(commits: CommitThread) -> None:
 def test_the_thread_outlives_a_caller_that_went_away(store: Store, commits: CommitThread) -> None:
     go_on = threading.Event()
     busy = commits.call(lambda: go_on.wait(PATIENCE_SECONDS))
-    given_up = commits.call(lambda: commits.commit(lambda one: one.add_event(RUN, "kind", "all the same")))
+    given_up = commits.call(lambda: commits.commit(lambda one: one.history.add_event(RUN, "kind", "all the same")))
     assert not given_up.cancel()
     go_on.set()
     busy.result(PATIENCE_SECONDS)

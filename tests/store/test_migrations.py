@@ -101,15 +101,15 @@ def test_the_run_of_an_old_store_goes_on_to_its_end(recorded: Path, tmp_path: Pa
 
     directory = restore(recorded, tmp_path / "store")
     store = Store.open(directory)
-    old = {row["receipt"]: row["status"] for row in store.uploads(RUN)}
+    old = {row["receipt"]: row["status"] for row in store.asks.uploads(RUN)}
     assert sorted(old.values()) == ["acknowledged", "used", "used", "used", "used"]
     desk = Desk(store)
     devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
     asyncio.run(Engine(store, recorded_config(directory), _Driver(devices)).run())
-    uploads = store.uploads(RUN)
+    uploads = store.asks.uploads(RUN)
     assert {row["receipt"]: row["status"] for row in uploads if row["receipt"] in old} == dict.fromkeys(old, "used")
     answered = [(row["round"], row["step_number"], row["device"]) for row in uploads]
     assert len(set(answered)) == len(answered) == 2 * 4 + 2  # four rounds, and the delivery of the end result
-    assert (store.run(RUN) or {})["status"] == "finished"
-    assert [row["status"] for row in store.rounds(RUN)] == ["closed"] * 4
+    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4
     store.close()

@@ -19,9 +19,10 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import free_after_round, needed, prune, sweep
 from fleetdistill_server.store.rollback import roll_back
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 
 RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
 # Few, so that asks, answers, rounds and runs share payloads.
@@ -41,32 +42,32 @@ class Retention(RuleBasedStateMachine):
         self.lost: set[bytes] = set()
         self.codes: list[str] = []
         for run in RUNS:
-            self.store.begin_run(run, {})
-            self.store.set_keep_rounds(run, keep)
-            self.store.set_keep_checkpoints(run, states)
-            self.store.publish_contract(run, make_contract(run=run).SerializeToString())
-            self.store.set_checkpoint(run, self.store.blobs.put_state(b"state of the start"))
+            self.store.runs.begin(run, {})
+            self.store.runs.set_keep_rounds(run, keep)
+            self.store.runs.set_keep_checkpoints(run, states)
+            self.store.runs.publish_contract(run, make_contract(run=run).SerializeToString())
+            self.store.runs.set_checkpoint(run, self.store.blobs.put_state(b"state of the start"))
             for device in DEVICES:
                 request = service_pb2.CheckInRequest(identity=make_identity(device, run=run), profile=make_profile())
                 self.secrets[run, device] = self.desk.check_in(request).secret
 
     @rule(run=runs, payload=payloads)
     def ask_a_step(self, run: str, payload: Any) -> None:
-        opened = self.store.open_round(run)
-        number = opened["round"] if opened else self.store.start_round(run, DEVICES)
-        steps = [one for one in range(1, 9) if not self.store.asks(run, number, one)]
+        opened = self.store.runs.open_round(run)
+        number = opened["round"] if opened else self.store.runs.start_round(run, DEVICES)
+        steps = [one for one in range(1, 9) if not self.store.asks.of_step(run, number, one)]
         row = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
         row |= {"expects": EXPECTS, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "seed": 1}
         self.store.blobs.put(payload)
-        self.store.write_asks([{**row, "device": device, "deadline_at": time.time() + 600} for device in DEVICES])
+        self.store.asks.write([{**row, "device": device, "deadline_at": time.time() + 600} for device in DEVICES])
         self.lost.discard(payload.sha256)
 
     @rule(run=runs, device=devices, payload=payloads, struck=st.booleans())
     def answer(self, run: str, device: str, payload: Any, struck: bool) -> None:
         """A whole upload; struck by a sweep between the payload's rename and the receipt's commit, it is sent again."""
-        if self.store.next_ask(run, device) is None:
+        if self.store.asks.next_open(run, device) is None:
             self.ask_a_step(run, payload)
-        ask = self.store.next_ask(run, device)
+        ask = self.store.asks.next_open(run, device)
         if ask is None:
             return  # the round has as many steps as this test gives it
         commit = self.desk._commit
@@ -80,7 +81,7 @@ class Retention(RuleBasedStateMachine):
                 self.codes.append(refusal.code)
                 self.desk._commit = commit
         self.desk._commit = commit
-        assert self.store.upload_of(ask["id"]) is not None
+        assert self.store.asks.upload_of(ask["id"]) is not None
         assert set(self.codes) <= {Code.INCOMPLETE, Code.OUT_OF_STEP}
         self.lost.discard(payload.sha256)
 
@@ -109,7 +110,7 @@ class Retention(RuleBasedStateMachine):
 
     @rule(run=runs, device=devices, payload=payloads)
     def an_upload_dies_on_its_way(self, run: str, device: str, payload: Any) -> None:
-        ask = self.store.next_ask(run, device)
+        ask = self.store.asks.next_open(run, device)
         if ask is not None:
             staging = self.store.blobs.stage(f"ask-{ask['id']}-attempt-1", payload.parts)
             staging.append(payload.source.read(staging.length, 1))
@@ -121,38 +122,39 @@ class Retention(RuleBasedStateMachine):
 
     @rule(run=runs, data=st.data())
     def close_the_round(self, run: str, data: st.DataObject) -> None:
-        opened = self.store.open_round(run)
+        opened = self.store.runs.open_round(run)
         if opened is None:
             return
         number = opened["round"]
         if data.draw(st.booleans()):
-            self.store.close_short_round(run, number, "too few")
+            self.store.runs.close_short_round(run, number, "too few")
             return
         answered = [row["ask"] for row in self._acknowledged(run)]
         state = self.store.blobs.put_state(
             data.draw(st.sampled_from([b"one state", b"another", b"state of the start"]))
         )
-        spent = self.store.close_round(run, number, state, [ask for ask in answered if data.draw(st.booleans())], {})
+        used = [ask for ask in answered if data.draw(st.booleans())]
+        spent = self.store.runs.close_round(run, number, state, used, {})
         if data.draw(st.booleans()):  # or the engine dies before it
             free_after_round(self.store, run, spent)
 
     @rule(run=runs, data=st.data())
     def roll_back(self, run: str, data: st.DataObject) -> None:
         """The round that is the newest closed one then may have given up its payloads."""
-        to = data.draw(st.sampled_from(self.store.checkpoints(run)))
+        to = data.draw(st.sampled_from(self.store.runs.checkpoints(run)))
         done = roll_back(self.store, run, to["round"])
-        row = self.store.run(run) or {}
+        row = self.store.runs.get(run) or {}
         assert (row["checkpoint"], row["completed_rounds"]) == (to["sha256"], done.completed_rounds)
-        counted = [one for one in self.store.rounds(run) if one["status"] == "closed"]
+        counted = [one for one in self.store.runs.rounds(run) if one["status"] == "closed"]
         assert len(counted) == done.completed_rounds
-        spoken = self.store.payloads_between(run, 0, 1 << 40)
+        spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
         self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
 
     @rule(run=runs)
     def the_disk_damages_an_answer(self, run: str) -> None:
         for upload in self._acknowledged(run)[:1]:
             self.store.blobs.quarantine(upload["sha256"])
-            self.store.take_back_upload(upload["ask"], "a flipped bit")
+            self.store.asks.take_back_upload(upload["ask"], "a flipped bit")
             self.lost.add(upload["sha256"])
 
     @rule()
@@ -168,8 +170,8 @@ class Retention(RuleBasedStateMachine):
         """The server may be about to speak of what is young, so of that nothing goes."""
         for payload in asked:  # rounds that no engine has freed
             self.ask_a_step(run, payload)
-            number = (self.store.open_round(run) or {})["round"]
-            self.store.close_round(run, number, self.store.blobs.put_state(b"one state"), [], {})
+            number = (self.store.runs.open_round(run) or {})["round"]
+            self.store.runs.close_round(run, number, self.store.blobs.put_state(b"one state"), [], {})
         held = self.store.blobs.held()
         aged = [replace(one, age_seconds=math.inf if one.sha256 in old else 0.0) for one in held]
         ages = {one.sha256: one.age_seconds for one in aged}
@@ -183,20 +185,20 @@ class Retention(RuleBasedStateMachine):
     @invariant()
     def what_is_needed_is_readable(self) -> None:
         for run in RUNS:
-            self.store.blobs.get_state((self.store.run(run) or {})["checkpoint"])
-            for kept in self.store.checkpoints(run):
+            self.store.blobs.get_state((self.store.runs.get(run) or {})["checkpoint"])
+            for kept in self.store.runs.checkpoints(run):
                 self.store.blobs.get_state(kept["sha256"])
             wanted = {row["sha256"] for row in self._acknowledged(run)}
-            opened = self.store.open_round(run)
+            opened = self.store.runs.open_round(run)
             for step in range(1, 9) if opened else ():
-                wanted |= {one["payload"] for one in self.store.asks(run, opened["round"], step)}  # type: ignore[index]
-            newest = [one["round"] for one in self.store.rounds(run) if one["status"] == "closed"][-1:]
-            wanted |= {row["sha256"] for row in self.store.uploads(run) if row["round"] in newest and _counts(row)}
+                wanted |= {one["payload"] for one in self.store.asks.of_step(run, opened["round"], step)}  # type: ignore[index]
+            newest = [one["round"] for one in self.store.runs.rounds(run) if one["status"] == "closed"][-1:]
+            wanted |= {row["sha256"] for row in self.store.asks.uploads(run) if row["round"] in newest and _counts(row)}
             for sha256 in wanted - self.lost:
                 self.store.blobs.open(sha256, verify=True)
 
     def _acknowledged(self, run: str) -> list[Row]:
-        return [row for row in self.store.uploads(run) if row["status"] == "acknowledged"]
+        return [row for row in self.store.asks.uploads(run) if row["status"] == "acknowledged"]
 
     def teardown(self) -> None:
         """In the end nothing is left but what is needed."""
@@ -205,7 +207,7 @@ class Retention(RuleBasedStateMachine):
         sweep(self.store, 0.0)
         kept = needed(self.store)
         assert all(one.sha256 in kept for one in self.store.blobs.held())
-        open_asks = self.store.open_asks()
+        open_asks = self.store.asks.open_ids()
         assert all(int(one.key.split("-")[1]) in open_asks for one in self.store.blobs.staging())
         self.store.close()
 

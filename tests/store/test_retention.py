@@ -25,7 +25,7 @@ from fleetdistill_server.store.store import Store
 def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:
     simulate(Simulation(rounds=4, devices=2, seed=1, with_alone=False, with_fedavg=False, out=tmp_path))
     store = Store.open(tmp_path / "work" / "store")
-    uploads = store.uploads(RUN)
+    uploads = store.asks.uploads(RUN)
     assert len(uploads) == 8, "the receipts of every round stay"
     for upload in uploads:
         if upload["round"] == 4:
@@ -33,13 +33,13 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
         else:
             with pytest.raises(StoreError, match="is not in the store"):
                 store.blobs.open(upload["sha256"])
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     contract = contract_pb2.Contract.FromString(row["contract"])
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
-    assert [one["round"] for one in store.checkpoints(RUN)] == [2, 3, 4]
-    states = {one["sha256"] for one in store.checkpoints(RUN)}
-    asked = {one["payload"] for one in store.asks(RUN, 4, 1)}
+    assert [one["round"] for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
+    states = {one["sha256"] for one in store.runs.checkpoints(RUN)}
+    asked = {one["payload"] for one in store.asks.of_step(RUN, 4, 1)}
     newest = {one["sha256"] for one in uploads if one["round"] == 4}
     assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
     assert len(states) == 3
@@ -52,7 +52,7 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
 @pytest.fixture
 def store() -> Iterator[Store]:
     made = Store.in_memory()
-    made.begin_run(RUN, {})
+    made.runs.begin(RUN, {})
     yield made
     made.close()
 
@@ -61,21 +61,21 @@ def play(store: Store, states: str, run: str = RUN) -> dict[int, bytes]:
     """Rounds that end as the letters say: closed, short, or open; returns the payload of each one's only ask."""
     asked = {}
     for state in states:
-        number = store.start_round(run, ["d1"])
+        number = store.runs.start_round(run, ["d1"])
         payload = make_payload(number)
         store.blobs.put(payload)
         asked[number] = payload.sha256
         write_ask(store, run, number, payload.sha256)
         if state == "c":
-            store.close_round(run, number, b"", [], {})
+            store.runs.close_round(run, number, b"", [], {})
         elif state == "s":
-            store.close_short_round(run, number, "too few")
+            store.runs.close_short_round(run, number, "too few")
     return asked
 
 
 def write_ask(store: Store, run: str, number: int, payload: bytes, step_number: int = 1) -> None:
     row = {"run": run, "round": number, "step_number": step_number, "device": "d1", "step": "train", "expects": {}}
-    store.write_asks([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": time.time() + 600}])
+    store.asks.write([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": time.time() + 600}])
 
 
 def readable(store: Store, asked: dict[int, bytes]) -> list[int]:
@@ -97,7 +97,7 @@ def readable(store: Store, asked: dict[int, bytes]) -> list[int]:
 def test_the_newest_closed_rounds_and_all_after_them_are_kept(
     store: Store, states: str, keep: int, kept: list[int]
 ) -> None:
-    store.set_keep_rounds(RUN, keep)
+    store.runs.set_keep_rounds(RUN, keep)
     asked = play(store, states)
     freed = sweep(store, 0.0)
     assert readable(store, asked) == kept
@@ -105,10 +105,10 @@ def test_the_newest_closed_rounds_and_all_after_them_are_kept(
 
 
 def test_what_a_later_round_or_another_run_speaks_of_stays(store: Store) -> None:
-    store.begin_run("other", {})
+    store.runs.begin("other", {})
     asked = play(store, "ccccc")
     write_ask(store, RUN, 5, asked[1], step_number=2)
-    store.start_round("other", ["d1"])
+    store.runs.start_round("other", ["d1"])
     write_ask(store, "other", 1, asked[2])
     free_after_round(store, RUN)
     assert readable(store, asked) == [1, 2, 3, 5], "a round frees what it replaced"
@@ -122,10 +122,10 @@ def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> Non
     for payload in (*payloads.values(), make_payload(9)):
         store.blobs.put(payload)
     digests = {name: payload.sha256 for name, payload in payloads.items()}
-    store.publish_contract(RUN, make_contract(**digests).SerializeToString())
+    store.runs.publish_contract(RUN, make_contract(**digests).SerializeToString())
     assert sweep(store, 0.0).payloads == 1, "the one that it does not name"
     assert {one.sha256 for one in store.blobs.held()} == set(digests.values())
-    store.end_run(RUN, "finished", "0 rounds completed")
+    store.runs.end(RUN, "finished", "0 rounds completed")
     assert prune(store, RUN, whole=True).freed.payloads == len(named)
 
 
@@ -135,7 +135,7 @@ def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> Non
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[Store]:
     made = Store.open(tmp_path / "store")
-    made.begin_run(RUN, {})
+    made.runs.begin(RUN, {})
     yield made
     made.close()
 
@@ -201,16 +201,16 @@ def test_what_is_deleted_while_it_is_put_again_is_written_anew(on_disk: Store, m
 
 
 def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> None:
-    on_disk.start_round(RUN, ["d1"])
+    on_disk.runs.start_round(RUN, ["d1"])
     payload = make_payload()
     for step in (1, 2):
         row = {"run": RUN, "round": 1, "step_number": step, "device": "d1", "step": "train", "expects": {}}
-        on_disk.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 0, "deadline_at": 1e12}])
+        on_disk.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 0, "deadline_at": 1e12}])
     for key in ("ask-1-attempt-1", "ask-1-attempt-2", "ask-2-attempt-1", "put-abc-1", "state-1"):
         staging = on_disk.blobs.stage(key, payload.parts)
         staging.append(b"x")
         staging.close()
-    on_disk.close_ask(1, "deadline passed")
+    on_disk.asks.close(1, "deadline passed")
     freed = sweep(on_disk)
     assert staged_keys(on_disk) == ["ask-2-attempt-1", "put-abc-1", "state-1"]
     assert (freed.staged, freed.bytes > 0) == (2, True)
@@ -231,19 +231,19 @@ def test_a_sweep_leaves_all_alone_while_another_process_needs_it(on_disk: Store,
 
 def events_and_figures(store: Store, asked: dict[int, bytes]) -> None:
     for number in asked:
-        store.add_event(RUN, "late", "a sentence", number=number, device="d1")
-        store.add_figures(RUN, number, "d1", make_metrics())
+        store.history.add_event(RUN, "late", "a sentence", number=number, device="d1")
+        store.history.add_figures(RUN, number, "d1", make_metrics())
 
 
 def told(store: Store) -> tuple[list[int], list[int]]:
-    events = [row["round"] for row in store.events(RUN)]
-    return events, [row["round"] for row in store.figures(RUN, "accuracy", "test")]
+    events = [row["round"] for row in store.history.events(RUN)]
+    return events, [row["round"] for row in store.history.figures(RUN, "accuracy", "test")]
 
 
 def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> None:
-    store.set_keep_rounds(RUN, 9)
+    store.runs.set_keep_rounds(RUN, 9)
     asked = play(store, "cccco")
-    store.accept_upload(1, 1, asked[2], 10, 1)
+    store.asks.accept_upload(1, 1, asked[2], 10, 1)
     events_and_figures(store, asked)
     would = prune(store, RUN, keep_rounds=2, dry_run=True)
     assert told(store) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
@@ -254,13 +254,13 @@ def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> N
     assert (pruned.events, pruned.figures) == (2, 2)
     assert told(store) == ([3, 4, 5], [3, 4, 5])
     assert readable(store, asked) == [3, 4, 5]
-    assert [row["round"] for row in store.rounds(RUN)] == [1, 2, 3, 4, 5]
+    assert [row["round"] for row in store.runs.rounds(RUN)] == [1, 2, 3, 4, 5]
     assert prune(store, RUN, keep_rounds=2) == Pruned()
 
 
 def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
     asked = play(store, "cccc")
-    store._write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round = 1")
+    store.database.write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round = 1")
     assert prune(store, RUN, keep_rounds=1, older_than_seconds=30 * 86_400.0).rounds == 1
     assert readable(store, asked) == [2, 3, 4]
 
@@ -275,20 +275,20 @@ def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
 
 
 def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Store) -> None:
-    store.begin_run("other", {})
+    store.runs.begin("other", {})
     for run in (RUN, "other"):
-        store.set_checkpoint(run, store.blobs.put_state(b"the same state"))
+        store.runs.set_checkpoint(run, store.blobs.put_state(b"the same state"))
     asked = play(store, "cc")
     own = store.blobs.put_state(b"its own state")
-    store.set_checkpoint(RUN, own)
-    store.end_run(RUN, "finished", "2 rounds completed")
+    store.runs.set_checkpoint(RUN, own)
+    store.runs.end(RUN, "finished", "2 rounds completed")
     events_and_figures(store, asked)
     assert prune(store, RUN, keep_rounds=1).rounds == 1
     pruned = prune(store, RUN, whole=True)
     assert (pruned.rounds, pruned.events, pruned.figures) == (2, 1, 1), "all rounds, and what was left of them"
     assert pruned.freed.payloads == 2
-    assert store.run_names() == ["other"]
-    assert store.blobs.get_state((store.run("other") or {})["checkpoint"]) == b"the same state"
+    assert store.runs.names() == ["other"]
+    assert store.blobs.get_state((store.runs.get("other") or {})["checkpoint"]) == b"the same state"
     assert readable(store, asked) == []
 
 

@@ -33,8 +33,9 @@ from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.rollback import RolledBack, roll_back
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 
 
 def play(prepared: Prepared, store: Store) -> None:
@@ -47,13 +48,13 @@ def play(prepared: Prepared, store: Store) -> None:
 
 
 def row_of(store: Store) -> Row:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     return row
 
 
 def statuses(store: Store) -> list[str]:
-    return [row["status"] for row in store.rounds(RUN)]
+    return [row["status"] for row in store.runs.rounds(RUN)]
 
 
 ALL = [*sorted(METHODS), "classstats averaged"]
@@ -67,18 +68,18 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
 ) -> None:
     prepared, store = prepare(RUNS[method], tmp_path / "work"), Store.in_memory()
     play(prepared, store)
-    kept = {one["round"]: one for one in store.checkpoints(RUN)}
+    kept = {one["round"]: one for one in store.runs.checkpoints(RUN)}
     assert list(kept) == [0, 1, 2]
     assert roll_back(store, RUN, to) == RolledBack(completed_rounds=to, undone=2 - to)
     row = row_of(store)
     assert (row["status"], row["completed_rounds"], row["checkpoint"]) == ("stopped", to, kept[to]["sha256"])
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
-    assert {one["status"] for one in store.uploads(RUN) if one["round"] > to} <= {"reported"}
+    assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > to} <= {"reported"}
     play(prepared, store)
     assert (row_of(store)["status"], row_of(store)["completed_rounds"]) == ("finished", 2)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
-    assert {one["status"] for one in store.uploads(RUN) if one["round"] > 2} <= {"used"}
-    assert [one["kind"] for one in store.events(RUN, "rolled-back")] == ["rolled-back"]
+    assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > 2} <= {"used"}
+    assert [one["kind"] for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
     assert_no_upload_lost(store)
     store.close()
 
@@ -89,7 +90,7 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     run = config.run.model_copy(update={"rounds": 4})
     server = config.server.model_copy(update={"keep_checkpoints": 2})
     play((config.model_copy(update={"run": run, "server": server}), *prepared[1:]), store)
-    kept = store.checkpoints(RUN)
+    kept = store.runs.checkpoints(RUN)
     assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
     assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
     assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
@@ -156,7 +157,7 @@ def test_it_is_refused_while_a_server_uses_the_store(played: tuple[Prepared, Pat
 def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     before = row_of(store)
-    store.blobs.path_of(store.checkpoints(RUN)[1]["sha256"]).unlink()  # type: ignore[attr-defined]
+    store.blobs.path_of(store.runs.checkpoints(RUN)[1]["sha256"]).unlink()  # type: ignore[attr-defined]
     with pytest.raises(DamagedError):
         roll_back(store, RUN, 1)
     assert row_of(store) == before
@@ -188,7 +189,7 @@ def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_pat
         devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
 
         def operator() -> None:
-            if row_of(store)["completed_rounds"] == 1 and store.uploads(RUN)[-1]["round"] == 2:
+            if row_of(store)["completed_rounds"] == 1 and store.asks.uploads(RUN)[-1]["round"] == 2:
                 roll_back(store, RUN, 0)
 
         with pytest.raises(RunError, match="was taken over by another engine"):
@@ -238,7 +239,7 @@ def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch
     store = Store.in_memory()
     play(prepare(RUNS["fedavg"], tmp_path / "work"), store)
     assert statuses(store) == ["closed", "short", "closed"]
-    (event,) = store.events(RUN, "round-undone")
+    (event,) = store.history.events(RUN, "round-undone")
     assert event["round"] == 2
     assert event["text"].endswith("the state of before the round is kept")
     assert told in event["text"]

@@ -19,7 +19,8 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
 RUN = "digits"
@@ -29,7 +30,7 @@ CONFIG = {"run": {"name": RUN, "rounds": 3}, "method": {"refinement": "skr"}}
 @pytest.fixture(params=["files", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     opened = Store.open(tmp_path / "store") if request.param == "files" else Store.in_memory()
-    opened.begin_run(RUN, CONFIG)
+    opened.runs.begin(RUN, CONFIG)
     yield opened
     opened.close()
 
@@ -52,21 +53,21 @@ def ask_row(device: str, step_number: int = 1, number: int = 1, **changes: Any) 
 
 def ask_devices(store: Store, *devices: str, **changes: Any) -> list[int]:
     """Writes an ask for each device; returns their ids."""
-    store.write_asks([ask_row(device, **changes) for device in devices])
+    store.asks.write([ask_row(device, **changes) for device in devices])
     number, step = changes.get("number", 1), changes.get("step_number", 1)
-    return [ask["id"] for ask in store.asks(RUN, number, step) if ask["device"] in devices]
+    return [ask["id"] for ask in store.asks.of_step(RUN, number, step) if ask["device"] in devices]
 
 
 def accept(store: Store, ask: int, attempt: int = 1) -> Row | None:
-    return store.accept_upload(ask, attempt, bytes([attempt]) * 32, 1000, 12)
+    return store.asks.accept_upload(ask, attempt, bytes([attempt]) * 32, 1000, 12)
 
 
 def upload_states(store: Store) -> dict[str, tuple[str, str | None]]:
-    return {row["device"]: (row["status"], row["reason"]) for row in store.uploads(RUN)}
+    return {row["device"]: (row["status"], row["reason"]) for row in store.asks.uploads(RUN)}
 
 
 def run_row(store: Store) -> Row:
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     return row
 
@@ -78,20 +79,20 @@ def test_a_new_run_is_preparing_and_an_unknown_one_is_none(store: Store) -> None
     row = run_row(store)
     assert (row["status"], row["contract"], row["checkpoint"], row["completed_rounds"]) == ("preparing", None, None, 0)
     assert json.loads(row["config"]) == CONFIG
-    assert store.run("other") is None
+    assert store.runs.get("other") is None
 
 
 def test_a_run_is_found_again_with_its_progress(store: Store) -> None:
-    store.start_round(RUN, ["a"])
-    store.begin_run(RUN, {"method": {"refinement": "skr"}, "run": {"rounds": 3, "name": RUN}})  # order does not matter
+    store.runs.start_round(RUN, ["a"])
+    store.runs.begin(RUN, {"method": {"refinement": "skr"}, "run": {"rounds": 3, "name": RUN}})  # order does not matter
     assert run_row(store)["next_round"] == 2
-    assert len(store.runs()) == 1
+    assert len(store.runs.all()) == 1
 
 
 def test_a_run_with_a_changed_configuration_is_refused_and_told_what_changed(store: Store) -> None:
     changed = {"run": {"name": RUN, "rounds": 5, "seed": 1}, "method": {}}
     with pytest.raises(RunError) as error:
-        store.begin_run(RUN, changed)
+        store.runs.begin(RUN, changed)
     assert str(error.value) == (
         "run 'digits' exists with another configuration: method.refinement was 'skr', is None; "
         "run.rounds was 3, is 5; run.seed was None, is 1; "
@@ -101,46 +102,46 @@ def test_a_run_with_a_changed_configuration_is_refused_and_told_what_changed(sto
 
 
 def test_runs_are_listed_oldest_first_with_devices_and_uploads(store: Store) -> None:
-    store.begin_run("another", {})
-    store.register_device(RUN, "a", b"h", b"")
+    store.runs.begin("another", {})
+    store.devices.register(RUN, "a", b"h", b"")
     accept(store, *ask_devices(store, "a"))
-    listed = [(row["name"], row["devices"], row["uploads"]) for row in store.runs()]
+    listed = [(row["name"], row["devices"], row["uploads"]) for row in store.runs.all()]
     assert listed == [(RUN, 1, 1), ("another", 0, 0)]
 
 
 def test_a_contract_opens_the_run(store: Store) -> None:
-    store.publish_contract(RUN, b"terms\0of the run")
+    store.runs.publish_contract(RUN, b"terms\0of the run")
     assert (run_row(store)["contract"], run_row(store)["status"]) == (b"terms\0of the run", "running")
 
 
 def test_a_run_ends_with_its_reason_and_can_be_opened_again(store: Store) -> None:
-    store.end_run(RUN, "stopped", "by the operator")
+    store.runs.end(RUN, "stopped", "by the operator")
     assert (run_row(store)["status"], run_row(store)["reason"]) == ("stopped", "by the operator")
-    store.end_run(RUN, "running", "started again")
+    store.runs.end(RUN, "running", "started again")
     assert run_row(store)["status"] == "running"
 
 
 def test_only_the_last_engine_owns_a_run(store: Store) -> None:
-    first = store.own_run(RUN)
-    store.assert_owner(RUN, first)
-    second = store.own_run(RUN)
-    store.assert_owner(RUN, second)
+    first = store.runs.own(RUN)
+    store.runs.assert_owner(RUN, first)
+    second = store.runs.own(RUN)
+    store.runs.assert_owner(RUN, second)
     with pytest.raises(RunError, match="run 'digits' was taken over by another engine"):
-        store.assert_owner(RUN, first)
+        store.runs.assert_owner(RUN, first)
 
 
 def test_an_engine_that_lost_its_run_writes_nothing(store: Store) -> None:
-    token = store.own_run(RUN)
-    store.own_run(RUN)
+    token = store.runs.own(RUN)
+    store.runs.own(RUN)
 
     def write() -> None:
         with store.transaction():
-            store.start_round(RUN, ["a"])
-            store.assert_owner(RUN, token)
+            store.runs.start_round(RUN, ["a"])
+            store.runs.assert_owner(RUN, token)
 
     with pytest.raises(RunError):
         write()
-    assert (store.open_round(RUN), run_row(store)["next_round"]) == (None, 1)
+    assert (store.runs.open_round(RUN), run_row(store)["next_round"]) == (None, 1)
 
 
 # --- devices
@@ -148,136 +149,136 @@ def test_an_engine_that_lost_its_run_writes_nothing(store: Store) -> None:
 
 def test_devices_are_present_in_bytewise_order_and_others_are_not(store: Store) -> None:
     for device in ("é", "b", "a2", "B", "a10"):
-        assert store.register_device(RUN, device, b"hash", b"profile")
-    store.device_gone(RUN, "b", "device left")
-    assert store.present_devices(RUN) == ["B", "a10", "a2", "é"]
-    assert [row["device"] for row in store.devices(RUN)] == ["B", "a10", "a2", "b", "é"]
-    assert store.present_devices("other") == []
+        assert store.devices.register(RUN, device, b"hash", b"profile")
+    store.devices.mark_gone(RUN, "b", "device left")
+    assert store.devices.present(RUN) == ["B", "a10", "a2", "é"]
+    assert [row["device"] for row in store.devices.all(RUN)] == ["B", "a10", "a2", "b", "é"]
+    assert store.devices.present("other") == []
 
 
 def test_a_device_keeps_the_secret_of_its_first_check_in(store: Store) -> None:
-    assert store.register_device(RUN, "a", b"first", b"old profile")
-    assert not store.register_device(RUN, "a", b"second", b"stolen")
-    row = store.device(RUN, "a")
+    assert store.devices.register(RUN, "a", b"first", b"old profile")
+    assert not store.devices.register(RUN, "a", b"second", b"stolen")
+    row = store.devices.get(RUN, "a")
     assert row is not None
     assert (row["secret_hash"], row["profile"]) == (b"first", b"old profile")
-    assert store.register_device(RUN, "a", b"first", b"new profile")
-    again = store.device(RUN, "a")
+    assert store.devices.register(RUN, "a", b"first", b"new profile")
+    again = store.devices.get(RUN, "a")
     assert again is not None
     assert (again["profile"], again["first_seen"]) == (b"new profile", row["first_seen"])
-    assert store.device(RUN, "b") is None
+    assert store.devices.get(RUN, "b") is None
 
 
 def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store: Store) -> None:
-    store.register_device(RUN, "a", b"hash", b"")
+    store.devices.register(RUN, "a", b"hash", b"")
     (done,) = ask_devices(store, "a")
     accept(store, done)
     ask_devices(store, "a", "b", step_number=2)
-    store.device_gone(RUN, "a", "lease ended")
-    asks = [(one["device"], one["status"], one["reason"]) for one in store.asks(RUN, 1, 2)]
+    store.devices.mark_gone(RUN, "a", "lease ended")
+    asks = [(one["device"], one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 2)]
     assert asks == [("a", "out", "lease ended"), ("b", "open", None)]
-    assert store.asks(RUN, 1, 1)[0]["status"] == "answered"
-    assert store.present_devices(RUN) == []
+    assert store.asks.of_step(RUN, 1, 1)[0]["status"] == "answered"
+    assert store.devices.present(RUN) == []
 
 
 def test_a_device_that_calls_again_is_back(store: Store) -> None:
-    store.register_device(RUN, "a", b"hash", b"")
-    store.device_gone(RUN, "a", "lease ended")
-    store.device_back(RUN, "a")
-    assert store.present_devices(RUN) == ["a"]
+    store.devices.register(RUN, "a", b"hash", b"")
+    store.devices.mark_gone(RUN, "a", "lease ended")
+    store.devices.mark_present(RUN, "a")
+    assert store.devices.present(RUN) == ["a"]
 
 
 def test_a_revoked_device_never_comes_back(store: Store) -> None:
     """Whatever call of it was under way when it was revoked."""
     for device in ("a", "b"):
-        store.register_device(RUN, device, b"hash", b"old")
+        store.devices.register(RUN, device, b"hash", b"old")
     revoke_device(store, "a", "stolen")
-    store.device_back(RUN, "a")
-    assert store.register_device(RUN, "a", b"hash", b"new")
-    assert store.present_devices(RUN) == ["b"]
-    store.revoke("device:c", "never came")
-    assert store.register_device(RUN, "c", b"hash", b"")
-    assert store.present_devices(RUN) == ["b"]
+    store.devices.mark_present(RUN, "a")
+    assert store.devices.register(RUN, "a", b"hash", b"new")
+    assert store.devices.present(RUN) == ["b"]
+    store.credentials.revoke("device:c", "never came")
+    assert store.devices.register(RUN, "c", b"hash", b"")
+    assert store.devices.present(RUN) == ["b"]
 
 
 def test_who_has_gone_is_asked_nothing(store: Store) -> None:
     for device in ("a", "b", "c"):
-        store.register_device(RUN, device, b"hash", b"")
-    store.device_gone(RUN, "a", "device left")
+        store.devices.register(RUN, device, b"hash", b"")
+    store.devices.mark_gone(RUN, "a", "device left")
     revoke_device(store, "b", "stolen")
     ask_devices(store, "a", "b", "c", "unknown")
-    asks = {one["device"]: (one["status"], one["reason"]) for one in store.asks(RUN, 1, 1)}
+    asks = {one["device"]: (one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 1)}
     assert asks.pop("a") == ("out", "device not present")
     assert asks.pop("b") == ("out", "device revoked")
     assert asks == dict.fromkeys(("c", "unknown"), ("open", None))
-    store.device_back(RUN, "a")
+    store.devices.mark_present(RUN, "a")
     ask_devices(store, "a")
-    assert store.next_ask(RUN, "a") is None, "an ask that is there is left as it is"
+    assert store.asks.next_open(RUN, "a") is None, "an ask that is there is left as it is"
 
 
 # --- rounds
 
 
 def test_rounds_are_counted_from_one_short_ones_included(store: Store) -> None:
-    assert store.open_round(RUN) is None
-    assert store.start_round(RUN, ["b", "a"]) == 1
-    opened = store.open_round(RUN)
+    assert store.runs.open_round(RUN) is None
+    assert store.runs.start_round(RUN, ["b", "a"]) == 1
+    opened = store.runs.open_round(RUN)
     assert opened is not None
     assert (opened["round"], opened["cohort"]) == (1, ["b", "a"])
-    store.close_short_round(RUN, 1, "too few answered")
-    assert store.open_round(RUN) is None
-    assert store.start_round(RUN, []) == 2
-    store.close_round(RUN, 2, b"c" * 32, [], {"loss": 0.5})
-    assert store.start_round(RUN, []) == 3
-    states = [(row["round"], row["status"], row["reason"]) for row in store.rounds(RUN)]
+    store.runs.close_short_round(RUN, 1, "too few answered")
+    assert store.runs.open_round(RUN) is None
+    assert store.runs.start_round(RUN, []) == 2
+    store.runs.close_round(RUN, 2, b"c" * 32, [], {"loss": 0.5})
+    assert store.runs.start_round(RUN, []) == 3
+    states = [(row["round"], row["status"], row["reason"]) for row in store.runs.rounds(RUN)]
     assert states == [(1, "short", "too few answered"), (2, "closed", None), (3, "open", None)]
     assert run_row(store)["completed_rounds"] == 1
 
 
 def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> None:
-    number = store.start_round(RUN, ["a", "b", "c"])
+    number = store.runs.start_round(RUN, ["a", "b", "c"])
     used, unused, _open = ask_devices(store, "a", "b", "c")
     accept(store, used)
     accept(store, unused)
-    store.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
+    store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
     assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without needing it")}
-    (row,) = store.rounds(RUN)
+    (row,) = store.runs.rounds(RUN)
     assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
     assert (run_row(store)["checkpoint"], run_row(store)["completed_rounds"]) == (b"c" * 32, 1)
-    assert [ask["reason"] for ask in store.asks(RUN, number, 1)] == [None, None, "round closed"]
-    assert store.next_ask(RUN, "c") is None
+    assert [ask["reason"] for ask in store.asks.of_step(RUN, number, 1)] == [None, None, "round closed"]
+    assert store.asks.next_open(RUN, "c") is None
 
 
 def test_a_short_round_reports_its_uploads_and_costs_nothing(store: Store) -> None:
-    store.set_checkpoint(RUN, b"before" + b"0" * 26)
-    number = store.start_round(RUN, ["a", "b"])
+    store.runs.set_checkpoint(RUN, b"before" + b"0" * 26)
+    number = store.runs.start_round(RUN, ["a", "b"])
     accept(store, ask_devices(store, "a", "b")[0])
-    store.close_short_round(RUN, number, "1 of 2 answered")
+    store.runs.close_short_round(RUN, number, "1 of 2 answered")
     assert upload_states(store) == {"a": ("reported", "round short: 1 of 2 answered")}
     row = run_row(store)
     assert (row["completed_rounds"], row["checkpoint"]) == (0, b"before" + b"0" * 26)
-    assert store.devices_with_open_asks(RUN) == set()
+    assert store.asks.devices_with_open(RUN) == set()
 
 
 def test_closing_a_round_leaves_other_rounds_and_runs_alone(store: Store) -> None:
-    store.begin_run("other", {})
-    store.start_round("other", ["a"])
-    store.write_asks([{**ask_row("a"), "run": "other"}])
-    foreign = store.asks("other", 1, 1)[0]["id"]
+    store.runs.begin("other", {})
+    store.runs.start_round("other", ["a"])
+    store.asks.write([{**ask_row("a"), "run": "other"}])
+    foreign = store.asks.of_step("other", 1, 1)[0]["id"]
     accept(store, foreign)
-    store.start_round(RUN, ["a"])
-    store.close_round(RUN, 1, b"c", [], {})
-    assert store.uploads("other")[0]["status"] == "acknowledged"
-    assert store.open_round("other") is not None
+    store.runs.start_round(RUN, ["a"])
+    store.runs.close_round(RUN, 1, b"c", [], {})
+    assert store.asks.uploads("other")[0]["status"] == "acknowledged"
+    assert store.runs.open_round("other") is not None
 
 
 def test_an_upload_is_used_once_even_if_a_later_round_names_its_ask(store: Store) -> None:
-    number = store.start_round(RUN, ["a"])
+    number = store.runs.start_round(RUN, ["a"])
     (ask,) = ask_devices(store, "a")
     accept(store, ask)
-    store.close_short_round(RUN, number, "why")
-    store.start_round(RUN, ["a"])
-    store.close_round(RUN, 2, b"c", [ask], {})
+    store.runs.close_short_round(RUN, number, "why")
+    store.runs.start_round(RUN, ["a"])
+    store.runs.close_round(RUN, 2, b"c", [ask], {})
     assert upload_states(store) == {"a": ("reported", "round short: why")}
 
 
@@ -286,21 +287,21 @@ def test_an_upload_is_used_once_even_if_a_later_round_names_its_ask(store: Store
 def test_every_receipt_is_used_or_reported_once_its_round_is_over(data: st.DataObject) -> None:
     """The promise behind a receipt: never lost, never counted twice."""
     with_memory = Store.in_memory()
-    with_memory.begin_run(RUN, CONFIG)
+    with_memory.runs.begin(RUN, CONFIG)
     devices = data.draw(st.sets(st.sampled_from("abcdef"), min_size=1))
-    number = with_memory.start_round(RUN, sorted(devices))
+    number = with_memory.runs.start_round(RUN, sorted(devices))
     asks = ask_devices(with_memory, *devices)
     answered = data.draw(st.lists(st.sampled_from(asks)))  # some twice
     for ask in answered:
         accept(with_memory, ask)
     used = data.draw(st.sets(st.sampled_from(asks)))
     if data.draw(st.booleans()):
-        with_memory.close_round(RUN, number, b"c", sorted(used), {})
+        with_memory.runs.close_round(RUN, number, b"c", sorted(used), {})
         expected = {ask: "used" if ask in used else "reported" for ask in answered}
     else:
-        with_memory.close_short_round(RUN, number, "short")
+        with_memory.runs.close_short_round(RUN, number, "short")
         expected = dict.fromkeys(answered, "reported")
-    rows = with_memory.uploads(RUN)
+    rows = with_memory.asks.uploads(RUN)
     assert {row["ask"]: row["status"] for row in rows} == expected
     assert len(rows) == len(set(answered))
     assert all(row["reason"] for row in rows if row["status"] == "reported")
@@ -313,8 +314,8 @@ def test_every_receipt_is_used_or_reported_once_its_round_is_over(data: st.DataO
 def test_asks_written_again_stay_as_they_are(store: Store) -> None:
     (first,) = ask_devices(store, "a")
     accept(store, first)
-    store.write_asks([ask_row("a", payload=b"x" * 32), ask_row("b", payload=None, payload_bytes=0)])
-    asks = store.asks(RUN, 1, 1)
+    store.asks.write([ask_row("a", payload=b"x" * 32), ask_row("b", payload=None, payload_bytes=0)])
+    asks = store.asks.of_step(RUN, 1, 1)
     assert [(one["device"], one["status"], one["payload"]) for one in asks] == [
         ("a", "answered", b"p" * 32),
         ("b", "open", None),
@@ -325,57 +326,57 @@ def test_asks_written_again_stay_as_they_are(store: Store) -> None:
 def test_asks_come_in_device_order_joined_with_their_answers(store: Store) -> None:
     ids = ask_devices(store, "b", "a", "c")
     accept(store, ids[1], attempt=2)
-    rows = store.asks(RUN, 1, 1)
+    rows = store.asks.of_step(RUN, 1, 1)
     assert [(row["device"], row["sha256"], row["samples"]) for row in rows] == [
         ("a", None, None),
         ("b", b"\2" * 32, 12),
         ("c", None, None),
     ]
-    one = store.ask(RUN, 1, 1, "b")
+    one = store.asks.get(RUN, 1, 1, "b")
     assert one is not None
     assert (one["seed"], json.loads(one["expects"])) == (2**63 - 1, {"knowledge": "sample_knowledge"})
-    assert store.ask(RUN, 1, 2, "b") is None
+    assert store.asks.get(RUN, 1, 2, "b") is None
 
 
 def test_the_next_ask_is_the_oldest_open_one(store: Store) -> None:
     (first,) = ask_devices(store, "a")
     (second,) = ask_devices(store, "a", step_number=2)
-    assert (store.next_ask(RUN, "a") or {})["id"] == first
-    store.close_ask(first, "why not")
-    assert (store.next_ask(RUN, "a") or {})["id"] == second
-    assert store.devices_with_open_asks(RUN) == {"a"}
+    assert (store.asks.next_open(RUN, "a") or {})["id"] == first
+    store.asks.close(first, "why not")
+    assert (store.asks.next_open(RUN, "a") or {})["id"] == second
+    assert store.asks.devices_with_open(RUN) == {"a"}
     accept(store, second)
-    assert store.next_ask(RUN, "a") is None
-    assert store.devices_with_open_asks(RUN) == set()
+    assert store.asks.next_open(RUN, "a") is None
+    assert store.asks.devices_with_open(RUN) == set()
 
 
 def test_a_payload_is_meant_for_the_devices_whose_asks_name_it(store: Store) -> None:
     ask_devices(store, "a")
-    assert store.ask_naming(RUN, "a", b"p" * 32)
-    assert not store.ask_naming(RUN, "b", b"p" * 32)
-    assert not store.ask_naming(RUN, "a", b"q" * 32)
-    assert not store.ask_naming("other", "a", b"p" * 32)
+    assert store.asks.naming(RUN, "a", b"p" * 32)
+    assert not store.asks.naming(RUN, "b", b"p" * 32)
+    assert not store.asks.naming(RUN, "a", b"q" * 32)
+    assert not store.asks.naming("other", "a", b"p" * 32)
 
 
 def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(store: Store) -> None:
-    known = store.note_refusals_left_out(RUN, "a", "3 further refusals", None)
-    assert store.note_refusals_left_out(RUN, "a", "4 further refusals", known) == known
-    store.delete_run(RUN)
-    store.begin_run(RUN, CONFIG)
-    store.add_event(RUN, "late", "a did not answer", device="a")
-    assert [event["id"] for event in store.events(RUN)] == [known]
-    store.note_refusals_left_out(RUN, "a", "5 further refusals", known)
-    assert [event["text"] for event in store.events(RUN)] == ["a did not answer", "5 further refusals"]
+    known = store.history.note_refusals_left_out(RUN, "a", "3 further refusals", None)
+    assert store.history.note_refusals_left_out(RUN, "a", "4 further refusals", known) == known
+    store.runs.delete(RUN)
+    store.runs.begin(RUN, CONFIG)
+    store.history.add_event(RUN, "late", "a did not answer", device="a")
+    assert [event["id"] for event in store.history.events(RUN)] == [known]
+    store.history.note_refusals_left_out(RUN, "a", "5 further refusals", known)
+    assert [event["text"] for event in store.history.events(RUN)] == ["a did not answer", "5 further refusals"]
 
 
 def test_the_first_answer_wins_and_later_ones_get_its_receipt(store: Store) -> None:
     (ask,) = ask_devices(store, "a")
-    assert store.upload_of(ask) is None
+    assert store.asks.upload_of(ask) is None
     first = accept(store, ask, attempt=1)
     assert first is not None
     assert accept(store, ask, attempt=1) == first
     assert accept(store, ask, attempt=2) == first
-    assert store.upload_of(ask) == first
+    assert store.asks.upload_of(ask) == first
     assert (first["attempt"], first["status"], len(first["receipt"])) == (1, "acknowledged", 32)
 
 
@@ -386,16 +387,16 @@ def test_receipts_are_different(store: Store) -> None:
 
 def test_a_closed_ask_takes_no_answer(store: Store) -> None:
     (ask,) = ask_devices(store, "a")
-    store.close_ask(ask, "deadline passed")
+    store.asks.close(ask, "deadline passed")
     assert accept(store, ask) is None
-    assert store.uploads(RUN) == []
+    assert store.asks.uploads(RUN) == []
 
 
 def test_an_answered_ask_is_not_closed_any_more(store: Store) -> None:
     (ask,) = ask_devices(store, "a")
     accept(store, ask)
-    store.close_ask(ask, "too late")
-    row = store.ask(RUN, 1, 1, "a")
+    store.asks.close(ask, "too late")
+    row = store.asks.get(RUN, 1, 1, "a")
     assert row is not None
     assert (row["status"], row["reason"]) == ("answered", None)
 
@@ -405,11 +406,11 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
     ask_devices(store, "in time", deadline_at=200.0)
     (answered,) = ask_devices(store, "quick", deadline_at=100.0)
     accept(store, answered)
-    assert [ask["device"] for ask in store.expire_asks(RUN, 150.0)] == ["late"]
-    assert store.expire_asks(RUN, 150.0) == []
-    states = {ask["device"]: (ask["status"], ask["reason"]) for ask in store.asks(RUN, 1, 1)}
+    assert [ask["device"] for ask in store.asks.expire(RUN, 150.0)] == ["late"]
+    assert store.asks.expire(RUN, 150.0) == []
+    states = {ask["device"]: (ask["status"], ask["reason"]) for ask in store.asks.of_step(RUN, 1, 1)}
     assert states == {"late": ("out", "deadline passed"), "in time": ("open", None), "quick": ("answered", None)}
-    (event,) = store.events(RUN, "late")
+    (event,) = store.history.events(RUN, "late")
     assert (event["text"], event["round"], event["device"]) == ("late did not answer step 'train' in time", 1, "late")
 
 
@@ -417,13 +418,13 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
 
 
 def test_events_come_oldest_first_and_by_kind(store: Store) -> None:
-    store.add_event(RUN, "refused", "first", number=2, device="a", code="bad-value")
-    store.add_event(RUN, "late", "second")
-    store.add_event(RUN, "refused", "third")
-    assert [event["text"] for event in store.events(RUN)] == ["first", "second", "third"]
-    assert [event["text"] for event in store.events(RUN, "refused")] == ["first", "third"]
-    assert store.events("other") == []
-    event = store.events(RUN)[0]
+    store.history.add_event(RUN, "refused", "first", number=2, device="a", code="bad-value")
+    store.history.add_event(RUN, "late", "second")
+    store.history.add_event(RUN, "refused", "third")
+    assert [event["text"] for event in store.history.events(RUN)] == ["first", "second", "third"]
+    assert [event["text"] for event in store.history.events(RUN, "refused")] == ["first", "third"]
+    assert store.history.events("other") == []
+    event = store.history.events(RUN)[0]
     assert (event["round"], event["device"], event["code"]) == (2, "a", "bad-value")
 
 
@@ -432,31 +433,32 @@ def test_a_figure_reported_again_is_replaced_whole(store: Store) -> None:
     early = Metrics(metrics=[Metric(name="accuracy", split="test", sum=1.0, count=4, by_class=counts)])
     counts = [ClassCount(label=0, sum=3.0, count=4)]
     late = Metrics(metrics=[Metric(name="accuracy", split="test", sum=3.0, count=4, by_class=counts)])
-    store.add_figures(RUN, 1, "a", early)
-    store.add_figures(RUN, 1, "a", late)
-    (row,) = store.figures(RUN, "accuracy", "test")
+    store.history.add_figures(RUN, 1, "a", early)
+    store.history.add_figures(RUN, 1, "a", late)
+    (row,) = store.history.figures(RUN, "accuracy", "test")
     assert (row["sum"], row["count"], json.loads(row["by_class"])) == (3.0, 4, {"0": [3.0, 4]})
 
 
 def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store) -> None:
     for number, device in ((2, "a"), (1, "b"), (1, "a")):
-        store.add_figures(RUN, number, device, make_metrics())
-    store.add_figures(RUN, 1, "a", make_metrics(name="loss"))
-    assert [(row["round"], row["device"]) for row in store.figures(RUN, "accuracy", "test")] == [
+        store.history.add_figures(RUN, number, device, make_metrics())
+    store.history.add_figures(RUN, 1, "a", make_metrics(name="loss"))
+    assert [(row["round"], row["device"]) for row in store.history.figures(RUN, "accuracy", "test")] == [
         (1, "a"),
         (1, "b"),
         (2, "a"),
     ]
-    assert store.figures(RUN, "accuracy", "train") == []
+    assert store.history.figures(RUN, "accuracy", "train") == []
 
 
 def test_traffic_adds_up_by_round_device_and_direction(store: Store) -> None:
     for amount in (10, 20):
-        store.add_traffic(RUN, 1, "a", "up", counted(sample_knowledge=amount), 1)
-    store.add_traffic(RUN, 1, "a", "down", counted(refined_knowledge=5), 2)
-    store.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 3)
+        store.history.add_traffic(RUN, 1, "a", "up", counted(sample_knowledge=amount), 1)
+    store.history.add_traffic(RUN, 1, "a", "down", counted(refined_knowledge=5), 2)
+    store.history.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 3)
     rows = [
-        (r["round"], r["direction"], r["payloads"], r["tensor_bytes"], r["envelope_bytes"]) for r in store.traffic(RUN)
+        (r["round"], r["direction"], r["payloads"], r["tensor_bytes"], r["envelope_bytes"])
+        for r in store.history.traffic(RUN)
     ]
     assert rows == [(1, "down", 1, 5, 2), (1, "up", 2, 30, 2), (2, "up", 1, 7, 3)]
 
@@ -468,15 +470,15 @@ def counted(**tensor: int) -> Counted:
 
 def test_traffic_is_told_apart_by_kind_and_by_what_travelled(store: Store) -> None:
     for _ in range(2):
-        store.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 9)
-    store.add_traffic("another", 2, "a", "up", counted(generator=1), 9)
+        store.history.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 9)
+    store.history.add_traffic("another", 2, "a", "up", counted(generator=1), 9)
     columns = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
-    assert [tuple(row[name] for name in columns) for row in store.traffic_by_kind(RUN)] == [
+    assert [tuple(row[name] for name in columns) for row in store.history.traffic_by_kind(RUN)] == [
         (2, "a", "up", "envelope", 2, 0, 18, 18),
         (2, "a", "up", "generator", 0, 6, 0, 4),
         (2, "a", "up", "sample_knowledge", 0, 8, 0, 6),
     ]
-    assert store.traffic(RUN)[0]["sent_bytes"] == 28
+    assert store.history.traffic(RUN)[0]["sent_bytes"] == 28
 
 
 # --- transactions
@@ -485,42 +487,42 @@ def test_traffic_is_told_apart_by_kind_and_by_what_travelled(store: Store) -> No
 def test_a_transaction_that_fails_leaves_nothing(store: Store) -> None:
     def write() -> None:
         with store.transaction():
-            store.add_event(RUN, "kind", "text")
-            store.start_round(RUN, ["a"])
+            store.history.add_event(RUN, "kind", "text")
+            store.runs.start_round(RUN, ["a"])
             raise KeyError("the caller's own")
 
     with pytest.raises(KeyError, match="the caller's own"):
         write()
-    assert (store.events(RUN), store.rounds(RUN), run_row(store)["next_round"]) == ([], [], 1)
+    assert (store.history.events(RUN), store.runs.rounds(RUN), run_row(store)["next_round"]) == ([], [], 1)
 
 
 def test_a_nested_transaction_that_fails_takes_only_itself_back(store: Store) -> None:
     def fail() -> None:
         with store.transaction():
-            store.add_event(RUN, "kind", "inside")
+            store.history.add_event(RUN, "kind", "inside")
             with store.transaction():
-                store.add_event(RUN, "kind", "deep inside")
+                store.history.add_event(RUN, "kind", "deep inside")
             raise ZeroDivisionError
 
     with store.transaction():
-        store.add_event(RUN, "kind", "before")
+        store.history.add_event(RUN, "kind", "before")
         with pytest.raises(ZeroDivisionError):
             fail()
         with store.transaction():
-            store.add_event(RUN, "kind", "after")
-    assert [event["text"] for event in store.events(RUN)] == ["before", "after"]
+            store.history.add_event(RUN, "kind", "after")
+    assert [event["text"] for event in store.history.events(RUN)] == ["before", "after"]
 
 
 def test_a_transaction_sees_its_own_writes(store: Store) -> None:
     with store.transaction():
-        store.add_event(RUN, "kind", "text")
-        assert len(store.events(RUN)) == 1
+        store.history.add_event(RUN, "kind", "text")
+        assert len(store.history.events(RUN)) == 1
 
 
 def test_errors_of_the_database_are_store_errors(store: Store) -> None:
     store.close()
     with pytest.raises(StoreError, match="the database failed: Cannot operate on a closed database"):
-        store.run(RUN)
+        store.runs.get(RUN)
 
 
 # --- blobs

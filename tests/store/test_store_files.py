@@ -36,6 +36,7 @@ from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.store.blobs import FileBlobs
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -51,7 +52,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(directory: Path) -> Iterator[Store]:
     opened = Store.open(directory)
-    opened.begin_run(RUN, {})
+    opened.runs.begin(RUN, {})
     yield opened
     opened.close()
 
@@ -59,8 +60,8 @@ def store(directory: Path) -> Iterator[Store]:
 def ask_device(store: Store, device: str = "d1") -> int:
     row = {"run": RUN, "round": 1, "step_number": 1, "device": device, "step": "train"}
     row |= {"expects": {"knowledge": "sample_knowledge"}, "payload": None, "payload_bytes": 0, "seed": 1}
-    store.write_asks([{**row, "deadline_at": 4e9}])
-    return int(store.asks(RUN, 1, 1)[-1]["id"])
+    store.asks.write([{**row, "deadline_at": 4e9}])
+    return int(store.asks.of_step(RUN, 1, 1)[-1]["id"])
 
 
 def blob_path(directory: Path, sha256: bytes) -> Path:
@@ -72,7 +73,7 @@ def blob_path(directory: Path, sha256: bytes) -> Path:
 
 
 def test_the_database_is_opened_so_that_a_commit_is_on_the_disk(store: Store) -> None:
-    connection = store._db.conn
+    connection = store.database.tables.conn
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     assert connection.execute("PRAGMA fullfsync").fetchone() == (1,)
@@ -81,7 +82,7 @@ def test_the_database_is_opened_so_that_a_commit_is_on_the_disk(store: Store) ->
 def test_a_database_that_cannot_be_made_durable_is_refused(directory: Path) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)  # has no journal on a disk
     with pytest.raises(StoreError) as error:
-        Store(connection, FileBlobs(directory), "wal")
+        Database(connection, "wal")
     assert str(error.value) == "the database runs with journal mode and synchronous ('memory', 2), must be wal, 2"
 
 
@@ -93,7 +94,7 @@ def test_a_database_that_ignores_synchronous_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "db", isolation_level=None, factory=Careless)
     connection.execute("PRAGMA journal_mode=WAL")
     with pytest.raises(StoreError, match=r"\('wal', 1\), must be wal, 2"):
-        Store(connection, FileBlobs(tmp_path), "wal")
+        Database(connection, "wal")
 
 
 def test_a_blob_is_synced_with_its_directory_before_it_counts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,22 +129,34 @@ def test_a_blob_is_synced_with_its_directory_before_it_counts(directory: Path, m
 
 def test_everything_is_there_after_reopening(directory: Path) -> None:
     store = Store.open(directory)
-    store.begin_run(RUN, {"a": 1})
-    store.publish_contract(RUN, b"contract")
-    store.register_device(RUN, "d1", b"hash", b"profile")
-    store.start_round(RUN, ["d1"])
-    row = store.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
-    store.add_event(RUN, "kind", "text")
-    store.add_traffic(RUN, 1, "d1", "up", Counted(Counter(plan=10), Counter(plan=10)), 1)
+    store.runs.begin(RUN, {"a": 1})
+    store.runs.publish_contract(RUN, b"contract")
+    store.devices.register(RUN, "d1", b"hash", b"profile")
+    store.runs.start_round(RUN, ["d1"])
+    row = store.asks.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
+    store.history.add_event(RUN, "kind", "text")
+    store.history.add_traffic(RUN, 1, "d1", "up", Counted(Counter(plan=10), Counter(plan=10)), 1)
     payload = make_payload()
     store.blobs.put(payload)
     state = store.blobs.put_state(b"state")
-    before = [store.runs(), store.devices(RUN), store.open_round(RUN), store.uploads(RUN), store.events(RUN)]
+    before = [
+        store.runs.all(),
+        store.devices.all(RUN),
+        store.runs.open_round(RUN),
+        store.asks.uploads(RUN),
+        store.history.events(RUN),
+    ]
     store.close()
 
     again = Store.open(directory)
-    assert before == [again.runs(), again.devices(RUN), again.open_round(RUN), again.uploads(RUN), again.events(RUN)]
-    assert again.upload_of(1) == row
+    assert before == [
+        again.runs.all(),
+        again.devices.all(RUN),
+        again.runs.open_round(RUN),
+        again.asks.uploads(RUN),
+        again.history.events(RUN),
+    ]
+    assert again.asks.upload_of(1) == row
     assert data_of(again.blobs.open(payload.sha256)) == data_of(payload)
     assert again.blobs.get_state(state) == b"state"
     again.close()
@@ -152,11 +165,11 @@ def test_everything_is_there_after_reopening(directory: Path) -> None:
 def test_two_stores_on_one_directory_see_each_other_s_commits_and_nothing_else(store: Store, directory: Path) -> None:
     other = Store.open(directory)
     with store.transaction():
-        store.add_event(RUN, "kind", "text")
-        assert other.events(RUN) == []
-    assert len(other.events(RUN)) == 1
-    other.register_device(RUN, "d1", b"hash", b"")
-    assert store.present_devices(RUN) == ["d1"]
+        store.history.add_event(RUN, "kind", "text")
+        assert other.history.events(RUN) == []
+    assert len(other.history.events(RUN)) == 1
+    other.devices.register(RUN, "d1", b"hash", b"")
+    assert store.devices.present(RUN) == ["d1"]
     payload = make_payload()
     other.blobs.put(payload)
     assert data_of(store.blobs.open(payload.sha256)) == data_of(payload)
@@ -168,7 +181,7 @@ def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Pat
     others = [Store.open(directory) for _ in range(4)]
     rows: list[Any] = []
     threads = [
-        threading.Thread(target=lambda one=one, n=n: rows.append(one.accept_upload(ask, n, b"s" * 32, 1, 1)))
+        threading.Thread(target=lambda one=one, n=n: rows.append(one.asks.accept_upload(ask, n, b"s" * 32, 1, 1)))
         for n, one in enumerate(others)
     ]
     for thread in threads:
@@ -176,7 +189,7 @@ def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Pat
     for thread in threads:
         thread.join()
     assert len({row["receipt"] for row in rows}) == 1
-    assert len(store.uploads(RUN)) == 1
+    assert len(store.asks.uploads(RUN)) == 1
     for one in others:
         one.close()
 
@@ -185,8 +198,8 @@ def _open_and_register(directory: Path, barrier: Any, device: str, answers: Any)
     barrier.wait()
     try:
         opened = Store.open(directory)
-        opened.begin_run(RUN, {})
-        opened.register_device(RUN, device, b"hash", b"")
+        opened.runs.begin(RUN, {})
+        opened.devices.register(RUN, device, b"hash", b"")
         answers.put(None)
     except BaseException as error:
         answers.put(repr(error))
@@ -207,7 +220,7 @@ def test_processes_that_open_a_new_store_at_the_same_moment_all_can(tmp_path: Pa
         for process in processes:
             process.join()
         opened = Store.open(directory)
-        assert opened.present_devices(RUN) == ["d0", "d1", "d2"]
+        assert opened.devices.present(RUN) == ["d0", "d1", "d2"]
         opened.close()
 
 
@@ -333,7 +346,7 @@ def test_a_damaged_blob_is_a_store_error(store: Store, directory: Path, name: st
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough to be one" * 100, None])
 def test_a_damaged_database_is_a_store_error(directory: Path, content: bytes | None) -> None:
     store = Store.open(directory)
-    store.begin_run(RUN, {})
+    store.runs.begin(RUN, {})
     store.close()
     path = directory / "store.sqlite"
     path.write_bytes(content or path.read_bytes()[:5000] + b"\xff" * 20_000)
@@ -341,8 +354,8 @@ def test_a_damaged_database_is_a_store_error(directory: Path, content: bytes | N
     def use() -> None:
         opened = Store.open(directory)
         try:
-            opened.begin_run("another", {})
-            opened.runs()
+            opened.runs.begin("another", {})
+            opened.runs.all()
         finally:
             opened.close()
 
@@ -392,7 +405,7 @@ class _Sender:
 
     def __init__(self, store: Store, payload: Payload) -> None:
         self.desk = Desk(store)
-        store.publish_contract(RUN, make_contract(max_upload_bytes=8 << 20).SerializeToString())
+        store.runs.publish_contract(RUN, make_contract(max_upload_bytes=8 << 20).SerializeToString())
         request = service_pb2.CheckInRequest(identity=make_identity(), profile=make_profile())
         self.identity = make_identity(secret=self.desk.check_in(request).secret)
         ask_device(store)
@@ -423,26 +436,26 @@ class _Sender:
 
 def test_an_upload_to_a_full_disk_gets_no_receipt_and_succeeds_once_there_is_space(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
-    store.begin_run(RUN, {})
+    store.runs.begin(RUN, {})
     sender = _Sender(store, make_payload(20_000))  # 880 kB
     ballast = fill(small_disk)
     with pytest.raises(StoreError) as error:
         sender.send()
     assert "the disk is full" in str(error.value)
-    assert store.uploads(RUN) == []
+    assert store.asks.uploads(RUN) == []
     assert not list((small_disk / "store").rglob("*.safetensors"))
     ballast.unlink()
     assert sender.status().ask_open  # a full disk is not the device's fault
     receipt = sender.send()
     assert receipt.sha256 == sender.payload.sha256
     assert data_of(store.blobs.open(receipt.sha256)) == data_of(sender.payload)
-    assert len(store.uploads(RUN)) == 1
+    assert len(store.asks.uploads(RUN)) == 1
     store.close()
 
 
 def test_a_disk_that_fills_up_during_an_upload_loses_nothing_that_was_taken(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
-    store.begin_run(RUN, {})
+    store.runs.begin(RUN, {})
     sender = _Sender(store, make_payload(60_000))  # 2.6 MB, more than the disk
     with pytest.raises(StoreError, match="writing an upload: the disk is full"):
         sender.send()
@@ -456,20 +469,20 @@ def test_a_disk_that_fills_up_during_an_upload_loses_nothing_that_was_taken(smal
 
 def test_a_commit_on_a_full_disk_is_a_store_error_and_the_store_goes_on_afterwards(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
-    store.begin_run(RUN, {})
+    store.runs.begin(RUN, {})
     ask = ask_device(store)
     ballast = fill(small_disk)
 
     def write() -> None:
         with store.transaction():
-            store.accept_upload(ask, 1, b"s" * 32, 1, 1)
-            store.add_event(RUN, "kind", "x" * (4 << 20))
+            store.asks.accept_upload(ask, 1, b"s" * 32, 1, 1)
+            store.history.add_event(RUN, "kind", "x" * (4 << 20))
 
     with pytest.raises(StoreError, match="the database failed: the disk is full"):
         write()
-    assert store.upload_of(ask) is None
+    assert store.asks.upload_of(ask) is None
     ballast.unlink()
-    assert store.accept_upload(ask, 1, b"s" * 32, 1, 1) is not None
+    assert store.asks.accept_upload(ask, 1, b"s" * 32, 1, 1) is not None
     store.close()
 
 
@@ -487,7 +500,7 @@ def test_a_full_disk_at_the_last_step_leaves_the_upload_staged(
         patched.setattr(os, "fsync", no_space)
         with pytest.raises(StoreError, match="making an upload durable: the disk is full"):
             sender.send()
-    assert store.uploads(RUN) == []
+    assert store.asks.uploads(RUN) == []
     assert sender.status().next_byte == sender.payload.data_bytes
     assert sender.send().data_bytes == sender.payload.data_bytes
 
@@ -501,12 +514,12 @@ def test_a_commit_that_fails_after_the_payload_is_stored_gives_no_receipt(
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "accept_upload", no_space)
+        patched.setattr(store.asks, "accept_upload", no_space)
         with pytest.raises(StoreError, match="the database failed: database or disk is full"):
             sender.send()
     assert not sender.status().HasField("receipt")
     assert sender.send().sha256 == sender.payload.sha256
-    assert len(store.traffic(RUN)) == 1
+    assert len(store.history.traffic(RUN)) == 1
 
 
 # --- the writer thread
@@ -528,8 +541,8 @@ def test_many_threads_jobs_are_all_committed(store: Store, directory: Path, comm
     reader = Store.open(directory)
 
     def send(ask: int) -> None:
-        answers[ask] = commits.commit(lambda one: one.accept_upload(ask, 1, b"s" * 32, 1, ask))
-        seen[ask] = reader.upload_of(ask) is not None  # durable before the yes
+        answers[ask] = commits.commit(lambda one: one.asks.accept_upload(ask, 1, b"s" * 32, 1, ask))
+        seen[ask] = reader.asks.upload_of(ask) is not None  # durable before the yes
 
     threads = [threading.Thread(target=send, args=(ask,)) for ask in asks]
     for thread in threads:
@@ -538,7 +551,7 @@ def test_many_threads_jobs_are_all_committed(store: Store, directory: Path, comm
         thread.join()
     assert all(answers[ask]["samples"] == ask for ask in asks)
     assert all(seen.values())
-    assert len(store.uploads(RUN)) == 200
+    assert len(store.asks.uploads(RUN)) == 200
     reader.close()
 
 
@@ -573,7 +586,7 @@ def in_one_group(commits: CommitThread, store: Store, *jobs: Callable[[Store], A
 
 def _note(text: str) -> Callable[[Store], str]:
     def job(store: Store) -> str:
-        store.add_event(RUN, "kind", text)
+        store.history.add_event(RUN, "kind", text)
         return text
 
     return job
@@ -581,24 +594,24 @@ def _note(text: str) -> Callable[[Store], str]:
 
 def test_a_job_that_fails_raises_its_own_error_and_spares_its_group(store: Store, commits: CommitThread) -> None:
     def fail(one: Store) -> None:
-        one.add_event(RUN, "kind", "never")
+        one.history.add_event(RUN, "kind", "never")
         raise ZeroDivisionError("its own error")
 
     first, second, third = in_one_group(commits, store, _note("first"), fail, _note("third"))
     assert (first, third) == ("first", "third")
     assert isinstance(second, ZeroDivisionError)
-    assert [event["text"] for event in store.events(RUN)] == ["first", "third"]
+    assert [event["text"] for event in store.history.events(RUN)] == ["first", "third"]
 
 
 def test_jobs_run_in_the_order_they_were_handed_in(store: Store, commits: CommitThread) -> None:
     texts = [str(number) for number in range(20)]
     assert in_one_group(commits, store, *(_note(text) for text in texts)) == texts
-    assert [event["text"] for event in store.events(RUN)] == texts
+    assert [event["text"] for event in store.history.events(RUN)] == texts
 
 
 def test_jobs_handed_in_together_share_one_transaction(store: Store, commits: CommitThread) -> None:
     statements: list[str] = []
-    store._db.conn.set_trace_callback(statements.append)
+    store.database.tables.conn.set_trace_callback(statements.append)
     in_one_group(commits, store, *(_note(str(number)) for number in range(50)))
     assert statements.count("COMMIT") == 2  # the one that kept the thread busy, and the group
 
@@ -609,14 +622,14 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
     """SQLite may undo the whole transaction on an error such as a full disk."""
 
     def lose_everything(one: Store) -> None:
-        one._db.conn.execute("ROLLBACK")
+        one.database.tables.conn.execute("ROLLBACK")
         raise StoreError("the database failed: the disk is full")
 
     answers = in_one_group(commits, store, _note("first"), lose_everything, _note("third"))
     assert isinstance(answers[0], StoreError)
     assert isinstance(answers[1], StoreError)
     assert commits.commit(_note("later")) == "later"  # the thread lives on
-    kept = {event["text"] for event in store.events(RUN)}
+    kept = {event["text"] for event in store.history.events(RUN)}
     assert "first" not in kept
     assert {answer for answer in answers if isinstance(answer, str)} <= kept
 
@@ -629,7 +642,7 @@ def test_a_closed_thread_refuses_what_comes_after(store: Store) -> None:
     with pytest.raises(StoreError, match="the store is being closed"):
         commits.call(lambda: None)
     commits.close()
-    assert store.events(RUN) == []
+    assert store.history.events(RUN) == []
 
 
 def test_closing_finishes_what_was_handed_in(store: Store) -> None:
@@ -641,7 +654,7 @@ def test_closing_finishes_what_was_handed_in(store: Store) -> None:
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
     commits.close()
-    assert len(answers) == len(store.events(RUN)) == 20
+    assert len(answers) == len(store.history.events(RUN)) == 20
     assert not commits._thread.is_alive()
 
 

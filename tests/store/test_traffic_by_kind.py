@@ -25,15 +25,16 @@ def test_rows_of_before_are_read_and_summed_with_new_ones(tmp_path: Path) -> Non
     store = Store.open(tmp_path)
     (run,) = {row[0] for row in rows}
     found = [
-        (run, *(one for name, one in row.items() if name not in ("run", "sent_bytes"))) for row in store.traffic(run)
+        (run, *(one for name, one in row.items() if name not in ("run", "sent_bytes")))
+        for row in store.history.traffic(run)
     ]
     assert found == rows
-    assert {row["kind"] for row in store.traffic_by_kind(run)} == {""}
-    assert all(row["sent_bytes"] == row["tensor_bytes"] + row["envelope_bytes"] for row in store.traffic(run))
+    assert {row["kind"] for row in store.history.traffic_by_kind(run)} == {""}
+    assert all(row["sent_bytes"] == row["tensor_bytes"] + row["envelope_bytes"] for row in store.history.traffic(run))
 
     _, number, device, direction, payloads, tensor, envelope = rows[0]
-    store.add_traffic(run, number, device, direction, Counted(Counter(plan=5), Counter(plan=3)), 7)
-    first = store.traffic(run)[0]
+    store.history.add_traffic(run, number, device, direction, Counted(Counter(plan=5), Counter(plan=3)), 7)
+    first = store.history.traffic(run)[0]
     assert (first["payloads"], first["tensor_bytes"], first["envelope_bytes"]) == (
         payloads + 1,
         tensor + 5,

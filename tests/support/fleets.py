@@ -21,7 +21,8 @@ from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_server.simulation.spec.settings import Simulation
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
 
@@ -111,10 +112,10 @@ def run_in_memory(prepared: Prepared, watch: Callable[[Store], None] = lambda st
 
 def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     """What must be the same whatever happened on the way: the last checkpoint, and every accuracy."""
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     assert row["status"] == "finished"
-    figures = store.figures(RUN, "accuracy", "test")
+    figures = store.history.figures(RUN, "accuracy", "test")
     return _state_without_secrets(store, row["checkpoint"]), [
         (one["round"], one["device"], one["sum"], one["count"]) for one in figures
     ]
@@ -122,7 +123,7 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
 
 def _state_without_secrets(store: Store, checkpoint: bytes) -> bytes:
     """The last state's digest, with devices' names for the versions of their rows, which depend on their secrets."""
-    profiles = {row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices(RUN)}
+    profiles = {row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices.all(RUN)}
     names = {profile.data_version.hex(): device for device, profile in profiles.items() if profile.data_version}
     state = _renamed(unpack_state(store.blobs.get_state(checkpoint)), names)
     return hashlib.sha256(pack_state(state)).digest()
@@ -139,22 +140,22 @@ def _renamed(state: Any, names: Mapping[str, str]) -> Any:
 def record(store: Store) -> dict[str, Any]:
     """All that a run leaves in its store but for times and random names; digests stand for the bytes."""
     checkpoint, accuracies = outcome(store)
-    rounds = store.rounds(RUN)
+    rounds = store.runs.rounds(RUN)
     asks = [ask for row in rounds for ask in _asks(store, row["round"])]
-    uploads = [(*_name(row), row["samples"], row["status"], row["sha256"]) for row in store.uploads(RUN)]
+    uploads = [(*_name(row), row["samples"], row["status"], row["sha256"]) for row in store.asks.uploads(RUN)]
     return {
         "checkpoint": checkpoint,
         "accuracies": accuracies,
         "rounds": [(row["round"], row["status"], row["cohort"], row["figures"]) for row in rounds],
         "asks": [(*_name(ask), ask["expects"], ask["seed"], ask["status"], ask["payload"]) for ask in asks],
         "uploads": sorted(uploads),
-        "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.events(RUN)),
+        "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.history.events(RUN)),
     }
 
 
 def _asks(store: Store, number: int) -> Iterator[Row]:
     for step_number in itertools.count(1):
-        if not (asks := store.asks(RUN, number, step_number)):
+        if not (asks := store.asks.of_step(RUN, number, step_number)):
             return
         yield from asks
 
@@ -171,7 +172,7 @@ def device_files(prepared: Prepared) -> dict[str, bytes]:
 
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:
     """Every receipt is used once or reported with a reason; no ask has two answers that count."""
-    uploads = store.uploads(run)
+    uploads = store.asks.uploads(run)
     ids = [row["receipt"] for row in uploads]
     assert len(set(ids)) == len(ids)
     if receipts is not None:

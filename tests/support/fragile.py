@@ -24,6 +24,10 @@ class Fuse:
             raise Crash
 
 
+PARTS = ("blobs", "history", "runs", "devices", "asks", "credentials")
+"""What a store consists of."""
+
+
 class Fragile:
     """Anything whose every call may be the last: the fuse is touched before it and after it."""
 
@@ -32,7 +36,7 @@ class Fragile:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name == "blobs":
+        if name in PARTS:
             return Fragile(found, self._fuse)
         return found if name == "transaction" or not callable(found) else self._guarded(found)
 

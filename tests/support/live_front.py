@@ -38,14 +38,14 @@ CALL_SECONDS = PATIENCE_SECONDS
 def prepare_store(directory: Path, **contract: Any) -> Store:
     """A store with one running run, as the engine would have left it."""
     store = Store.open(directory)
-    store.begin_run(RUN, {"made": "by hand"})
-    store.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString())
+    store.runs.begin(RUN, {"made": "by hand"})
+    store.runs.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString())
     return store
 
 
 def open_round(store: Store, *devices: str) -> int:
     """Opens a round with these devices; asks nothing yet."""
-    return store.start_round(RUN, sorted(devices))
+    return store.runs.start_round(RUN, sorted(devices))
 
 
 def write_asks(
@@ -75,7 +75,7 @@ def write_asks(
         }
         for device in devices
     ]
-    store.write_asks(rows)
+    store.asks.write(rows)
 
 
 class LiveFront:

@@ -56,8 +56,8 @@ class _Driver:
     async def wait(self, seconds: float = 0.0) -> None:
         for device in self._devices:
             device.step()
-            opened = self._store.open_round(RUN)
-            if opened is not None and opened["round"] == 3 and len(self._store.uploads(RUN)) == 5:
+            opened = self._store.runs.open_round(RUN)
+            if opened is not None and opened["round"] == 3 and len(self._store.asks.uploads(RUN)) == 5:
                 raise PowerCut
 
     def wake_other(self) -> None:
@@ -72,10 +72,10 @@ def make_store(directory: Path) -> None:
     engine = Engine(store, recorded_config(directory), _Driver(store, devices))
     with contextlib.suppress(PowerCut):
         asyncio.run(engine.run())
-    store.register_device(RUN, "gone", b"h" * 32, b"")
-    store.device_gone(RUN, "gone", "lease ended")
-    store.add_event(RUN, "lease-ended", "gone was silent for 60 s", number=2, device="gone")
-    store.add_event(RUN, "refused", "a sentence", number=2, device="d0", code="bad-value")
+    store.devices.register(RUN, "gone", b"h" * 32, b"")
+    store.devices.mark_gone(RUN, "gone", "lease ended")
+    store.history.add_event(RUN, "lease-ended", "gone was silent for 60 s", number=2, device="gone")
+    store.history.add_event(RUN, "refused", "a sentence", number=2, device="d0", code="bad-value")
     store.close()
 
 

@@ -235,7 +235,7 @@ def small_run(work: Path, points: Mapping[str, Sequence[str]] | None = None) -> 
     place = Place(work, _free_port())
     place.config.write_text(_CONFIG)
     with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
-        store.begin_run(RUN, load_run_config(place.config).fixed_part())
+        store.runs.begin(RUN, load_run_config(place.config).fixed_part())
     pipes = [Pipe(place.pipe(name)) for name in ("front", "engine")]
     targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         "front": (_front, (place,)),

@@ -64,10 +64,10 @@ def half_of(spec: DeviceSpec, config: RunConfig, server: ServerMethod) -> Device
 def test_a_method_computes_here_what_it_computes_in_a_run(name: str, tmp_path: Path) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     store = run_in_memory(prepared)
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     expected = unpack_state(store.blobs.get_state(row["checkpoint"]))
-    profiles = {one["device"]: contract_pb2.DeviceProfile.FromString(one["profile"]) for one in store.devices(RUN)}
+    profiles = {one["device"]: contract_pb2.DeviceProfile.FromString(one["profile"]) for one in store.devices.all(RUN)}
     versions = {device: profile.data_version.hex() for device, profile in profiles.items()}
     store.close()
 

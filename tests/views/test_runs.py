@@ -29,16 +29,16 @@ DEVICES = ("a", "b")
 def filled(rounds: int) -> Store:
     """Device a has accuracy .1 x round, b twice that; a guard fires in each round as often as its number says."""
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
+    store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
     for device in DEVICES:
-        store.register_device("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
+        store.devices.register("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
     for number in range(1, rounds + 1):
-        store.start_round("r", DEVICES)
+        store.runs.start_round("r", DEVICES)
         for factor, device in enumerate(DEVICES, start=1):
-            store.add_figures("r", number, device, figures(number * factor, replaced=device == "a"))
+            store.history.add_figures("r", number, device, figures(number * factor, replaced=device == "a"))
         for guard in range(number):
-            store.add_event("r", "teacher-guard", str(guard), number=number, device="a")
-        store.close_round("r", number, b"", [], {})
+            store.history.add_event("r", "teacher-guard", str(guard), number=number, device="a")
+        store.runs.close_round("r", number, b"", [], {})
     return store
 
 
@@ -55,7 +55,7 @@ def figures(tenths: int, *, replaced: bool) -> Metrics:
 @pytest.mark.parametrize(("rounds", "wanted", "told"), [(0, None, "until stopped"), (3, 3, "3")])
 def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int | None, told: str) -> None:
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
+    store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": rounds}})
     for view in (views.runs(store), views.run(store, "r")):
         row = view.facts or view.lists["runs"][0]
         assert row["wanted_rounds"] == wanted
@@ -90,7 +90,7 @@ def test_a_run_whose_devices_have_several_answers_lists_the_newest_accuracy_of_e
     assert "test_accuracy_of_answers" not in views.run(store, "r").lists
     for number in (1, 2):
         metric = Metric(name="personal/accuracy", split="test", sum=5 + number, count=10)
-        store.add_figures("r", number, "b", Metrics(metrics=[metric]))
+        store.history.add_figures("r", number, "b", Metrics(metrics=[metric]))
     assert views.run(store, "r").lists["test_accuracy_of_answers"] == [
         {"device": "a", "general": 0.2, "personal": None},
         {"device": "b", "general": 0.4, "personal": 0.7},
@@ -105,8 +105,8 @@ def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
     nameless = Metric(name="/accuracy", split="test", sum=9, count=10)
     personal = Metric(name="personal/accuracy", split="test", sum=5, count=10)
     column = Metric(name="device/accuracy", split="test", sum=9, count=10)
-    store.add_figures("r", 1, "a", Metrics(metrics=[*made_up, general, nameless, column, personal]))
-    store.add_figures("r", 1, "b", Metrics(metrics=[column, personal]))
+    store.history.add_figures("r", 1, "a", Metrics(metrics=[*made_up, general, nameless, column, personal]))
+    store.history.add_figures("r", 1, "b", Metrics(metrics=[column, personal]))
     first, second = views.run(store, "r").lists["test_accuracy_of_answers"]
     assert first == {"device": "a", "general": 0.1, "a": 0.1, "b": 0.1, "c": 0.1, "personal": 0.5}
     assert (second["general"], second["a"], second["personal"]) == (0.2, None, 0.5)
@@ -126,9 +126,9 @@ def test_what_devices_expect_is_shown_for_each_and_for_the_fleet() -> None:
     assert "leave_one_out" not in without.lists
     assert not any(name.startswith("leave_one_out") for name in without.facts)
     assert [row["leave_one_out"] for row in views.devices(store, "r").lists["devices"]] == [None, None]
-    store.add_figures("r", 1, "a", left_out(1, 1, 9, kept=True))  # of a round before
-    store.add_figures("r", 2, "a", left_out(8, 9, 5))
-    store.add_figures("r", 1, "b", left_out(6, 7, 9, kept=True))
+    store.history.add_figures("r", 1, "a", left_out(1, 1, 9, kept=True))  # of a round before
+    store.history.add_figures("r", 2, "a", left_out(8, 9, 5))
+    store.history.add_figures("r", 1, "b", left_out(6, 7, 9, kept=True))
     shown = views.run(store, "r")
     assert shown.lists["leave_one_out"] == [
         {"device": "a", "general": 0.8, "personal": 0.9, "own_statistics_kept": False},
@@ -144,28 +144,29 @@ def test_the_fleet_expects_by_rows_and_not_by_devices() -> None:
     for device, right, rows in (("a", 9, 10), ("b", 10, 90)):
         names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)
         metrics = [Metric(name=name, split="train", sum=right, count=rows) for name in names]
-        store.add_figures("r", 1, device, Metrics(metrics=metrics))
+        store.history.add_figures("r", 1, device, Metrics(metrics=metrics))
     assert views.run(store, "r").facts["leave_one_out_general"] == 0.19
 
 
 def test_a_device_that_tells_half_of_it_expects_nothing() -> None:
     store = filled(1)
-    store.add_figures("r", 1, "a", Metrics(metrics=[Metric(name=LEAVE_ONE_OUT, split="train", sum=1, count=10)]))
+    half = [Metric(name=LEAVE_ONE_OUT, split="train", sum=1, count=10)]
+    store.history.add_figures("r", 1, "a", Metrics(metrics=half))
     none = [Metric(name=one, split="train", sum=0, count=0) for one in (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)]
-    store.add_figures("r", 1, "b", Metrics(metrics=none))
+    store.history.add_figures("r", 1, "b", Metrics(metrics=none))
     assert "leave_one_out" not in views.run(store, "r").lists
 
 
 def reads(store: Store, view: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a view asks the database what."""
     asked: Counter[str] = Counter()
-    rows = store._rows
+    rows = store.database.rows
 
     def counted(sql: str, *values: Any) -> Any:
         asked[sql] += 1
         return rows(sql, *values)
 
-    monkeypatch.setattr(store, "_rows", counted)
+    monkeypatch.setattr(store.database, "rows", counted)
     view(store, "r")
     return asked
 
@@ -177,7 +178,7 @@ def test_the_store_is_asked_as_often_for_many_rounds_as_for_one(view: Any, monke
 
 def test_a_device_more_does_not_ask_the_store_again(monkeypatch: pytest.MonkeyPatch) -> None:
     more = filled(1)
-    more.register_device("r", "c", b"", contract_pb2.DeviceProfile().SerializeToString())
+    more.devices.register("r", "c", b"", contract_pb2.DeviceProfile().SerializeToString())
     assert reads(more, views.devices, monkeypatch) == reads(filled(1), views.devices, monkeypatch)
 
 
@@ -192,22 +193,22 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
 def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part_in() -> None:
     """Device a is left out in rounds 1, 2, 4 and 5 and not asked in 3; b in 1, 2 and 4, and counts in 3."""
     store = Store.in_memory()
-    store.begin_run("r", {"run": {"name": "r", "method": "fedavg", "rounds": 5}})
+    store.runs.begin("r", {"run": {"name": "r", "method": "fedavg", "rounds": 5}})
     left_out = {"a": {1, 2, 4, 5}, "b": {1, 2, 4}}
     for device in DEVICES:
-        store.register_device("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
+        store.devices.register("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
     for number in range(1, 6):
         cohort = ["b"] if number == 3 else list(DEVICES)
-        store.start_round("r", cohort)
+        store.runs.start_round("r", cohort)
         row: dict[str, Any] = {"run": "r", "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
         row |= {"payload": None, "payload_bytes": 0, "deadline_at": 1e12}
-        store.write_asks([{**row, "device": device} for device in cohort])
-        asks = store.asks("r", number, 1)
+        store.asks.write([{**row, "device": device} for device in cohort])
+        asks = store.asks.of_step("r", number, 1)
         for ask in asks:
-            store.accept_upload(ask["id"], 1, bytes(32), 0, 1)
+            store.asks.accept_upload(ask["id"], 1, bytes(32), 0, 1)
             if number in left_out[ask["device"]]:
-                store.add_event("r", "update-left-out", "far off", number=number, device=ask["device"])
-        store.close_round("r", number, b"", [ask["id"] for ask in asks], {})
+                store.history.add_event("r", "update-left-out", "far off", number=number, device=ask["device"])
+        store.runs.close_round("r", number, b"", [ask["id"] for ask in asks], {})
     rounds = views.run(store, "r").lists["rounds"]
     assert [row["suspects"] for row in rounds] == ["", "", "", "a", "a"]
     store.close()
@@ -215,8 +216,8 @@ def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part
 
 def test_columns_of_rounds_are_headed_for_people_and_named_for_scripts() -> None:
     store = Store.in_memory()
-    store.begin_run("r", {})
-    store.start_round("r", ["a", "b"])
+    store.runs.begin("r", {})
+    store.runs.start_round("r", ["a", "b"])
     view = views.run(store, "r")
     console = Console(width=200, record=True)
     console.print(*view.tables())

@@ -23,7 +23,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, watch
 
@@ -37,27 +38,27 @@ class Played:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        store.begin_run(RUN, CONFIG)
+        store.runs.begin(RUN, CONFIG)
         for device in DEVICES:
-            store.register_device(RUN, device, b"", contract_pb2.DeviceProfile().SerializeToString())
+            store.devices.register(RUN, device, b"", contract_pb2.DeviceProfile().SerializeToString())
 
     def moves(self) -> Iterator[str]:
         """Makes one move at a time, and names it."""
         store = self.store
-        store.publish_contract(RUN, b"")
+        store.runs.publish_contract(RUN, b"")
         yield "started"
-        store.start_round(RUN, DEVICES)
-        store.write_asks([self._ask(device) for device in DEVICES])
+        store.runs.start_round(RUN, DEVICES)
+        store.asks.write([self._ask(device) for device in DEVICES])
         yield "asked"
         self._answer("a", 1)
         yield "answered"
-        store.add_event(RUN, "refused", "device b: NaN", number=1, device="b", code="bad-value")
-        store.close_ask(2, "refused: NaN")
+        store.history.add_event(RUN, "refused", "device b: NaN", number=1, device="b", code="bad-value")
+        store.asks.close(2, "refused: NaN")
         self._answer("c", 3)
-        store.add_event(RUN, "teacher-guard", "held back", number=1, device="c")
+        store.history.add_event(RUN, "teacher-guard", "held back", number=1, device="c")
         yield "refused"
-        store.close_round(RUN, 1, b"c", [1, 3], {})
-        store.end_run(RUN, "finished", "all rounds done")
+        store.runs.close_round(RUN, 1, b"c", [1, 3], {})
+        store.runs.end(RUN, "finished", "all rounds done")
         yield "over"
 
     def _ask(self, device: str) -> Row:
@@ -65,10 +66,10 @@ class Played:
         return {**name, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}
 
     def _answer(self, device: str, ask: int) -> None:
-        self.store.accept_upload(ask, 1, device.encode() * 32, 10, 5)
-        self.store.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
+        self.store.asks.accept_upload(ask, 1, device.encode() * 32, 10, 5)
+        self.store.history.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
         right = Metric(name="accuracy", split="test", sum=ask, count=4)
-        self.store.add_figures(RUN, 1, device, Metrics(metrics=[right]))
+        self.store.history.add_figures(RUN, 1, device, Metrics(metrics=[right]))
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_step_says_who_is_waited_for(store: Store) -> None:
 
 
 def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
-    store.begin_run(RUN, CONFIG)
+    store.runs.begin(RUN, CONFIG)
     with pytest.raises(ConfigurationError, match="there is no run 'x'; the store has r"):
         changes(store, "x", {})
 
@@ -165,7 +166,7 @@ def test_a_pipe_gets_a_sentence_a_line(over: Store) -> None:
 
 
 def test_a_run_without_an_end_is_told_so(store: Store) -> None:
-    store.begin_run(RUN, {"run": {**CONFIG["run"], "rounds": 0}})
+    store.runs.begin(RUN, {"run": {**CONFIG["run"], "rounds": 0}})
     (run,) = changes(store, RUN, {})
     assert sentence(run) == "run r (feddkc): preparing, 0 rounds completed, until stopped, 0 devices present"
 
@@ -206,7 +207,8 @@ def closed_round(number: int) -> Row:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_a_device_says_is_shown_and_never_obeyed(over: Store, terminal: bool) -> None:
-    over.add_event(RUN, "declined", "[bold]x[/bold]\x1b]0;owned\x07\nround 9: all is well", number=1, device="a")
+    hostile = "[bold]x[/bold]\x1b]0;owned\x07\nround 9: all is well"
+    over.history.add_event(RUN, "declined", hostile, number=1, device="a")
     text = shown(over, console={"force_terminal": terminal})
     assert "[bold]x[/bold]\\x1b]0;owned\\x07\\nround 9: all is well" in text
 

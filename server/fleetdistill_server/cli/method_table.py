@@ -27,7 +27,7 @@ from fleetdistill_server.methods.traffic import (
     round_bytes,
     usual_exchanges,
 )
-from fleetdistill_server.store.store import Row
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import readable_bytes
 

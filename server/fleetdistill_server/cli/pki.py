@@ -41,7 +41,8 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens, state_of
 from fleetdistill_server.service.enrol_port import known_enrol_port
 from fleetdistill_server.service.serve_lock import served_run
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View, when
 
 pki_app = typer.Typer(help="The server's certificate authority.", no_args_is_help=True)
@@ -138,7 +139,7 @@ def pki_revoke(
     if not is_name(name):
         raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
     _warn_without_server(store)
-    changed = open_store(store).revoke(f"{role}:{name}", reason)
+    changed = open_store(store).credentials.revoke(f"{role}:{name}", reason)
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was revoked before'}")
     if not (_folder(pki, role, name) / IDENTITY).exists():
         typer.echo(
@@ -212,7 +213,7 @@ def devices_revoke(
     else:
         opened = open_store(store)
         _warn_without_server(store)
-        if not opened.knows_device(device):
+        if not opened.credentials.knows_device(device):
             text = f"no device {device!r} has enrolled or called; it is shut out all the same, but is it the right one?"
             typer.echo(f"warning: {text}", err=True)
         changed = revoke_device(opened, device, reason)
@@ -228,13 +229,13 @@ def _warn_without_server(directory: Path) -> None:
 def _look_after_tokens(store: Store, revoke: Sequence[str], as_json: bool) -> None:
     if not revoke:
         now = time.time()
-        show(View({"tokens": [_token_row(row, now) for row in store.tokens()]}), as_json)
+        show(View({"tokens": [_token_row(row, now) for row in store.credentials.tokens()]}), as_json)
         return
     for prefix in revoke:
         if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
             text = "must be 8 to 64 hex digits; `fleetdistill enrol --list` shows them"
             raise ConfigurationError(f"--revoke {prefix!r} {text}")
-    typer.echo(f"{counted(sum(store.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked")
+    typer.echo(f"{counted(sum(store.credentials.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked")
 
 
 def _token_row(row: Row, now: float) -> Row:

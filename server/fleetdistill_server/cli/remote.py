@@ -14,7 +14,7 @@ from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.security.tokens import MOST_TOKENS
-from fleetdistill_server.store.store import Row
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.runs import View
 
 # Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.

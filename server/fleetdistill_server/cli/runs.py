@@ -46,13 +46,13 @@ def runs_delete(run: str, store: StoreOption = DEFAULT_STORE, yes: YesOption = F
     from fleetdistill_server.service.run_endings import delete
 
     opened = open_store(store)
-    row = opened.run(run)
+    row = opened.runs.get(run)
     if row is not None and not yes:
         what = f"{row['status']}, {counted(row['completed_rounds'], 'completed round')}"
         typer.confirm(f"Delete run {run!r} ({what}) with its model, receipts and figures?", abort=True)
     gone = delete(store, opened, run)
     if row is None:
-        typer.echo(f"{no_such_run(run, opened.run_names())}; nothing to delete")
+        typer.echo(f"{no_such_run(run, opened.runs.names())}; nothing to delete")
         return
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
     typer.echo(f"run {run!r} is deleted: {rows}, {_files(gone.freed.payloads, gone.freed.bytes)}")

@@ -150,7 +150,7 @@ def _check_store(config: RunConfig) -> None:
 
 def _progress(config: RunConfig) -> str:
     with _existing_store(config) as store:
-        row = store.run(config.run.name) if store is not None else None
+        row = store.runs.get(config.run.name) if store is not None else None
     if row is None:
         return "new"
     return f"{row['status']}, {row['completed_rounds']} rounds completed"

@@ -23,7 +23,7 @@ def cancel(store: Store, run: str) -> bool:
         ConfigurationError: There is no such run.
     """
     cancelled = mark_cancelled(store, run)
-    waiting = store.to_forget(run)
+    waiting = store.devices.to_forget(run)
     if waiting:
         from fleetdistill_server.engine.forgetting import ask_to_forget  # loads torch, which cancelling needs not
 

@@ -31,7 +31,8 @@ from fleetdistill_server.methods.cohort import (
     round_generator,
     sample_devices,
 )
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
 _LONGEST_EVENT = 1000
@@ -127,11 +128,11 @@ class StoreCohort:
         # A step without a quorum brings something to the devices, so there all of them matter.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered, among = 0, set(asked)
-        rows = self._store.asks(self._terms.run, self.round, self._steps)
+        rows = self._store.asks.of_step(self._terms.run, self.round, self._steps)
         self._in_round -= among - {row["device"] for row in rows}
         for row in rows:
             if row["device"] not in among:  # asked before a crash; its answer to an earlier step has been lost since
-                self._store.close_ask(row["id"], "not asked any more when the round was played again")
+                self._store.asks.close(row["id"], "not asked any more when the round was played again")
                 continue
             answer = await self._answer_to(row, enough, asked)
             if answer is None:
@@ -162,7 +163,7 @@ class StoreCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Which model a device has said that it runs, as `fleetdistill.training.model.fingerprint` names it."""
-        row = self._store.device(self._terms.run, device)
+        row = self._store.devices.get(self._terms.run, device)
         assert row is not None  # the cohort consists of devices that checked in
         return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
 
@@ -175,8 +176,8 @@ class StoreCohort:
         """Notes something out of the ordinary for `fleetdistill runs show`; see `Notes.event`."""
         run, number = self._terms.run, self.round
         known = (run, kind, device) if once else (run, kind, device, number, text)
-        if not self._store.has_event(*known):
-            self._store.add_event(run, kind, text, number=number, device=device)
+        if not self._store.history.has_event(*known):
+            self._store.history.add_event(run, kind, text, number=number, device=device)
 
     def guard(self, name: str, text: str, device: str = "") -> None:
         """Notes that a guard of the method fired: the event `<name>-guard`, which is counted as one."""
@@ -213,7 +214,7 @@ class StoreCohort:
         """False, and nothing is written, if a sweep has deleted a payload before any row spoke of it."""
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
-        known = {row["device"]: row for row in self._store.asks(run, self.round, number)}
+        known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}
         rows = []
         for device in asked:
             expects = with_columns(kinds, columns(device)) if columns else kinds
@@ -233,8 +234,8 @@ class StoreCohort:
         with self._store.transaction():  # who deletes payloads holds the same lock
             if not all(self._store.blobs.has(sha256) for sha256 in {row["payload"] for row in rows} - {None}):
                 return False
-            self._store.assert_not_cancelled(run)
-            self._store.write_asks(rows)
+            self._store.runs.assert_not_cancelled(run)
+            self._store.asks.write(rows)
         failpoints.hit("engine.asks.after-commit")
         return True
 
@@ -245,7 +246,7 @@ class StoreCohort:
         except DamagedError as damage:
             self._store.blobs.quarantine(damage.sha256)
             with self._store.transaction():
-                self._store.close_ask(ask["id"], f"what it was asked with was lost on the server: {damage}")
+                self._store.asks.close(ask["id"], f"what it was asked with was lost on the server: {damage}")
                 text = f"what {ask['device']} is asked with, step {ask['step']!r}, is lost on the server; it is out"
                 self.event("quarantined", f"{text} for the round. {damage}", ask["device"])
 
@@ -264,13 +265,13 @@ class StoreCohort:
             "payload": encoded.sha256 if encoded else None,
             "payload_bytes": encoded.data_bytes if encoded else 0,
             "seed": ask_seed(self._terms.seed, self.round, step, number, device),
-            "deadline_at": self._store.clock.now() + self._terms.deadline_seconds,
+            "deadline_at": self._store.asks.clock.now() + self._terms.deadline_seconds,
         }
 
     async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str]) -> DeviceAnswer | None:
         name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
         while True:
-            row = self._store.ask(*name)
+            row = self._store.asks.get(*name)
             if row is None:
                 raise StoreError(f"the ask {name} has gone from the store")
             if row["status"] == "out":
@@ -280,13 +281,15 @@ class StoreCohort:
                 if answer is not None:
                     return answer
                 continue
-            self._store.expire_asks(self._terms.run, self._store.clock.now())
-            if not (enough and self._store.end_step(self._terms.run, self.round, row["step_number"], enough, asked)):
+            self._store.asks.expire(self._terms.run, self._store.asks.clock.now())
+            if not (
+                enough and self._store.asks.end_step(self._terms.run, self.round, row["step_number"], enough, asked)
+            ):
                 await self._waker.wait()
 
     def _accepted(self, ask: Row) -> DeviceAnswer | None:
         """The answer, verified; None if its payload is lost, and the ask is open again or out."""
-        upload = self._store.upload_of(ask["id"])
+        upload = self._store.asks.upload_of(ask["id"])
         assert upload is not None  # status and row are written in one transaction
         try:
             payload = self._store.blobs.open(upload["sha256"], verify=True)
@@ -303,6 +306,6 @@ class StoreCohort:
         failpoints.hit("engine.quarantine.before-move")
         self._store.blobs.quarantine(damage.sha256)
         failpoints.hit("engine.quarantine.after-move")
-        self._store.take_back_upload(ask["id"], str(damage))
+        self._store.asks.take_back_upload(ask["id"], str(damage))
         failpoints.hit("engine.quarantine.after-commit")
         self._waker.wake_other()

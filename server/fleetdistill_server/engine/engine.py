@@ -89,9 +89,9 @@ class Engine:
         self._waker = waker
         self._name = config.run.name
         register(store, config)
-        store.set_keep_rounds(self._name, config.server.keep_rounds)
-        store.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
-        self._token = store.own_run(self._name)
+        store.runs.set_keep_rounds(self._name, config.server.keep_rounds)
+        store.runs.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
+        self._token = store.runs.own(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
         self._checkpoint: bytes | None = None  # whose state the method has, or goes on from
@@ -119,7 +119,7 @@ class Engine:
         while self._endless or self._completed() < self._config.run.rounds:
             cohort = await self._next_cohort()
             if not await self._round(cohort):
-                await self._after_short_round(self._store.short_rounds_in_a_row(self._name))
+                await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name))
             elif self._endless:
                 await self._after_round_without_end(cohort)
         while not self._end():
@@ -130,11 +130,11 @@ class Engine:
         """Ends the run; False while a device is to be forgotten, for after the end nobody does it by himself."""
         self._forget()
         with self._store.transaction():
-            if self._store.to_forget(self._name):
+            if self._store.devices.to_forget(self._name):
                 return False
-            self._store.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self._token)
             failpoints.hit("engine.end.before-commit")
-            self._store.end_run(self._name, "finished", f"{self._config.run.rounds} rounds completed")
+            self._store.runs.end(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         failpoints.hit("engine.end.after-commit")
         return True
 
@@ -144,8 +144,8 @@ class Engine:
         over = self._most_short_rounds is not None and short >= self._most_short_rounds
         if over or short >= _TOLD_AFTER:
             with self._store.transaction():
-                self._store.assert_owner(self._name, self._token)
-                self._store.end_run(self._name, "stopped" if over else "running", text)
+                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.end(self._name, "stopped" if over else "running", text)
         if over:
             raise RunError(text)
         if short % 10 == 0:
@@ -162,17 +162,18 @@ class Engine:
     async def _pause(self, failures: int) -> None:
         """Waits the longer the more failed, but not when other devices, or devices with other data, come meanwhile."""
         seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS)
-        before, until = self._store.present_profiles(self._name), time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and self._store.present_profiles(self._name) == before:
+        before, until = self._store.devices.present_profiles(self._name), time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and self._store.devices.present_profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def _forget(self) -> None:
         """Between rounds: what the run keeps of devices that are to be forgotten goes; if it cannot, the next time."""
-        forget_asked(self._store, self._name, self.method, lambda: self._store.assert_owner(self._name, self._token))
+        runs = self._store.runs
+        forget_asked(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self._token))
 
     def _last_event(self) -> str:
         """What went wrong last: in a simulation nobody can look the store up."""
-        last = self._store.last_event(self._name)
+        last = self._store.history.last_event(self._name)
         if last is None:
             return "look at `fleetdistill runs show`"
         return f"the last event is of round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
@@ -189,17 +190,17 @@ class Engine:
                 for payload in (initial, extractor, self.method.context.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
-                self._store.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self._token)
                 failpoints.hit("engine.contract.before-commit")
-                self._store.publish_contract(self._name, contract.SerializeToString())
+                self._store.runs.publish_contract(self._name, contract.SerializeToString())
                 if begun:
-                    self._store.add_event(self._name, "started-from", begun)
+                    self._store.history.add_event(self._name, "started-from", begun)
             failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
             with self._store.transaction():
-                self._store.assert_owner(self._name, self._token)
-                self._store.end_run(self._name, "running", "started again")
-        self._store.bound_deadlines(self._name, self._config.run.deadline_seconds)
+                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.end(self._name, "running", "started again")
+        self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
         self._check_proxy()
         self._check_readable()
         self._restore()
@@ -241,24 +242,24 @@ class Engine:
             state = pack_state(self.method.state_dict())
             checkpoint = self._store.blobs.put_state(state)
             with self._store.transaction():
-                self._store.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self._token)
                 self._store.secure_state(checkpoint, state)
-                self._store.set_checkpoint(self._name, checkpoint)
+                self._store.runs.set_checkpoint(self._name, checkpoint)
         self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
         self._checkpoint = checkpoint
 
     async def _next_cohort(self) -> StoreCohort:
         """The open round of before a crash, or a new one as soon as enough devices are present and it is due."""
-        row = self._store.open_round(self._name)
+        row = self._store.runs.open_round(self._name)
         if row is not None:
             return self._cohort(row["round"], row["cohort"], row["data_versions"])
         present = await self._until_due()
         with self._store.transaction():
-            self._store.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self._token)
             self._take_up_newest()
             chosen = self._chosen(list(present))
             versions = {device: present[device] for device in chosen if present[device]}
-            number = self._store.start_round(self._name, chosen, versions)
+            number = self._store.runs.start_round(self._name, chosen, versions)
             failpoints.hit("engine.start.before-commit")
         failpoints.hit("engine.start.after-commit")
         return self._cohort(number, chosen, versions)
@@ -273,7 +274,7 @@ class Engine:
         while True:
             self._forget()
             self._take_up_newest()
-            profiles = self._store.present_profiles(self._name)
+            profiles = self._store.devices.present_profiles(self._name)
             enough = len(profiles) >= self._needed_devices()
             if enough and (self._checkpoint, profiles) != looked_at:
                 looked_at = (self._checkpoint, profiles)
@@ -293,7 +294,7 @@ class Engine:
         Without those who were late again and again, as long as the others are enough for the quorum of the smallest
         round; in a run without an end with them too where they alone have work, so that nobody else waits for them.
         """
-        left_out = self._store.left_out(self._name, self._row()["next_round"])
+        left_out = self._store.devices.left_out(self._name, self._row()["next_round"])
         least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
         for those in (available(profiles, left_out, least), profiles):
             present = {device: _data_version(profile) for device, profile in those.items()}
@@ -339,15 +340,15 @@ class Engine:
             await self.method.round(cohort)
             self._check_usable(cohort)
             if cohort.completed + 1 == self._config.run.rounds:
-                cohort.add_newcomers(self._store.present_devices(self._name))
+                cohort.add_newcomers(self._store.devices.present(self._name))
                 await self.method.finish(cohort)
         except (QuorumNotReached, _NotUsable) as reason:
             logger.warning("the round fell short: %s", reason, extra=about(run=self._name, round=cohort.round))
             if isinstance(reason, _NotUsable):
                 cohort.event("round-undone", str(reason))
             with self._store.transaction():
-                self._store.assert_owner(self._name, self._token)
-                self._store.close_short_round(self._name, cohort.round, str(reason))
+                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.close_short_round(self._name, cohort.round, str(reason))
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
             self._store.blobs.doubt()  # devices may have found damage in what they were asked with; it is put again
@@ -368,13 +369,15 @@ class Engine:
         state = pack_state(self.method.state_dict())
         self._checkpoint = self._store.blobs.put_state(state)
         failpoints.hit("engine.checkpoint.after-write")
-        short = self._store.short_rounds_in_a_row(self._name)
+        short = self._store.runs.short_rounds_in_a_row(self._name)
         with self._store.transaction():
-            self._store.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self._token)
             self._store.secure_state(self._checkpoint, state)
             if short:
-                self._store.end_run(self._name, "running", "")  # what was told of short rounds is over
-            spent = self._store.close_round(self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures)
+                self._store.runs.end(self._name, "running", "")  # what was told of short rounds is over
+            spent = self._store.runs.close_round(
+                self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures
+            )
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
         free_after_round(self._store, self._name, spent)
@@ -399,7 +402,7 @@ class Engine:
         cohort.report("global_confusion", counts.confusion.tolist())
 
     def _row(self) -> dict[str, Any]:
-        row = self._store.run(self._name)
+        row = self._store.runs.get(self._name)
         assert row is not None  # written by __init__
         return row
 
@@ -459,14 +462,14 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
 
 
 def _is_cancelled(store: Store, run: str) -> bool:
-    row = store.run(run)
+    row = store.runs.get(run)
     return row is not None and row["status"] == "cancelled"
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:
     """Says in the store why the engine ended, for the supervisor and whoever reads why the run was stopped."""
     with contextlib.suppress(StoreError):
-        store.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
+        store.history.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
 
 
 def main() -> int:

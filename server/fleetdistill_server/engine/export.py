@@ -31,9 +31,9 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     from fleetdistill_server.config.run_config import run_config
     from fleetdistill_server.engine.contract import build_method
 
-    row = store.run(run)
+    row = store.runs.get(run)
     if row is None:
-        raise ConfigurationError(no_such_run(run, store.run_names()))
+        raise ConfigurationError(no_such_run(run, store.runs.names()))
     if not row["completed_rounds"]:
         raise ExportError(f"run {run!r} has completed no round yet; there is nothing to export")
     config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
@@ -45,7 +45,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     reads_inputs = tuple(exported[1]) == method.context.input_shape
     rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
-    metadata = {"run": run, "round": str(store.checkpoints(run)[-1]["round"]), "method": config.run.method}
+    metadata = {"run": run, "round": str(store.runs.checkpoints(run)[-1]["round"]), "method": config.run.method}
     return export_onnx(exported[0], path, samples, metadata)
 
 
@@ -62,7 +62,7 @@ def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def
 
 
 def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def]  # a numpy array of any float type
-    kept = (one for one in reversed(store.uploads(run)) if store.blobs.has(one["sha256"]))
+    kept = (one for one in reversed(store.asks.uploads(run)) if store.blobs.has(one["sha256"]))
     for upload in kept:
         for part in decode(store.blobs.open(upload["sha256"])).values():
             if isinstance(part, SampleKnowledge) and part.features:

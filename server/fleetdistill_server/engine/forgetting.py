@@ -23,8 +23,10 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
-from fleetdistill_server.store.store import AT_REST, Row, Store
+from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.store import Store
 
 
 class BetweenRounds:
@@ -40,7 +42,7 @@ class BetweenRounds:
     def write(self, store: Store, run: str) -> None:
         """Writes the events into a run's history."""
         for kind, text, device in self._events:
-            store.add_event(run, kind, text, device=device)
+            store.history.add_event(run, kind, text, device=device)
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         """Notes something out of the ordinary."""
@@ -73,26 +75,26 @@ def forget_asked(
     Returns:
         False where it has to be done again: nothing may be deleted yet, or somebody else has changed the run meanwhile.
     """
-    devices = store.to_forget(run)
+    devices = store.devices.to_forget(run)
     if not devices:
         return True
     if not _leave_out(store, run, devices, method, check):
         return False
     failpoints.hit("forget.after-state")
-    if not sweep_all(store, store.payloads_about(run, devices), wait_seconds):
+    if not sweep_all(store, store.devices.payloads_about(run, devices), wait_seconds):
         return False
     failpoints.hit("forget.before-note")
     with store.transaction():
         for device in devices:
-            if store.note_forgotten(run, device):
+            if store.devices.note_forgotten(run, device):
                 text = "its part in the method's state and its payloads are deleted"
-                store.add_event(run, "forgotten", text, device=device)
+                store.history.add_event(run, "forgotten", text, device=device)
     return True
 
 
 def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]) -> bool:
     """Makes the state without these devices the run's; False if it has another one by now than this was made of."""
-    row = store.run(run)
+    row = store.runs.get(run)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     notes = BetweenRounds(method.context.seed)
@@ -105,7 +107,7 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
         unchanged = _is_unchanged(store, row)
         if unchanged:
             store.secure_state(checkpoint, state)
-            store.leave_out(run, devices, checkpoint)
+            store.runs.leave_out(run, devices, checkpoint)
             notes.write(store, run)
     if not unchanged:  # another device may have been forgotten meanwhile, whose part is in this state
         drop_unneeded(store, [checkpoint])
@@ -114,9 +116,9 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
 
 def _is_unchanged(store: Store, row: Row) -> bool:
     """Whether a run still has the state and the engine of this row, and no round is open."""
-    now = store.run(row["name"]) or {}
+    now = store.runs.get(row["name"]) or {}
     same = all(now.get(name) == row[name] for name in ("checkpoint", "engine"))
-    return same and store.open_round(row["name"]) is None
+    return same and store.runs.open_round(row["name"]) is None
 
 
 def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) -> bool:
@@ -135,18 +137,18 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     Raises:
         ConfigurationError: There is no such run or device.
     """
-    if not store.ask_to_forget(run, device):
+    if not store.devices.ask_to_forget(run, device):
         raise ConfigurationError(f"run {run!r} has no device {device!r}; `fleetdistill devices` lists them")
-    if device not in store.to_forget(run):
+    if device not in store.devices.to_forget(run):
         return True
-    row = store.run(run)  # only now: an engine ends a run only while nobody is to be forgotten
+    row = store.runs.get(run)  # only now: an engine ends a run only while nobody is to be forgotten
     assert row is not None
     over = row["status"] in AT_REST
     if (served == run and not over) or row["checkpoint"] is None:
         return False
     _end_open_round(store, row)
     done = forget_asked(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
-    return done or device not in store.to_forget(run)  # another one may have done it meanwhile
+    return done or device not in store.devices.to_forget(run)  # another one may have done it meanwhile
 
 
 def _end_open_round(store: Store, row: Row) -> None:
@@ -155,10 +157,12 @@ def _end_open_round(store: Store, row: Row) -> None:
     One that still lives, though it is not known, loses the run: it cannot go on with a round that is closed.
     """
     with store.transaction():
-        left = store.open_round(row["name"])
-        if left is not None and (store.run(row["name"]) or {}).get("engine") == row["engine"]:
-            store.own_run(row["name"])
-            store.close_short_round(row["name"], left["round"], "a device was forgotten while no server worked on it")
+        left = store.runs.open_round(row["name"])
+        if left is not None and (store.runs.get(row["name"]) or {}).get("engine") == row["engine"]:
+            store.runs.own(row["name"])
+            store.runs.close_short_round(
+                row["name"], left["round"], "a device was forgotten while no server worked on it"
+            )
 
 
 def _method_of(row: Row) -> ServerMethod:

@@ -14,8 +14,9 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 
 
 def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:
@@ -65,9 +66,9 @@ def check_in_store(config: RunConfig, method: ServerMethod) -> None:
 
 def _source(store: Store, config: RunConfig) -> Row:
     name = config.run.start_from
-    row = store.run(name)
+    row = store.runs.get(name)
     if row is None:
-        raise ConfigurationError(no_such_run(name, store.run_names()))
+        raise ConfigurationError(no_such_run(name, store.runs.names()))
     if not row["completed_rounds"]:
         raise ConfigurationError("it has completed no round yet")
     return row

@@ -141,7 +141,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if holder.expires_at < time.time():
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it, or enrol anew"
             raise RefusedError(Code.EXPIRED, text)
-        if self._revocations.is_revoked(*holder.subjects):
+        if self._revocations.credentials.is_revoked(*holder.subjects):
             raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; ask the operator")
 
     def vouched(self, request: Any, holder: Holder | None) -> Holder | None:

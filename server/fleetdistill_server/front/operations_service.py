@@ -23,7 +23,9 @@ from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.run_endings import mark_cancelled
 from fleetdistill_server.service.wakeups import POLL_SECONDS
-from fleetdistill_server.store.store import OVER, Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.watch import changes, is_over
 
@@ -169,8 +171,8 @@ def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) ->
 
 def _cancel_run(run: str, store: Store) -> bool:
     """Only the engine, or a command on this machine, can forget devices: an engine would no longer come to it."""
-    row = store.run(run)
-    if row is not None and row["status"] not in OVER and store.to_forget(run):
+    row = store.runs.get(run)
+    if row is not None and row["status"] not in OVER and store.devices.to_forget(run):
         text = f"run {run!r} has devices to forget first; try again after its next round"
         raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
     return mark_cancelled(store, run)

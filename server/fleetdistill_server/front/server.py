@@ -55,7 +55,8 @@ from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
-from fleetdistill_server.store.store import AT_REST, OVER, Store
+from fleetdistill_server.store.states import AT_REST, OVER
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Sending
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def _work_of(self, run: str) -> tuple[dict[str, Any] | None, set[str]]:
         store = self._desk.store
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: (store.run(run), store.devices_with_open_asks(run)))
+        return await loop.run_in_executor(self._pool, lambda: (store.runs.get(run), store.asks.devices_with_open(run)))
 
     async def Upload(
         self, request_iterator: AsyncIterator[service_pb2.UploadRequest], context: Any
@@ -442,7 +443,7 @@ async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path
         if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
             return True
         run = served_run(directory)
-        return run is not None and (desk.store.run(run) or {}).get("status") in OVER
+        return run is not None and (desk.store.runs.get(run) or {}).get("status") in OVER
 
     async def look() -> None:
         well, answer = await loop.run_in_executor(pool, is_well), health_pb2.HealthCheckResponse

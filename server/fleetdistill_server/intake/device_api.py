@@ -35,10 +35,12 @@ from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter, Who
 from fleetdistill_server.intake.refusal_log import RefusalNotes
 from fleetdistill_server.logs import about
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.retention import drop_unneeded
-from fleetdistill_server.store.store import DEADLINE_PASSED, OVER, Row, Store
+from fleetdistill_server.store.states import DEADLINE_PASSED, OVER
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted, Sending, tensor_bytes
 
 logger = logging.getLogger("fleetdistill.server.desk")
@@ -154,11 +156,11 @@ class Desk:
         return answer
 
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
-        if store.run(run) is None:  # it was deleted after this desk had read its contract
+        if store.runs.get(run) is None:  # it was deleted after this desk had read its contract
             self._contracts.pop(run, None)
             self._sizes.forget(run)
             raise _unknown_run(run)
-        return store.register_device(run, device, hashed, profile)
+        return store.devices.register(run, device, hashed, profile)
 
     def _note_large(self, run: str, device: str, samples: int) -> None:
         for large, text in self._sizes.take(run, device, samples):
@@ -170,13 +172,13 @@ class Desk:
         try:
             check_profile(contract, profile)
         except RefusedError as refusal:
-            self._note_refusal(run, 0, device, refusal, known=self.store.device(run, device) is not None)
+            self._note_refusal(run, 0, device, refusal, known=self.store.devices.get(run, device) is not None)
             raise
 
     def contract(self, run: str) -> contract_pb2.Contract:
         """The run's contract. Raises RefusedError until the engine has prepared it."""
         if run not in self._contracts:
-            row = self.store.run(run)
+            row = self.store.runs.get(run)
             if row is None:
                 raise _unknown_run(run)
             if row["contract"] is None:
@@ -188,10 +190,10 @@ class Desk:
         """The device's oldest open ask, or the end of the run for it; None when there is nothing to do."""
         caller = self._caller(identity)
         run, device = caller["run"], caller["device"]
-        row = self.store.next_ask(run, device)
+        row = self.store.asks.next_open(run, device)
         if row is not None:
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
-        status = self.store.run(run)
+        status = self.store.runs.get(run)
         if status is not None and status["status"] in OVER:
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
@@ -204,7 +206,7 @@ class Desk:
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
         """Renews the lease."""
         run, device = self.authenticate(request.identity)
-        return service_pb2.HeartbeatResponse(ask_open=self.store.next_ask(run, device) is not None)
+        return service_pb2.HeartbeatResponse(ask_open=self.store.asks.next_open(run, device) is not None)
 
     def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
         """Ends the lease at the device's wish."""
@@ -215,7 +217,7 @@ class Desk:
     def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
         """Closes an ask that a device cannot answer, with an event; the device stays present and is asked again."""
         run, device = self.authenticate(request.identity)
-        ask = self.store.ask(run, min(request.round, _LARGEST_NUMBER), request.step_number, device)
+        ask = self.store.asks.get(run, min(request.round, _LARGEST_NUMBER), request.step_number, device)
         if ask is not None and ask["status"] == "open":
             text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
             self._commit(partial(_close_declined, run, ask, text))
@@ -224,8 +226,8 @@ class Desk:
 
     def adopt_present_devices(self) -> None:
         """Gives every device that was present before a restart a fresh lease."""
-        for run in self.store.run_names():
-            for device in self.store.present_devices(run):
+        for run in self.store.runs.names():
+            for device in self.store.devices.present(run):
                 self._renew(run, device)
 
     def end_leases(self) -> None:
@@ -248,9 +250,9 @@ class Desk:
         text = f"was silent for {self.lease_seconds:g} s"
         silent = self._silent(devices)  # whoever has called meanwhile is not
         for run, device in silent:
-            if store.device(run, device) is not None:
-                store.device_gone(run, device, "lease ended")
-                store.add_event(run, "lease-ended", f"{device} {text}", device=device)
+            if store.devices.get(run, device) is not None:
+                store.devices.mark_gone(run, device, "lease ended")
+                store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
         return silent
 
     def _silent(self, devices: list[Who]) -> list[Who]:
@@ -273,7 +275,7 @@ class Desk:
     def _caller(self, identity: service_pb2.Identity) -> Row:
         """Does what `authenticate` does; returns the device's row as it was."""
         run = self.run_name(identity.run)
-        row = self.store.device(run, identity.device)
+        row = self.store.devices.get(run, identity.device)
         if row is None or not hmac.compare_digest(row["secret_hash"], _hashed(identity.secret)):
             # A server that was restored from a backup may not know a device any more, which then checks in again.
             details = {"check_in": "again"} if row is None else None
@@ -281,14 +283,14 @@ class Desk:
             raise RefusedError(Code.BAD_IDENTITY, text, details)
         self._renew(run, identity.device)
         if not row["present"] and row["forget_asked_at"] is None:
-            self._commit(lambda store: store.device_back(run, identity.device))
+            self._commit(lambda store: store.devices.mark_present(run, identity.device))
             self.wake_engine()
         return row
 
     def _admit(self, run: str, device: str, secret: bytes, address: str) -> bytes:
         if not is_name(device):
             raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
-        row = self.store.device(run, device)
+        row = self.store.devices.get(run, device)
         if row is None:
             self._check_room(run, device)
             self.limiter.begin_device(address)
@@ -302,14 +304,14 @@ class Desk:
         now = time.monotonic()
         counted, at = self._registered.get(run, (0, -math.inf))
         if now - at > _COUNT_SECONDS:
-            counted, at = self._registered[run] = self.store.count_devices(run), now
+            counted, at = self._registered[run] = self.store.devices.count(run), now
         self.limiter.check_devices((run, device), counted)
 
     def run_name(self, name: str) -> str:
         """The run that a device means; it need not name the only one. Raises RefusedError if there is not just one."""
         if name:
             return name
-        runs = self.store.run_names()
+        runs = self.store.runs.names()
         if len(runs) != 1:
             listed = ", ".join(runs) or "none"
             raise RefusedError(Code.UNKNOWN_RUN if runs else Code.NOT_READY, f"name the run; the server has: {listed}")
@@ -323,12 +325,12 @@ class Desk:
         """Writes down when devices last called; now and then, not at every call."""
         if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
             seen, self._seen, self._noted = self._seen, {}, time.monotonic()
-            self._commit(lambda store: store.note_seen(seen))
+            self._commit(lambda store: store.devices.note_seen(seen))
             self._note_left_out()
 
     def _gone(self, run: str, device: str, reason: str) -> None:
         self._leases.pop((run, device), None)
-        self._commit(lambda store: store.device_gone(run, device, reason))
+        self._commit(lambda store: store.devices.mark_gone(run, device, reason))
         self.wake_engine()
 
     def _ask_message(self, run: str, row: Row) -> service_pb2.Ask:
@@ -339,9 +341,9 @@ class Desk:
             payload=row["payload"] or b"",
             payload_bytes=row["payload_bytes"],
             seed=row["seed"],
-            deadline_seconds=max(row["deadline_at"] - self.store.clock.now(), 0.0),
-            completed_rounds=(self.store.run(run) or {"completed_rounds": 0})["completed_rounds"],
-            first_attempt=self.store.attempts_spent(row["id"]) + 1,
+            deadline_seconds=max(row["deadline_at"] - self.store.asks.clock.now(), 0.0),
+            completed_rounds=(self.store.runs.get(run) or {"completed_rounds": 0})["completed_rounds"],
+            first_attempt=self.store.asks.attempts_spent(row["id"]) + 1,
         )
 
     # --- downloads
@@ -355,7 +357,7 @@ class Desk:
         wanted = request.sha256
         contract = self.contract(run)
         for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
-        ask = self.store.next_ask(run, device) if for_all else self.store.ask_naming(run, device, wanted)
+        ask = self.store.asks.next_open(run, device) if for_all else self.store.asks.naming(run, device, wanted)
         if not wanted or not (for_all or ask):
             raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
         try:
@@ -372,7 +374,7 @@ class Desk:
 
         def count(sent: Counted) -> None:
             with contextlib.suppress(StoreError):  # a download is worth more than its count
-                self._commit(lambda store: store.add_traffic(run, number, device, "down", sent, header_bytes))
+                self._commit(lambda store: store.history.add_traffic(run, number, device, "down", sent, header_bytes))
 
         packed = choose(self.compression, request.compressions)
         chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
@@ -383,7 +385,7 @@ class Desk:
         if damage.sha256 not in self._damaged:
             self._damaged.add(damage.sha256)
             text, number = f"what devices are to fetch is lost on the server. {damage}", ask["round"] if ask else 0
-            self._commit(lambda store: store.add_event(run, "quarantined", text, number=number))
+            self._commit(lambda store: store.history.add_event(run, "quarantined", text, number=number))
 
     # --- uploads
 
@@ -392,7 +394,7 @@ class Desk:
         run, device = self.authenticate(request.identity)
         ask = self._asked(run, device, request.name)
         answer = service_pb2.UploadStatusResponse(ask_open=ask["status"] == "open")
-        accepted = self.store.upload_of(ask["id"])
+        accepted = self.store.asks.upload_of(ask["id"])
         if accepted is not None:
             answer.receipt.CopyFrom(_receipt(request.name, accepted))
         else:
@@ -440,7 +442,7 @@ class Desk:
         except NoSpaceError as error:
             if not self._no_space:
                 self._no_space, text = True, f"uploads are refused: {error}"
-                self._commit(lambda store: store.add_event(run, "no-space", text, number=ask["round"]))
+                self._commit(lambda store: store.history.add_event(run, "no-space", text, number=ask["round"]))
             raise
         self._no_space = False
         return reserved.release
@@ -467,7 +469,7 @@ class Desk:
 
     def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
         number = min(name.round, _LARGEST_NUMBER)
-        ask = self.store.ask(run, number, name.step_number, device)
+        ask = self.store.asks.get(run, number, name.step_number, device)
         if ask is None:
             text = f"device {device} was not asked step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
@@ -483,7 +485,7 @@ class Desk:
         row = self._commit(partial(_record, run, ask, header, counted))
         if row is None:
             came = header.payload.ByteSize() + counted.sent.total()
-            raise self.refuse(run, ask, _closed(self.store.ask(*_name_of(run, ask))), came)
+            raise self.refuse(run, ask, _closed(self.store.asks.get(*_name_of(run, ask))), came)
         failpoints.hit("front.receipt.before-send")
         self.wake_engine()
         return _receipt(header.name, row)
@@ -500,7 +502,7 @@ class Desk:
         self._note_refusal(run, ask["round"], ask["device"], refusal)
         self.count_refused(ask, came)
         if is_final(refusal.code):
-            self._commit(lambda store: store.close_ask(ask["id"], f"refused: {refusal}"))
+            self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))
             self.wake_engine()
         return refusal
 
@@ -508,13 +510,13 @@ class Desk:
         """Counts bytes that came for an ask and were not taken."""
         if came:
             with contextlib.suppress(StoreError):  # what is done with them is worth more than their count
-                self._commit(lambda store: store.add_refused_traffic(ask["id"], came))
+                self._commit(lambda store: store.history.add_refused_traffic(ask["id"], came))
 
     def _note_refusal(self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True) -> None:
         if not self._notes.take(run, device if known else ""):
             return  # it is counted; see `_note_left_out`
         self._commit(
-            lambda store: store.add_event(
+            lambda store: store.history.add_event(
                 run, "refused", str(refusal), number=number, device=device[:64], code=refusal.code
             )
         )
@@ -559,7 +561,7 @@ class UploadSession:
             if older is not None:
                 older.places.close()
                 older.abandon()
-            self._accepted = self._desk.store.upload_of(self.ask["id"])
+            self._accepted = self._desk.store.asks.upload_of(self.ask["id"])
             if self._accepted is None:
                 self._refusing(self._open)
             else:
@@ -598,7 +600,7 @@ class UploadSession:
 
     def _declared_samples(self) -> int | None:
         """What the device said at its last check-in; it may have fewer by now, not more."""
-        row = self._desk.store.device(self._run, self.ask["device"])
+        row = self._desk.store.devices.get(self._run, self.ask["device"])
         return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
 
     @property
@@ -693,7 +695,7 @@ def _come_back_later(reason: str, seconds: float) -> service_pb2.NextAskResponse
 
 
 def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:
-    store.add_event(run, kind, text, device=device)
+    store.history.add_event(run, kind, text, device=device)
 
 
 def _unknown_run(run: str) -> RefusedError:
@@ -708,24 +710,24 @@ def _id_taken(device: str) -> RefusedError:
 
 def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
     with store.transaction():
-        store.close_ask(ask["id"], "declined")
-        store.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
+        store.asks.close(ask["id"], "declined")
+        store.history.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
 
 
 def _record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
     """Takes an answer with what is counted of it; returns its receipt's row, None if the ask takes none any more."""
     payload, device = header.payload, ask["device"]
-    first = store.upload_of(ask["id"]) is None
+    first = store.asks.upload_of(ask["id"]) is None
     if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
-    row = store.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
+    row = store.asks.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
     if row is None:
         _drop_if_to_forget(run, device, payload.sha256, store)
     elif first:
-        store.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
+        store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
         for part in payload.parts.parts:
             if part.WhichOneof("kind") == "metrics":
-                store.add_figures(run, ask["round"], device, _metrics(part))
+                store.history.add_figures(run, ask["round"], device, _metrics(part))
     failpoints.hit("front.receipt.before-commit")
     return row
 
@@ -735,7 +737,7 @@ def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> No
 
     Also this one is, while a backup is made: who waited here would hold up all commits.
     """
-    known = store.device(run, device)
+    known = store.devices.get(run, device)
     if known is not None and known["forget_asked_at"] is not None:
         drop_unneeded(store, [sha256], wait_seconds=0.0)
 
@@ -743,7 +745,7 @@ def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> No
 def _note_refusals_left_out(who: Who, count: int, row: int | None, store: Store) -> int | None:
     run, device = who
     whose = f"of device {device}" if device else "of devices that are not registered"
-    return store.note_refusals_left_out(run, device, f"{count} further refusals {whose} are only counted", row)
+    return store.history.note_refusals_left_out(run, device, f"{count} further refusals {whose} are only counted", row)
 
 
 def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:

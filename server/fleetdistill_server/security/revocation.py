@@ -24,11 +24,11 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
     if not is_name(device):
         raise ConfigurationError(f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
     with store.transaction():
-        if not store.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
+        if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
             return False
-        for run in (row["name"] for row in store.runs()):
-            if store.device(run, device) is not None:
-                store.device_gone(run, device, "device revoked")
+        for run in (row["name"] for row in store.runs.all()):
+            if store.devices.get(run, device) is not None:
+                store.devices.mark_gone(run, device, "device revoked")
                 text = f"device {device} was revoked: {reason[:_LONGEST_REASON] or 'no reason given'}"
-                store.add_event(run, "revoked", text, device=device)
+                store.history.add_event(run, "revoked", text, device=device)
     return True

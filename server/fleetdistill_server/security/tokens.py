@@ -17,7 +17,8 @@ from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.pki import Authority, Holder, Issued, Role, fingerprint, read_request
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 MOST_TOKENS = 10_000
 MOST_SECONDS = 366 * 86_400.0
@@ -51,12 +52,12 @@ def create_tokens(
         raise ConfigurationError(f"tokens would expire after {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):
         raise ConfigurationError(f"run {run[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
-    if run and store.run(run) is None:
-        text = f"there is no run {run!r}; the store has {', '.join(store.run_names()[:10]) or 'none'}"
+    if run and store.runs.get(run) is None:
+        text = f"there is no run {run!r}; the store has {', '.join(store.runs.names()[:10]) or 'none'}"
         raise ConfigurationError(f"{text}; serve the run once before tokens are made for it")
     made = [secrets.token_bytes(_SECRET_BYTES) for _ in range(count)]
     hashes = [sha256(secret).digest() for secret in made]
-    store.add_tokens(dict(zip(hashes, devices or [""] * count, strict=True)), run, time.time() + seconds)
+    store.credentials.add_tokens(dict(zip(hashes, devices or [""] * count, strict=True)), run, time.time() + seconds)
     ca = authority.der
     return [write_token(enrolment_pb2.EnrolmentToken(secret=secret, ca=ca, port=port)) for secret in made]
 
@@ -89,7 +90,7 @@ class EnrolmentDesk:
 
     def check_token(self, store: Store, secret: bytes) -> None:
         """Raises RefusedError for a secret that is no live token's, before anything else of a request is looked at."""
-        _live(store.token(sha256(secret).digest()))
+        _live(store.credentials.token(sha256(secret).digest()))
 
     def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
         """Uses a token, in one transaction with the record of its certificate; returns the certificate.
@@ -101,7 +102,7 @@ class EnrolmentDesk:
         """
         key = read_request(request)
         token_hash = sha256(secret).digest()
-        token = _live(store.token(token_hash))
+        token = _live(store.credentials.token(token_hash))
         if token["device"] is not None:
             return _same_again(store, token, device, key)
         if token["for_device"] not in ("", device):
@@ -109,7 +110,7 @@ class EnrolmentDesk:
             raise RefusedError(Code.BAD_TOKEN, text)
         _check_id(store, device, key)
         issued = Authority(self.directory).sign_device(key, device, token["run"], self.days)
-        store.use_token(token_hash, _record(issued, device, token["run"]))
+        store.credentials.use_token(token_hash, _record(issued, device, token["run"]))
         return issued.pem
 
     def renew(self, store: Store, holder: Holder, request: bytes) -> bytes:
@@ -122,11 +123,11 @@ class EnrolmentDesk:
         if fingerprint(key) != holder.public_key:
             text = f"device {holder.name!r} keeps its key; another one needs another id and a token"
             raise RefusedError(Code.NOT_ALLOWED, text)
-        for newest in store.certificates(holder.name)[-1:]:
+        for newest in store.credentials.certificates(holder.name)[-1:]:
             if time.time() < (newest["expires_at"] + newest["issued_at"]) / 2 and newest["run"] == holder.run:
                 return bytes(newest["pem"])
         issued = Authority(self.directory).sign_device(key, holder.name, holder.run, self.days)
-        store.add_certificate(_record(issued, holder.name, holder.run))
+        store.credentials.add_certificate(_record(issued, holder.name, holder.run))
         return issued.pem
 
 
@@ -139,7 +140,7 @@ def _live(token: Row | None) -> Row:
 
 
 def _same_again(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
-    row = store.certificate(token["serial"])
+    row = store.credentials.certificate(token["serial"])
     same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
     if row is None or not same or row["expires_at"] < time.time():
         raise RefusedError(Code.BAD_TOKEN, "the enrolment token is used; ask the operator for a fresh one")
@@ -151,9 +152,9 @@ def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None
     if not is_name(device):
         text = f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'"
         raise RefusedError(Code.BAD_IDENTITY, text)
-    if store.revocation(f"{Role.DEVICE}:{device}", "") is not None:
+    if store.credentials.revocation(f"{Role.DEVICE}:{device}", "") is not None:
         raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; it can only come back under another id")
-    known = {row["public_key"] for row in store.certificates(device)}
+    known = {row["public_key"] for row in store.credentials.certificates(device)}
     if known and fingerprint(key) not in known:
         text = (
             f"device id {device!r} belongs to another key; choose another id, or restore the device's state directory"

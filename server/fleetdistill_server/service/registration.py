@@ -16,7 +16,8 @@ from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, refusal, told
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 _MINE = {f"run.{name}" for name in OPERATORS}
 
@@ -31,9 +32,9 @@ def register(store: Store, config: RunConfig) -> None:
     """
     name, settings = config.run.name, json.loads(json.dumps(config.fixed_part()))
     with store.transaction():
-        row = store.run(name)
+        row = store.runs.get(name)
         if row is None:
-            store.begin_run(name, settings)
+            store.runs.begin(name, settings)
             return
         if row["status"] == "cancelled":
             raise RunError(
@@ -47,10 +48,10 @@ def register(store: Store, config: RunConfig) -> None:
         if "run.rounds" in changes:
             _check_rounds(row, config.run.rounds)
         if changes:
-            store.change_run(name, settings, _with_settings(row["contract"], config))
-            store.add_event(name, "settings-changed", told(changes))
+            store.runs.change(name, settings, _with_settings(row["contract"], config))
+            store.history.add_event(name, "settings-changed", told(changes))
         if row["status"] == "finished" and _wants_more(row, config.run.rounds):
-            store.end_run(name, "running", "")
+            store.runs.end(name, "running", "")
 
 
 def check_not_edited(store: Store, config: RunConfig) -> None:
@@ -59,7 +60,7 @@ def check_not_edited(store: Store, config: RunConfig) -> None:
     Raises:
         RunError: The file describes another run of the same name by now.
     """
-    row = store.run(config.run.name)
+    row = store.runs.get(config.run.name)
     if row is None:
         return
     changes = changes_between(completed_part(json.loads(row["config"])), json.loads(json.dumps(config.fixed_part())))
@@ -73,7 +74,7 @@ def check_not_edited(store: Store, config: RunConfig) -> None:
 
 def is_prepared(store: Store, config: RunConfig) -> bool:
     """Whether a run was begun with this identity and has its contract, so that its models are known to work."""
-    row = store.run(config.run.name)
+    row = store.runs.get(config.run.name)
     if row is None or row["contract"] is None:
         return False
     changes = changes_between(completed_part(json.loads(row["config"])), config.fixed_part())
@@ -82,17 +83,17 @@ def is_prepared(store: Store, config: RunConfig) -> bool:
 
 def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Changes) -> None:
     name = row["name"]
-    if row["completed_rounds"] or any(one["status"] == "undone" for one in store.rounds(name)):
+    if row["completed_rounds"] or any(one["status"] == "undone" for one in store.runs.rounds(name)):
         raise RunError(refusal(name, {key: both for key, both in changes.items() if key not in _MINE}))
-    answers = len(store.uploads(name))
-    store.delete_run(name)
-    store.begin_run(name, settings)
+    answers = len(store.asks.uploads(name))
+    store.runs.delete(name)
+    store.runs.begin(name, settings)
     text = f"a run of this name without a completed round was replaced: {told(changes)}"
     if answers == 1:
         text += "; 1 answer to it was deleted, so its device needs a new state_dir"
     elif answers:
         text += f"; {answers} answers to it were deleted, so their devices need a new state_dir"
-    store.add_event(name, "run-replaced", text)
+    store.history.add_event(name, "run-replaced", text)
 
 
 def _check_rounds(row: Row, rounds: int) -> None:

@@ -14,10 +14,10 @@ from fleetdistill_server.store.store import Store
 def mark_cancelled(store: Store, run: str) -> bool:
     """Ends a run now; see `fleetdistill_server.engine.cancelling.cancel`. Needs no torch, and deletes no files."""
     with store.transaction():
-        row = store.run(run)
+        row = store.runs.get(run)
         if row is None:
-            raise ConfigurationError(no_such_run(run, store.run_names()))
-        return store.cancel_run(run, f"by the operator, after {row['completed_rounds']} rounds")
+            raise ConfigurationError(no_such_run(run, store.runs.names()))
+        return store.runs.cancel(run, f"by the operator, after {row['completed_rounds']} rounds")
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned:
@@ -43,7 +43,7 @@ def delete(directory: Path, store: Store, run: str) -> Pruned:
                 f"run {run!r} is being served; stop its server first, or only end the run with "
                 f"`fleetdistill runs cancel {run}`"
             )
-        gone = prune(store, run, whole=True, served=served) if store.run(run) is not None else Pruned()
+        gone = prune(store, run, whole=True, served=served) if store.runs.get(run) is not None else Pruned()
         if served is None:
             sweep_all(store, ())
         return gone

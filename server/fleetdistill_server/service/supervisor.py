@@ -26,7 +26,8 @@ from fleetdistill_server.service.heartbeat import Beats, forget_beats
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import Ends, make_pair
-from fleetdistill_server.store.store import OVER, Store
+from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5
@@ -255,7 +256,7 @@ class Supervisor:
             return
         self._expect_beats()
         if code == EXIT_CONFIGURATION:
-            row = self.store.run(self._config.run.name)
+            row = self.store.runs.get(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
                 raise RunError(row["reason"])
             why = self._last_failure() or f"see {self._log or 'the log above'}"
@@ -267,7 +268,7 @@ class Supervisor:
         if self._engine.failures >= MAX_RESTARTS:
             reason = f"the engine failed {self._engine.failures + 1} times at the same point, {self._why(code)}"
             with contextlib.suppress(StoreError):  # the disk may be full too; the operator hears of it all the same
-                self.store.end_run(self._config.run.name, "stopped", reason)
+                self.store.runs.end(self._config.run.name, "stopped", reason)
             raise RunError(f"{reason}; its log says why, the state is intact")
         logger.warning("the engine ended with %s; starting it again", code)
         self._engine.restart()
@@ -288,7 +289,7 @@ class Supervisor:
         engine.process.kill()
         engine.process.wait()
         with contextlib.suppress(StoreError):
-            self.store.add_event(self._config.run.name, ENGINE_FAILED, text)
+            self.store.history.add_event(self._config.run.name, ENGINE_FAILED, text)
 
     def _when_there_may_be_space(self, engine: Child) -> None:
         """A full disk is no failure of the engine: it is started again after a while, as often as it takes."""
@@ -307,13 +308,13 @@ class Supervisor:
 
     def _last_failure(self) -> str:
         """What the engine last said of its end; empty if it said nothing."""
-        failures = self.store.events(self._config.run.name, ENGINE_FAILED)
+        failures = self.store.history.events(self._config.run.name, ENGINE_FAILED)
         return str(failures[-1]["text"]) if failures else ""
 
     _completed = 0
 
     def _note_progress(self, engine: Child) -> None:
-        row = self.store.run(self._config.run.name)
+        row = self.store.runs.get(self._config.run.name)
         completed = int(row["completed_rounds"]) if row else 0
         if completed > self._completed:
             self._completed, engine.failures = completed, 0
@@ -324,8 +325,8 @@ class Supervisor:
         return self._status() in OVER
 
     def _status(self) -> str:
-        row = self.store.run(self._config.run.name)
+        row = self.store.runs.get(self._config.run.name)
         return row["status"] if row is not None else ""
 
     def _is_over(self) -> bool:
-        return self._run_is_over() and not self.store.present_devices(self._config.run.name)
+        return self._run_is_over() and not self.store.devices.present(self._config.run.name)

@@ -134,7 +134,7 @@ def _report(
 ) -> FleetReport | None:
     """The report of the completed rounds; None without any."""
     with open_store(fleet) as store:
-        if not any(row["status"] == "closed" for row in store.rounds(RUN)):
+        if not any(row["status"] == "closed" for row in store.runs.rounds(RUN)):
             return None
         return make_report(
             Outcome(

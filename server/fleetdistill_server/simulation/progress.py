@@ -41,7 +41,7 @@ def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
 
     def watch(store: Store) -> None:
         nonlocal last
-        row = store.run(RUN)
+        row = store.runs.get(RUN)
         completed = int(row["completed_rounds"]) if row else 0
         if completed != last:
             last = completed
@@ -51,8 +51,12 @@ def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
 
 
 def _latest_accuracy(store: Store) -> float | None:
-    closed = [row["round"] for row in store.rounds(RUN) if row["status"] == "closed"]
+    closed = [row["round"] for row in store.runs.rounds(RUN) if row["status"] == "closed"]
     if not closed:
         return None
-    rates = [row["sum"] / row["count"] for row in store.figures(RUN, "accuracy", "test") if row["round"] == closed[-1]]
+    rates = [
+        row["sum"] / row["count"]
+        for row in store.history.figures(RUN, "accuracy", "test")
+        if row["round"] == closed[-1]
+    ]
     return sum(rates) / len(rates) if rates else None

@@ -256,8 +256,8 @@ def _file_digest(path: Path) -> str:
 def _note_restore(directory: Path, made_at: str) -> None:
     store = Store.open(directory)
     try:
-        for run in store.run_names():
+        for run in store.runs.names():
             text = f"restored from the backup of {made_at}; receipts that were given since are void"
-            store.add_event(run, "restored", text)
+            store.history.add_event(run, "restored", text)
     finally:
         store.close()

@@ -3,7 +3,7 @@
 A deadline stands in the store, so that a restarted engine finds it. Within a process it is held against a clock that
 reads the system's once and then counts seconds: a clock that is set back by an hour holds no round up for an hour, and
 one that is set forward ends none. Across a restart nobody can tell a clock that was moved from time that has passed; so
-a restarted engine gives an open ask the run's whole deadline at most (`Store.bound_deadlines`).
+a restarted engine gives an open ask the run's whole deadline at most (`Asks.bound_deadlines`).
 """
 
 from __future__ import annotations

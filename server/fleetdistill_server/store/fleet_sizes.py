@@ -53,10 +53,11 @@ class _Fleet:
     def read(cls, store: Store, run: str) -> _Fleet:
         fleet = cls()
         fleet._samples = {
-            row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]).samples for row in store.devices(run)
+            row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]).samples
+            for row in store.devices.all(run)
         }
         fleet._ordered = sorted((samples, device) for device, samples in fleet._samples.items())
-        fleet._told = {row["device"] for row in store.events(run, LARGE_DEVICE)}
+        fleet._told = {row["device"] for row in store.history.events(run, LARGE_DEVICE)}
         return fleet
 
     def put(self, device: str, samples: int) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from fleetdistill.verdict import SPLIT, VERDICTS
 from fleetdistill_server.event_kinds import GUARD
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Verdicts:
 
 def guard_events(store: Store, run: str) -> list[Row]:
     """The events of a run that its method's guards wrote, oldest first."""
-    return [row for row in store.events(run) if row["kind"].endswith(GUARD)]
+    return [row for row in store.history.events(run) if row["kind"].endswith(GUARD)]
 
 
 def guards_by_round(store: Store, run: str) -> Counter[int]:
@@ -31,7 +32,7 @@ def guards_by_round(store: Store, run: str) -> Counter[int]:
 
 def verdict_rows(store: Store, run: str) -> list[Row]:
     """What devices reported about their apps' models; one row is one verdict."""
-    return [row for name in VERDICTS for row in store.figures(run, name, SPLIT)]
+    return [row for name in VERDICTS for row in store.history.figures(run, name, SPLIT)]
 
 
 def verdicts(rows: Sequence[Row]) -> Verdicts:

@@ -1,4 +1,4 @@
-"""How far a run has come: what `Store.progress` reads, for whoever shows it."""
+"""How far a run has come: what `Runs.progress` reads, for whoever shows it."""
 
 from __future__ import annotations
 

@@ -24,8 +24,10 @@ from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.blobs import Held
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.store import AT_REST, Row, Store
+from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.store import Store
 
 GRACE_SECONDS = 3600.0
 """What nothing speaks of is left alone for so long: somebody may be about to."""
@@ -85,12 +87,12 @@ class Pruned:
 def needed(store: Store) -> Needed:
     """Everything that must stay readable."""
     found = Needed(set(), set())
-    for name in store.run_names():
-        row = store.run(name) or {}
+    for name in store.runs.names():
+        row = store.runs.get(name) or {}
         found.checkpoints.update(_checkpoints(store, row))
         if row["contract"] is not None:
             found.payloads.update(_named_by(row["contract"]))
-        found.payloads.update(store.payloads_between(name, store.first_kept_round(name), _NEVER))
+        found.payloads.update(store.runs.payloads_between(name, store.runs.first_kept_round(name), _NEVER))
     return found
 
 
@@ -102,8 +104,9 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
         run: The run.
         checkpoints: Those that the run keeps no longer.
     """
-    keep = int((store.run(run) or {})["keep_rounds"])
-    spent = store.payloads_between(run, store.first_kept_round(run, keep + 1), store.first_kept_round(run, keep))
+    keep = int((store.runs.get(run) or {})["keep_rounds"])
+    first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
+    spent = store.runs.payloads_between(run, first, stop)
     with store.blobs.alone() as free:
         if free:  # otherwise a later sweep does it
             _delete(store, [*spent, *checkpoints])
@@ -185,17 +188,17 @@ def prune(
         RunError: The run may still need what would go.
         StoreError: Another process deletes or makes a backup, and does not end.
     """
-    row = store.run(run)
+    row = store.runs.get(run)
     if row is None:
-        raise ConfigurationError(no_such_run(run, store.run_names()))
+        raise ConfigurationError(no_such_run(run, store.runs.names()))
     _check_may_go(row, keep_rounds, whole, served)
     grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
     with alone(store):
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else int(row["kept_from"])
-        rounds = sum(kept_from <= one["round"] < stop for one in store.rounds(run))
-        spent = held.keys() & (store.payloads_between(run, 0, stop) | (_whole(store, row) if whole else set()))
+        rounds = sum(kept_from <= one["round"] < stop for one in store.runs.rounds(run))
+        spent = held.keys() & (store.runs.payloads_between(run, 0, stop) | (_whole(store, row) if whole else set()))
         events, figures, spent = _give_up(store, row, stop, whole, spent, dry_run)
         old = {one for one in spent if held[one].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
@@ -218,12 +221,12 @@ def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | 
 
 
 def _first_kept(store: Store, run: str, keep_rounds: int | None, older_than_seconds: float | None) -> int:
-    first = store.first_kept_round(run, keep_rounds)
+    first = store.runs.first_kept_round(run, keep_rounds)
     if older_than_seconds is None:
         return first
     since = time.time() - older_than_seconds
     young: list[int] = [
-        one["round"] for one in store.rounds(run) if one["ended_at"] is None or one["ended_at"] >= since
+        one["round"] for one in store.runs.rounds(run) if one["ended_at"] is None or one["ended_at"] >= since
     ]
     return min([first, *young])
 
@@ -238,7 +241,7 @@ def _give_up(
     """Changes the rows, unless it is a dry run; returns the events and figures that go, and what nothing needs then."""
     events, figures, left = 0, 0, set[bytes]()
     with contextlib.suppress(_TakeBack), store.transaction():
-        events, figures = store.delete_run(row["name"]) if whole else store.prune_rounds(row["name"], stop)
+        events, figures = store.runs.delete(row["name"]) if whole else store.runs.prune_rounds(row["name"], stop)
         kept = needed(store)
         left = {one for one in spent if one not in kept}
         if dry_run:
@@ -253,7 +256,7 @@ def _whole(store: Store, row: Row) -> set[bytes]:
 
 def _checkpoints(store: Store, row: Row) -> set[bytes]:
     """The run's state, and those that it can be set back to."""
-    return {row["checkpoint"], *(one["sha256"] for one in store.checkpoints(row["name"]))} - {None}
+    return {row["checkpoint"], *(one["sha256"] for one in store.runs.checkpoints(row["name"]))} - {None}
 
 
 def _named_by(contract: bytes) -> set[bytes]:
@@ -283,7 +286,7 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
 def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
     """Discards uploads whose asks are closed, and pieces of payloads that a dead process made; returns their sizes."""
     staged = store.blobs.staging()  # first: what is staged for an ask that opens after this look is not in it
-    open_asks = store.open_asks()
+    open_asks = store.asks.open_ids()
     gone = []
     for one in staged:
         upload = _STAGED_FOR.fullmatch(one.key)
@@ -292,7 +295,7 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
             came = store.blobs.staged(one.key)
             store.blobs.discard(one.key)
             if upload:
-                store.add_refused_traffic(int(upload[1]), came)
+                store.history.add_refused_traffic(int(upload[1]), came)
             gone.append(one.bytes)
     return gone
 

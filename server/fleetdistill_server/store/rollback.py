@@ -41,10 +41,10 @@ def roll_back(store: Store, run: str, to: int) -> RolledBack:
         ConfigurationError: There is no such run, or the state of that round is not kept.
         DamagedError: It is kept, but cannot be read.
     """
-    row = store.run(run)
+    row = store.runs.get(run)
     if row is None:
-        raise ConfigurationError(no_such_run(run, store.run_names()))
-    kept = {one["round"]: one for one in store.checkpoints(run)}
+        raise ConfigurationError(no_such_run(run, store.runs.names()))
+    kept = {one["round"]: one for one in store.runs.checkpoints(run)}
     if to not in kept:
         has = ", ".join(map(str, kept)) or "none"
         raise ConfigurationError(
@@ -53,7 +53,7 @@ def roll_back(store: Store, run: str, to: int) -> RolledBack:
         )
     store.blobs.get_state(kept[to]["sha256"])
     failpoints.hit("rollback.before-commit")
-    spent = store.roll_back(run, to)
+    spent = store.runs.roll_back(run, to)
     failpoints.hit("rollback.after-commit")
     drop_unneeded(store, spent)
     completed = kept[to]["completed_rounds"]

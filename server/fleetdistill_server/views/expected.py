@@ -15,7 +15,8 @@ from fleetdistill.methods.classstats.class_answers import (
     PERSONAL_LEAVE_ONE_OUT,
     SPLIT,
 )
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Expected:
 
 def expected(store: Store, run: str) -> dict[str, Expected]:
     """Device -> what it expects, without devices that are forgotten; empty for methods that have no such figures."""
-    gone = {row["device"] for row in store.devices(run) if row["forget_asked_at"] is not None}
+    gone = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
     told = {
         (row["device"], row["name"], row["round"]): row
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
-        for row in store.newest_figures(run, name, SPLIT)
+        for row in store.history.newest_figures(run, name, SPLIT)
         if row["device"] not in gone
     }
     newest = {device: number for device, name, number in told if name == LEAVE_ONE_OUT}

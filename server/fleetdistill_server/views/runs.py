@@ -19,9 +19,10 @@ from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.service.heartbeat import NOBODY, Served
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import guards_by_round, verdict_rows, verdicts
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.suspects import suspects_by_round
 
@@ -64,7 +65,7 @@ class View:
 
 def runs(store: Store, served: Served = NOBODY) -> View:
     """All runs; `served` is the one that a server works on at this moment, if one does."""
-    return View({"runs": [_run_row(row, served) for row in store.runs()]})
+    return View({"runs": [_run_row(row, served) for row in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOBODY) -> View:
@@ -78,13 +79,13 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
     Raises:
         ConfigurationError: There is no run of that name.
     """
-    found = {row["name"]: row for row in store.runs()}
+    found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
         raise ConfigurationError(no_such_run(name, list(found)))
     told = _Told.by("round", store, name)
     guards, hopes = guards_by_round(store, name), expected(store, name)
     suspects = suspects_by_round(store, name)
-    traffic = store.traffic_by_kind(name)
+    traffic = store.history.traffic_by_kind(name)
     sent = _grouped(traffic, "round")
     lists = {
         "rounds": [
@@ -93,17 +94,17 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
                 "suspects": ", ".join(suspects.get(row["round"], ())),
                 **_sent_cells(sent.get(row["round"], ())),
             }
-            for row in store.rounds(name)
+            for row in store.runs.rounds(name)
         ],
         **_answers(store, name),
         **_leave_one_out(hopes),
         "bytes": _bytes_by_device(traffic),
         "bytes_by_kind": _bytes_by_kind(traffic),
-        "reported_uploads": [_reported_row(row) for row in store.uploads(name) if row["status"] == "reported"],
-        "events": [_event_row(row) for row in store.newest_events(name, MOST_EVENTS)],
+        "reported_uploads": [_reported_row(row) for row in store.asks.uploads(name) if row["status"] == "reported"],
+        "events": [_event_row(row) for row in store.history.newest_events(name, MOST_EVENTS)],
     }
     facts = {
-        "events_in_all": store.count_events(name),
+        "events_in_all": store.history.count_events(name),
         "guards_fired": guards.total(),
         **told.totals(),
         **_expected_of_the_fleet(hopes),
@@ -113,13 +114,13 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
 
 def devices(store: Store, only: str | None) -> View:
     """Devices of all runs, or of one."""
-    names = [row["name"] for row in store.runs() if only in (None, row["name"])]
+    names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
-        raise ConfigurationError(no_such_run(only, store.run_names()))
+        raise ConfigurationError(no_such_run(only, store.runs.names()))
     told = {name: _Told.by("device", store, name) for name in names}
     hopes = {name: expected(store, name) for name in names}
-    revoked = {row["subject"] for row in store.revocations()}
-    rows = [_device_row(row, told[name], hopes[name], revoked) for name in names for row in store.devices(name)]
+    revoked = {row["subject"] for row in store.credentials.revocations()}
+    rows = [_device_row(row, told[name], hopes[name], revoked) for name in names for row in store.devices.all(name)]
     return View({"devices": rows})
 
 
@@ -154,8 +155,8 @@ class _Told:
     def by(cls, column: str, store: Store, run: str) -> _Told:
         return cls(
             verdicts=_grouped(verdict_rows(store, run), column),
-            train_loss=_grouped(store.figures(run, "loss", "train"), column),
-            test_accuracy=_grouped(store.figures(run, "accuracy", "test"), column),
+            train_loss=_grouped(store.history.figures(run, "loss", "train"), column),
+            test_accuracy=_grouped(store.history.figures(run, "accuracy", "test"), column),
         )
 
     def totals(self) -> Row:
@@ -209,7 +210,7 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
 
 def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     """Where devices have several answers, the newest test accuracy of each; the method names the further ones."""
-    told = _grouped(store.newest_figures(run, "accuracy", "test"), "name")
+    told = _grouped(store.history.newest_figures(run, "accuracy", "test"), "name")
     taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # columns of other things
     further = [name for name in told if name != "accuracy" and name not in taken]
     if not further:

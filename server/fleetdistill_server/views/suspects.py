@@ -15,7 +15,7 @@ def named(store: Store, run: str) -> dict[str, list[str]]:
     """Devices that the run named as far from the others or as too heavy, each with the kinds of the events."""
     found = defaultdict[str, list[str]](list)
     for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
-        for device in sorted({row["device"] for row in store.events(run, kind)}):
+        for device in sorted({row["device"] for row in store.history.events(run, kind)}):
             found[device].append(kind)
     return dict(found)
 
@@ -24,11 +24,11 @@ def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
     """For each completed round the devices left out of it and of the last two before that they took part in."""
     left_out = defaultdict[str, set[int]](set)
     for kind in LEFT_OUT:
-        for row in store.events(run, kind):
+        for row in store.history.events(run, kind):
             left_out[row["device"]].add(row["round"])
     took_part = defaultdict[str, set[int]](set)
     if left_out:
-        for row in store.uploads(run):
+        for row in store.asks.uploads(run):
             if row["status"] == "used":
                 took_part[row["device"]].add(row["round"])
     found = defaultdict[int, list[str]](list)

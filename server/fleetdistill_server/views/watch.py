@@ -20,8 +20,10 @@ from rich.text import Text
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.store import AT_REST, Row, Store
+from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import readable_bytes
 
@@ -41,9 +43,9 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
     Raises:
         ConfigurationError: There is no run of that name.
     """
-    found = store.progress(run, int(seen.get("last event", {}).get("id", 0)))
+    found = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
     if found is None:
-        raise ConfigurationError(no_such_run(run, store.run_names()))
+        raise ConfigurationError(no_such_run(run, store.runs.names()))
     for event in found.events:
         seen["last event"] = {"id": event["id"]}
     rows = [("step", row) for row in found.steps] + [("round", row) for row in found.rounds] + [("run", found.run)]

@@ -774,7 +774,8 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
     predicted = round_bytes(exchanges, "float16")
     assert predicted["up"] == 2 * 80 * numbers
     store = small_fleet(tmp_path, ("cdkt_digits", "cdkt_digits_small"), knowledge=knowledge)
-    traffic = {(one["round"], one["direction"], one["device"]): one["tensor_bytes"] for one in store.traffic(RUN)}
+    rows = store.history.traffic(RUN)
+    traffic = {(one["round"], one["direction"], one["device"]): one["tensor_bytes"] for one in rows}
     proxy_set = 80 * (4 * 64 + 4)
     for device in ("device-0", "device-1"):
         assert [traffic[number, "up", device] for number in (1, 2)] == [predicted["up"]] * 2
@@ -783,9 +784,9 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
 
 def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), exchange=False)
-    up = [one["tensor_bytes"] for one in store.traffic(RUN) if one["direction"] == "up"]
+    up = [one["tensor_bytes"] for one in store.history.traffic(RUN) if one["direction"] == "up"]
     assert up == [0, 0, 0, 0]
-    assert len(store.uploads(RUN)) == 4
+    assert len(store.asks.uploads(RUN)) == 4
 
 
 def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> None:
@@ -795,13 +796,13 @@ def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> N
 
 def test_a_run_whose_server_diverges_in_every_round_ends_all_the_same(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), server_learning_rate=1e6, teacher_guard=False)
-    assert [row["round"] for row in store.events(RUN, "distillation-undone")] == [1, 2]
-    assert len(store.uploads(RUN)) == 4
+    assert [row["round"] for row in store.history.events(RUN, "distillation-undone")] == [1, 2]
+    assert len(store.asks.uploads(RUN)) == 4
 
 
 def test_models_of_any_embedding_size_take_part_in_full(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="full")
-    assert len(store.uploads(RUN)) == 4
+    assert len(store.asks.uploads(RUN)) == 4
 
 
 def test_the_global_model_is_exported_and_agrees_on_the_proxy_set(tmp_path: Path) -> None:

@@ -283,14 +283,14 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
     store = Store.in_memory()
 
     def stop() -> None:
-        if store.events(RUN, "refused"):
+        if store.history.events(RUN, "refused"):
             raise Refused
 
     with ExitStack() as stack:
         engine = Engine(store, prepared[0], DriveDevices(devices_of(prepared, stack, Desk(store)), stop))
         with pytest.raises(Refused):
             asyncio.run(engine.run())
-    (event,) = store.events(RUN, "refused")
+    (event,) = store.history.events(RUN, "refused")
     declared = len(load_arrays(prepared[1][0].data_file)[1])
     assert event["code"] == "bad-value"
     assert event["text"].endswith(f"the device has declared {declared} samples")
@@ -931,20 +931,20 @@ class Forgetting:
     def _look(self, ask_in_round: int) -> None:
         """Keeps what the device's part looks like in an upload and in a checkpoint; then asks to forget it."""
         if not self.sent:
-            for row in self.store.uploads(RUN):
+            for row in self.store.asks.uploads(RUN):
                 if row["device"] == self.device and row["step"] == "summarise":
                     part = decode(self.store.blobs.open(row["sha256"]))["statistics"]
                     assert isinstance(part, ClassStatistics)
                     assert part.means is not None
                     self.sent = [part.means[0].tobytes(), part.means[1].tobytes()]
-        now = self.store.open_round(RUN)
-        known = self.store.device(RUN, self.device)
+        now = self.store.runs.open_round(RUN)
+        known = self.store.devices.get(RUN, self.device)
         if now is not None and now["round"] == ask_in_round and known is not None and not known["forget_asked_at"]:
             assert all(len(files_with(self.directory, one)) > 1 for one in self.sent)
             assert not ask_to_forget(self.store, RUN, self.device, served=RUN)
 
     def state(self) -> dict[str, Any]:
-        row = self.store.run(RUN)
+        row = self.store.runs.get(RUN)
         assert row is not None
         state: dict[str, Any] = unpack_state(self.store.blobs.get_state(row["checkpoint"]))
         return state
@@ -959,11 +959,11 @@ def test_a_forgotten_part_is_nowhere_in_the_store_and_the_others_get_the_merge_w
     for label, one in from_wire(unpacked(state["classes"])).items():
         assert one.count == sum(part[label].count for part in parts if label in part)
     assert {tuple(held) for held in state["held"].values()} == {(state["version"], -1)}
-    asked = {(row["round"], row["device"]) for row in run.store.uploads(RUN) if row["step"] == "learn"}
+    asked = {(row["round"], row["device"]) for row in run.store.asks.uploads(RUN) if row["step"] == "learn"}
     assert {device for number, device in asked if number > 3} == set(others)
     assert len(run.sent) == 2
     assert [files_with(run.directory, one) for one in run.sent] == [[], []]
-    assert [row["device"] for row in run.store.events(RUN, "forgotten")] == [run.device]
+    assert [row["device"] for row in run.store.history.events(RUN, "forgotten")] == [run.device]
     run.store.close()
 
 
@@ -974,9 +974,9 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
     with ExitStack() as stack:
         device = devices_of(run.prepared, stack, Desk(run.store))[0]
         device._guard._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
-        assert run.store.asks(RUN, 4, 1)
-        assert run.store.next_ask(RUN, run.device) is None
-        run.store.end_run(RUN, "running", "")  # as if the others were still at it
+        assert run.store.asks.of_step(RUN, 4, 1)
+        assert run.store.asks.next_open(RUN, run.device) is None
+        run.store.runs.end(RUN, "running", "")  # as if the others were still at it
         assert device.step(0.0) is Step.FINISHED
         assert sorted(device.models) == ["general", "personal"]
     assert said[-1].startswith(f"finished: the operator took {run.device} out of run '{RUN}' and has it forgotten")
@@ -998,7 +998,7 @@ def test_a_device_of_a_finished_run_is_forgotten_at_once(tmp_path: Path) -> None
     assert state["version"] != before["version"]
     assert [files_with(run.directory, one) for one in run.sent] == [[], []]
     assert ask_to_forget(run.store, RUN, run.device, served=None)
-    assert len(run.store.events(RUN, "forgotten")) == 1
+    assert len(run.store.history.events(RUN, "forgotten")) == 1
     with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
         ask_to_forget(run.store, RUN, "nobody", served=None)
     run.store.close()
@@ -1202,7 +1202,7 @@ def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_pat
     )
     store = run_in_memory(prepare(wanted, tmp_path / "work"))
     figures = {
-        name: {(row["round"], row["device"]): row for row in store.figures(RUN, name, "validation")}
+        name: {(row["round"], row["device"]): row for row in store.history.figures(RUN, name, "validation")}
         for name in ("accuracy", "personal/accuracy", "picked/general", "picked/personal", "replaced")
     }
     store.close()

@@ -76,14 +76,14 @@ class Fleet:
 
     def look(self) -> None:
         """Notes the space that the run has now."""
-        row = self.store.run(RUN)
+        row = self.store.runs.get(RUN)
         assert row is not None
         self.spaces.append(unpack_state(self.store.blobs.get_state(row["checkpoint"]))["space"])
 
     async def wait(self, seconds: float = 0.0) -> None:
         for device in list(self.devices.values()):
             device.step(0.0)
-        self._quiet = 0 if self.store.open_round(RUN) is not None else self._quiet + 1
+        self._quiet = 0 if self.store.runs.open_round(RUN) is not None else self._quiet + 1
         if self._quiet == _LOOKS:
             self._quiet = 0
             if not self.acts:
@@ -101,8 +101,8 @@ class Fleet:
     def asked(self) -> list[list[tuple[str, str]]]:
         """(step, device) of every ask of each round."""
         found = []
-        for row in self.store.rounds(RUN):
-            steps = [self.store.asks(RUN, row["round"], number) for number in (1, 2)]
+        for row in self.store.runs.rounds(RUN):
+            steps = [self.store.asks.of_step(RUN, row["round"], number) for number in (1, 2)]
             found.append([(ask["step"], ask["device"]) for asks in steps for ask in asks])
         return found
 
@@ -152,7 +152,7 @@ def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet)
         summarise("c") + learn("abc"),
         learn("ab"),
     ]
-    assert (fleet.store.run(RUN) or {})["status"] == "running"
+    assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
 
 
 def test_a_device_with_new_rows_is_asked_again_and_all_get_the_new_space(fleet: Fleet) -> None:
@@ -166,7 +166,7 @@ def test_a_device_with_new_rows_is_asked_again_and_all_get_the_new_space(fleet: 
 
 def test_nothing_is_asked_or_written_while_nothing_changes(fleet: Fleet) -> None:
     rounds: list[int] = []
-    fleet.play(*[lambda: rounds.append(len(fleet.store.rounds(RUN)))] * 5)
+    fleet.play(*[lambda: rounds.append(len(fleet.store.runs.rounds(RUN)))] * 5)
     assert rounds == [1] * 5
 
 

@@ -1008,13 +1008,13 @@ def test_daf_12_a_run_sends_what_the_formula_says(name: str, tmp_path: Path) -> 
     up, down, w = predicted["up"], predicted["down"], state_bytes(server.model)
     rows = {
         (one["direction"], one["round"]): one["tensor_bytes"]
-        for one in store.traffic(RUN)
+        for one in store.history.traffic(RUN)
         if one["device"] == "device-0" and one["round"] > 0
     }
     assert (rows["up", 1], rows["up", 2]) == (up, up)
     assert rows["down", 1] in (down, down + w)  # and the first weights, where the method gives them
     assert rows["down", 2] == down + w  # and the end result
-    assert not store.events(RUN, "refused")
+    assert not store.history.events(RUN, "refused")
     store.close()
 
 
@@ -1022,5 +1022,5 @@ def test_over_the_wire_a_replayed_seed_fits(tmp_path: Path) -> None:
     """A noise seed is 63 bits of the run's seed tree: it must survive plan, answer and back."""
     settings = {**QUICK, **VARIANTS["lagged"], "maturity_guard": False}
     store = run_in_memory(prepare(replace(FLEET, rounds=1, settings=settings), tmp_path / "work"))
-    assert not store.events(RUN, "member-left-out")
+    assert not store.history.events(RUN, "member-left-out")
     store.close()

@@ -949,13 +949,14 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(settings: dict[st
     )
     prepared = prepare(fleet, tmp_path / "work")
     store = run_in_memory(prepared)
-    cuts = [json.loads(row["figures"])["cut_layer"] for row in store.rounds(RUN)]
+    cuts = [json.loads(row["figures"])["cut_layer"] for row in store.runs.rounds(RUN)]
     assert cuts == [dict.fromkeys(("device-0", "device-1"), cut) for cut in ("F3", "F2", "F1", "C2")]
     model = build_model("fedd2s_digits")
     assert isinstance(model, SplitModel)
     features = int(np.prod(model.stage_shapes((1, 8, 8))["C1"]))
     config = FedD2SConfig(**settings).for_classes(10)
-    traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.traffic(RUN)}
+    rows = store.history.traffic(RUN)
+    traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in rows}
     for spec in prepared[1]:
         rows = len(np.load(spec.data_file)["labels"])
         for number, cut in enumerate(("F3", "F2", "F1", "C2"), start=1):

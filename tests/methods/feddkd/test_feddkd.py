@@ -1185,14 +1185,14 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
     sizes = Sizes(model=Weights.of(model_parameters(built, without=private)))
     whole = 4 * sizes.model.parameters + sizes.model.buffer_bytes
     initial = sum(one.nbytes for one in built.state_dict().values())
-    rows = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.traffic(RUN)}
+    rows = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.history.traffic(RUN)}
     assert len(rows) == 8
     for (number, _, direction), measured in rows.items():
         steps = settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0
         predicted = round_bytes(FedDKDServer.exchanges(FedDKDConfig(dkd_steps=steps), sizes), "float16")
         extra = (initial if number == 1 else 0) + (whole if number == 2 else 0)  # the start, and the end result
         assert measured == predicted[direction] + (extra if direction == "down" else 0)
-    figures = [json.loads(row["figures"]) for row in store.rounds(RUN)]
+    figures = [json.loads(row["figures"]) for row in store.runs.rounds(RUN)]
     assert [one["distillation_steps"] for one in figures] == [
         settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0 for number in (1, 2)
     ]
@@ -1204,7 +1204,7 @@ def test_without_steps_a_run_ends_in_fedavgs_model(tmp_path: Path) -> None:
     checkpoints = []
     for method, settings in (("feddkd", ours), ("fedavg", {})):
         store = run_in_memory(prepare(small(method=method, settings=settings), tmp_path / method))
-        row = store.run(RUN)
+        row = store.runs.get(RUN)
         assert row is not None
         checkpoints.append(unpack_state(store.blobs.get_state(row["checkpoint"]))["model"])
         store.close()
@@ -1234,7 +1234,7 @@ def test_devices_and_the_server_export_the_global_model(tmp_path: Path) -> None:
     store = run_in_memory(prepared)
     server = export_server_model(store, RUN, tmp_path / "server.onnx")
     assert server.max_difference < 1e-4
-    row = store.run(RUN)
+    row = store.runs.get(RUN)
     assert row is not None
     state = unpack_state(store.blobs.get_state(row["checkpoint"]))["model"]
     model = build_model("cdkt_digits_small")

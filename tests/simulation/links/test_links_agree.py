@@ -44,7 +44,8 @@ def run_in_processes(prepared: Prepared) -> Store:
     """As `run_over_grpc`: front, engine and every device a process of its own; engine and devices start quicker."""
     config, specs, _ = prepared
     engine, store = ForkedEngine(prepared), Store.open(Path(config.server.store))
-    store.begin_run(RUN, config.fixed_part())  # as the supervisor does, so that a device may be quicker than the engine
+    # as the supervisor does, so that a device may be quicker than the engine
+    store.runs.begin(RUN, config.fixed_part())
     with live_front(Path(config.server.store), ends=Ends(engine.front_pipe.end, engine.pipe.end)) as front:
         processes = [*(forked_grpc_device(spec, front.port) for spec in specs), engine]
         for process in processes:
@@ -61,7 +62,7 @@ def run_in_processes(prepared: Prepared) -> Store:
 def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
     memory = run_in_memory(prepare(HOSTILE, tmp_path / "memory"))
     grpc = run_in_processes(prepare(HOSTILE, tmp_path / "grpc"))
-    assert [row["device"] for row in grpc.events(RUN, "update-left-out")] == ["device-0"] * 2
+    assert [row["device"] for row in grpc.history.events(RUN, "update-left-out")] == ["device-0"] * 2
     assert outcome(grpc) == outcome(memory)
     grpc.close()
 

@@ -21,20 +21,20 @@ FIRST, SECOND, THIRD = (np.full((2, 2), number) for number in range(3))
 
 def store_of(method: str, rounds: int) -> Store:
     store = Store.in_memory()
-    store.begin_run(RUN, {"run": {"name": RUN, "method": method, "rounds": rounds}})
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": method, "rounds": rounds}})
     return store
 
 
 def answered_round(store: Store, steps: list[tuple[str, bool]], *, use: bool = True) -> None:
     """A completed round of device `a`: its steps, and whether it has a receipt for each."""
-    number = store.start_round(RUN, ["a"])
+    number = store.runs.start_round(RUN, ["a"])
     for step_number, (step, receipt) in enumerate(steps, start=1):
         row = {"run": RUN, "round": number, "step_number": step_number, "device": "a", "step": step, "expects": {}}
-        store.write_asks([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
+        store.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
         if receipt:
-            store.accept_upload(store.asks(RUN, number, step_number)[0]["id"], 1, b"", 1, 1)
-    used = [row["ask"] for row in store.uploads(RUN) if use]
-    store.close_round(RUN, number, b"", used, {})
+            store.asks.accept_upload(store.asks.of_step(RUN, number, step_number)[0]["id"], 1, b"", 1, 1)
+    used = [row["ask"] for row in store.asks.uploads(RUN) if use]
+    store.runs.close_round(RUN, number, b"", used, {})
 
 
 def device_a(tmp_path: Path) -> DeviceSpec:

@@ -168,7 +168,7 @@ def _watch_until_over(
 
 
 def _refuse_stopped(store: Store, run: str) -> None:
-    row = store.run(run)
+    row = store.runs.get(run)
     if row is not None and row["status"] == "stopped":
         raise RunError(row["reason"])
 

@@ -14,7 +14,8 @@ from fleetdistill.knowledge import GENERAL
 from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.report.metrics import Ints, accuracy
 from fleetdistill_server.simulation.report.scores import in_class_mix
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -154,9 +155,9 @@ def trained_alone(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Cand
 
 def cost_of(store: Store, run: str, devices: int) -> Cost:
     """The cost of a run that is over, of so many devices."""
-    completed = [row["round"] for row in store.rounds(run) if row["status"] == "closed"]
-    answered = {row["ask"] for row in store.uploads(run) if row["data_bytes"]}
-    return Cost(bytes_by_round(store.traffic(run), completed, devices), len(answered) / devices)
+    completed = [row["round"] for row in store.runs.rounds(run) if row["status"] == "closed"]
+    answered = {row["ask"] for row in store.asks.uploads(run) if row["data_bytes"]}
+    return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
 
 
 def bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: int) -> list[dict[str, float]]:

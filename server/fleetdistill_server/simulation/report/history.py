@@ -58,7 +58,7 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
     receipt alone makes the device keep what it learned.
     """
     trained = _receipts(store, run)
-    closed = [row for row in store.rounds(run) if row["status"] == "closed"]
+    closed = [row for row in store.runs.rounds(run) if row["status"] == "closed"]
     numbers = [row["round"] for row in closed]
     noted = {spec.name: _with_receipt(read_scores(spec.scores_file), trained[spec.name]) for spec in specs}
     figures = [json.loads(row["figures"] or "{}") for row in closed]
@@ -88,11 +88,11 @@ def _products(
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     """Device -> rounds whose answer the server has to a step that ends a round for a device."""
-    row = store.run(run)
+    row = store.runs.get(run)
     assert row is not None  # it is finished
     steps = _metrics_steps(json.loads(row["config"]))
     found = defaultdict[str, set[int]](set)
-    for upload in store.uploads(run):
+    for upload in store.asks.uploads(run):
         if upload["step"] in steps:
             found[upload["device"]].add(upload["round"])
     return found

@@ -43,8 +43,9 @@ from fleetdistill_server.simulation.report.scores import (
 )
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
-from fleetdistill_server.store.store import Row, Store
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
 
@@ -85,7 +86,7 @@ def make_report(done: Outcome) -> FleetReport:
     """Gathers the figures of the completed rounds and writes them under the simulation's `out`."""
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
-    traffic, told = done.store.traffic(done.run), expected(done.store, done.run)
+    traffic, told = done.store.history.traffic(done.run), expected(done.store, done.run)
     devices = [_device_report(done, spec, shares[[number]], traffic, told) for number, spec in enumerate(done.specs)]
     scores, cost = _scores(history, shares, done.controls), cost_of(done.store, done.run, len(devices))
     compared = _compared(done, shares, cost)
@@ -116,7 +117,7 @@ def make_report(done: Outcome) -> FleetReport:
         late=late_figures(by_round),
         further=_mean_further(devices),
         bytes_by_round=cost.bytes_by_round,
-        traffic=[_traffic_row(one) for one in done.store.traffic_by_kind(done.run)],
+        traffic=[_traffic_row(one) for one in done.store.history.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
         hostile=done.wanted.hostile,
         attack=done.wanted.attack,
@@ -214,7 +215,7 @@ def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[
 def _device_report(
     done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], told: Mapping[str, Expected]
 ) -> DeviceReport:
-    row = done.store.device(done.run, spec.name)
+    row = done.store.devices.get(done.run, spec.name)
     assert row is not None  # the run is finished, so the device was there
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     trained_cc = done.history.devices[spec.name][-1]
@@ -331,13 +332,13 @@ def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict
 
 
 def _upload_counts(store: Store, run: str) -> dict[str, Any]:
-    uploads = store.uploads(run)
+    uploads = store.asks.uploads(run)
     by_status = {status: sum(one["status"] == status for one in uploads) for status in ("used", "reported")}
     return {
         "acknowledged_uploads": len(uploads),
         "used_uploads": by_status["used"],
         "reported_uploads": by_status["reported"],
-        "refused_uploads": len(store.events(run, "refused")),
+        "refused_uploads": len(store.history.events(run, "refused")),
     }
 
 

@@ -1,0 +1,384 @@
+"""Runs and their rounds: settings, contract, checkpoints, and what of a run is kept.
+
+`retention.py` deletes the payloads that nothing here keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.config.run_changes import changes_between, refusal
+from fleetdistill_server.store.back_off import rounds_left_out
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.history import History
+from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
+from fleetdistill_server.store.states import DEADLINE_PASSED, OVER
+from fleetdistill_server.texts import shortened
+
+
+class Runs:
+    """Rows of `runs`, `rounds` and `checkpoints`."""
+
+    def __init__(self, database: Database, history: History) -> None:
+        self._db = database
+        self._history = history
+
+    def begin(self, name: str, config: Mapping[str, Any]) -> None:
+        """Registers a run, or finds it again; `registration.py` has what may change between two starts.
+
+        Raises:
+            RunError: The run exists with another configuration; the message says what changed.
+        """
+        with self._db.transaction():
+            known = self.get(name)
+            if known is not None:
+                changes = changes_between(json.loads(known["config"]), json.loads(json.dumps(config)))
+                if changes:
+                    raise RunError(refusal(name, changes))
+                return
+            row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": time.time()}
+            self._db.insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
+
+    def change(self, name: str, config: Mapping[str, Any], contract: bytes | None) -> None:
+        """Sets a run's settings, and its contract in which some of them stand."""
+        self._db.write("UPDATE runs SET config = ?, contract = ? WHERE name = ?", json.dumps(config), contract, name)
+
+    def get(self, name: str) -> Row | None:
+        """The run's row."""
+        return self._db.row("SELECT * FROM runs WHERE name = ?", name)
+
+    def all(self) -> list[Row]:
+        """All runs, oldest first, with the number of devices seen and of uploads."""
+        return self._db.rows(
+            "SELECT name, status, reason, completed_rounds, config, created_at, "
+            "(SELECT count(*) FROM devices WHERE run = name) AS devices, "
+            "(SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = name) AS uploads "
+            "FROM runs ORDER BY created_at, name"
+        )
+
+    def names(self) -> list[str]:
+        """Names of all runs, oldest first."""
+        return [row["name"] for row in self._db.rows("SELECT name FROM runs ORDER BY created_at, name")]
+
+    def own(self, name: str) -> str:
+        """Makes the caller the run's only engine; returns the token that its later writes must carry.
+
+        Raises:
+            RunError: The run was cancelled.
+        """
+        token = secrets.token_hex(8)
+        if not self._db.write("UPDATE runs SET engine = ? WHERE name = ? AND status != 'cancelled'", token, name):
+            raise RunError(f"run {name!r} was cancelled")
+        return token
+
+    def assert_owner(self, name: str, token: str) -> None:
+        """Raises RunError if another engine has taken the run over since `own_run`, or it was cancelled."""
+        if self._db.value("SELECT engine FROM runs WHERE name = ?", name) != token:
+            self.assert_not_cancelled(name)
+            raise RunError(f"run {name!r} was taken over by another engine")
+
+    def assert_not_cancelled(self, name: str) -> None:
+        """Raises RunError if the run was cancelled: devices may not be asked any more."""
+        if self._db.value("SELECT status FROM runs WHERE name = ?", name) == "cancelled":
+            raise RunError(f"run {name!r} was cancelled")
+
+    def publish_contract(self, name: str, contract: bytes) -> None:
+        """Opens the run for devices."""
+        self._db.write("UPDATE runs SET contract = ?, status = 'running' WHERE name = ?", contract, name)
+
+    def set_checkpoint(self, name: str, checkpoint: bytes) -> None:
+        """Makes a state the run's where no round closes: before its first round, or after a device was forgotten."""
+        with self._db.transaction():
+            self._db.write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
+            self._db.write(_NOTE_CHECKPOINT, time.time(), name)
+
+    def checkpoints(self, run: str) -> list[Row]:
+        """The states of a run that are kept, oldest first: round, completed_rounds, sha256, at."""
+        return self._db.rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY round", run)
+
+    def set_keep_checkpoints(self, name: str, keep_checkpoints: int) -> None:
+        """Sets how many of a run's states are kept, the newest; at least 1."""
+        self._db.write("UPDATE runs SET keep_checkpoints = ? WHERE name = ?", keep_checkpoints, name)
+
+    def _let_go_of_checkpoints(self, run: str) -> set[bytes]:
+        """Lets go of the states beyond those that are kept; returns their digests."""
+        beyond = (
+            "FROM checkpoints WHERE run = ?1 AND round NOT IN (SELECT round FROM checkpoints WHERE run = ?1 "
+            "ORDER BY round DESC LIMIT (SELECT keep_checkpoints FROM runs WHERE name = ?1))"
+        )
+        spent = {row["sha256"] for row in self._db.rows(f"SELECT sha256 {beyond}", run)}
+        self._db.write(f"DELETE {beyond}", run)
+        return spent
+
+    def roll_back(self, run: str, number: int) -> set[bytes]:
+        """Makes the state after a round the run's again, in one transaction; who owned the run has lost it.
+
+        The rounds after it do not count any more: they are undone, and their uploads reported.
+
+        Returns:
+            Digests of the states that were let go of.
+
+        Raises:
+            RunError: The state of that round is not kept.
+        """
+        why = f"the run was set back to the state after round {number}"
+        with self._db.transaction():
+            kept = {row["round"]: row for row in self.checkpoints(run)}
+            if number not in kept:
+                raise RunError(f"run {run!r} keeps no checkpoint of round {number}")
+            self.own(run)
+            left = self.open_round(run)
+            if left is not None:
+                self.close_short_round(run, left["round"], why)
+            later = "run = ? AND round > ?"
+            asked = f"(SELECT id FROM asks WHERE {later})"
+            self._db.write(
+                f"UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'used' AND ask IN {asked}",
+                *(why, run, number),
+            )
+            closed = f"{later} AND status = 'closed'"
+            self._db.write(f"UPDATE rounds SET status = 'undone', reason = ? WHERE {closed}", why, run, number)
+            self._db.write(f"DELETE FROM checkpoints WHERE {later}", run, number)
+            self._db.write(
+                "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ? WHERE name = ?",
+                *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
+            )
+            self._history.add_event(run, "rolled-back", why, number=number)
+        return {row["sha256"] for one, row in kept.items() if one > number}
+
+    def end(self, name: str, status: str, reason: str) -> None:
+        """Marks the run `finished` or `stopped`; `running` opens it again. `cancel_run` is another end."""
+        self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
+
+    def cancel(self, name: str, reason: str) -> bool:
+        """Ends a run for good: no engine owns it any more, and an open round is short. False if it was over before."""
+        with self._db.transaction():
+            row = self.get(name)
+            if row is None or row["status"] in OVER:
+                return False
+            self._db.write(
+                "UPDATE runs SET status = 'cancelled', reason = ?, engine = NULL WHERE name = ?", *(reason, name)
+            )
+            left = self.open_round(name)
+            if left is not None:
+                self.close_short_round(name, left["round"], "run cancelled")
+        return True
+
+    def open_round(self, run: str) -> Row | None:
+        """The round that is under way, if any, with its cohort as a list and its data versions as a dictionary."""
+        row = self._db.row("SELECT * FROM rounds WHERE run = ? AND status = 'open'", run)
+        if row is None:
+            return None
+        return {**row, "cohort": json.loads(row["cohort"]), "data_versions": json.loads(row["data_versions"] or "{}")}
+
+    def start_round(self, run: str, cohort: Sequence[str], data_versions: Mapping[str, str] | None = None) -> int:
+        """Opens the next round; returns its number, counted from 1 over all rounds, short ones included.
+
+        Args:
+            run: The run.
+            cohort: Ids of its devices.
+            data_versions: What `open_round` gives until the round has ended.
+        """
+        with self._db.transaction():
+            number = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run))
+            self._db.write("UPDATE runs SET next_round = ? WHERE name = ?", number + 1, run)
+            row = {"run": run, "round": number, "status": "open", "cohort": json.dumps(list(cohort))}
+            versions = json.dumps(dict(data_versions)) if data_versions else None
+            self._db.insert("rounds", {**row, "data_versions": versions, "started_at": time.time()})
+        return number
+
+    def close_round(
+        self, run: str, number: int, checkpoint: bytes, used: Sequence[int], figures: Mapping[str, Any]
+    ) -> set[bytes]:
+        """Closes a completed round with its checkpoint, in one transaction.
+
+        Args:
+            run: The run.
+            number: The round.
+            checkpoint: SHA-256 of the state to go on from.
+            used: Asks whose answers are in the result; other acknowledged answers of the round are reported.
+            figures: What the method says about the round, JSON.
+
+        Returns:
+            Digests of checkpoints that the run keeps no longer.
+        """
+        with self._db.transaction():
+            self._db.write(
+                "UPDATE runs SET completed_rounds = completed_rounds + 1, checkpoint = ? WHERE name = ?",
+                checkpoint,
+                run,
+            )
+            self._db.write_many(
+                "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
+            )
+            self._end_round(run, number, "closed", None, "the round ended without needing it", figures)
+            self._db.write(_NOTE_CHECKPOINT, time.time(), run)
+            return self._let_go_of_checkpoints(run)
+
+    def close_short_round(self, run: str, number: int, reason: str) -> None:
+        """Closes a round that fell short; its uploads are reported, the budget is not charged."""
+        with self._db.transaction():
+            why = shortened(reason)
+            self._end_round(run, number, "short", why, shortened(f"round short: {why}"), {})
+
+    def _end_round(
+        self, run: str, number: int, status: str, reason: str | None, unused: str, figures: Mapping[str, Any]
+    ) -> None:
+        self._db.write(
+            "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "
+            "WHERE run = ? AND round = ?",
+            *(status, reason, json.dumps(figures), time.time(), run, number),
+        )
+        self._db.write(
+            "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'acknowledged' "
+            "AND ask IN (SELECT id FROM asks WHERE run = ? AND round = ?)",
+            *(unused, run, number),
+        )
+        self._db.write(
+            "UPDATE asks SET status = 'out', reason = 'round closed' WHERE run = ? AND round = ? AND status = 'open'",
+            *(run, number),
+        )
+        self._note_late(run, number)
+
+    def _note_late(self, run: str, number: int) -> None:
+        """Leaves devices that missed a deadline in several rounds in a row out of the next ones, ever longer."""
+        rows = self._db.rows(
+            "SELECT a.device, max(coalesce(a.reason, '') = ?) AS late, max(a.status = 'answered') AS answered, "
+            "d.late_rounds FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
+            "WHERE a.run = ? AND a.round = ? GROUP BY a.device",
+            *(DEADLINE_PASSED, run, number),
+        )
+        for row in rows:
+            in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
+            rounds = rounds_left_out(in_a_row) if row["late"] else 0
+            self._db.write(
+                "UPDATE devices SET late_rounds = ?, left_out_until = ? WHERE run = ? AND device = ?",
+                *(in_a_row, number + rounds, run, row["device"]),
+            )
+            if rounds:
+                text = f"{row['device']} missed a deadline in {in_a_row} rounds in a row; it is left out up to round "
+                text += f"{number + rounds}"
+                self._history.add_event(run, "left-out", text, number=number, device=row["device"])
+
+    def short_rounds_in_a_row(self, run: str) -> int:
+        """How many rounds have fallen short since the last one that was completed."""
+        return int(
+            self._db.value(
+                "SELECT count(*) FROM rounds WHERE run = ?1 AND status = 'short' AND round > "
+                "(SELECT coalesce(max(round), 0) FROM rounds WHERE run = ?1 AND status = 'closed')",
+                run,
+            )
+        )
+
+    def rounds(self, run: str) -> list[Row]:
+        """Every round with its uploads counted by what became of them."""
+        return self._db.rows(
+            "SELECT r.*, (SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = r.run AND "
+            "a.round = r.round AND u.status = 'used') AS used, (SELECT count(*) FROM uploads u JOIN asks a ON "
+            "u.ask = a.id WHERE a.run = r.run AND a.round = r.round AND u.status = 'reported') AS reported "
+            "FROM rounds r WHERE run = ? ORDER BY round",
+            run,
+        )
+
+    def leave_out(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
+        """Sets the state without these devices, and lets go of what they have sent and of what any device was told.
+
+        Within a transaction, between two rounds. Rows stay; figures by class, which tell what classes it has, do not.
+        """
+        self._db.write("DELETE FROM checkpoints WHERE run = ?", run)  # the devices' parts are in them
+        self.set_checkpoint(run, checkpoint)
+        self._db.write("UPDATE asks SET given_up = 1 WHERE run = ?", run)
+        for device in devices:
+            self._db.write(
+                "UPDATE uploads SET quarantined_at = coalesce(quarantined_at, ?) "
+                "WHERE ask IN (SELECT id FROM asks WHERE run = ? AND device = ?)",
+                *(time.time(), run, device),
+            )
+            self._db.write("UPDATE figures SET by_class = '{}' WHERE run = ? AND device = ?", run, device)
+
+    def set_keep_rounds(self, run: str, keep_rounds: int) -> None:
+        """Sets of how many closed rounds the payloads stay readable, the newest first; at least 0."""
+        self._db.write("UPDATE runs SET keep_rounds = ? WHERE name = ?", keep_rounds, run)
+
+    def first_kept_round(self, run: str, keep_rounds: int | None = None) -> int:
+        """The first round whose payloads are kept: so many closed ones, short ones after them, and the open one.
+
+        Args:
+            run: The run.
+            keep_rounds: How many closed ones, by default the run's setting.
+        """
+        row = self._db.row("SELECT keep_rounds, kept_from FROM runs WHERE name = ?", run) or {}
+        wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
+        closed = self._db.rows(
+            "SELECT round FROM rounds WHERE run = ? AND status = 'closed' ORDER BY round DESC LIMIT ?",
+            *(run, max(wanted, 1)),
+        )
+        if wanted == 0:
+            first = closed[0]["round"] + 1 if closed else 0
+        else:
+            first = closed[-1]["round"] if len(closed) == wanted else 0
+        return max(first, int(row["kept_from"]))
+
+    def prune_rounds(self, run: str, first_kept: int) -> tuple[int, int]:
+        """Gives up the payloads, events and figures of all rounds before `first_kept`; receipts and traffic stay.
+
+        Returns:
+            How many events and figures that were.
+        """
+        old = "WHERE run = ? AND round > 0 AND round < ?"
+        with self._db.transaction():
+            self._db.write("UPDATE runs SET kept_from = max(kept_from, ?) WHERE name = ?", first_kept, run)
+            events = self._db.write(f"DELETE FROM events {old}", run, first_kept)
+            return events, self._db.write(f"DELETE FROM figures {old}", run, first_kept)
+
+    def delete(self, run: str) -> tuple[int, int]:
+        """Forgets a run with everything that was written about it, but for who was enrolled.
+
+        Returns:
+            How many events and figures it had.
+        """
+        with self._db.transaction():
+            self._db.write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
+            for table in ("asks", "rounds", "traffic", "devices", "checkpoints"):
+                self._db.write(f"DELETE FROM {table} WHERE run = ?", run)
+            self._db.write("DELETE FROM runs WHERE name = ?", run)
+            events = self._db.write("DELETE FROM events WHERE run = ?", run)
+            return events, self._db.write("DELETE FROM figures WHERE run = ?", run)
+
+    def payloads_between(self, run: str, first: int, stop: int) -> set[bytes]:
+        """Digests of the payloads that rounds `first` to `stop` - 1 of a run speak of."""
+        rows = self._db.rows(
+            "SELECT DISTINCT sha256 FROM spoken WHERE run = ? AND round >= ? AND round < ?", run, first, stop
+        )
+        return {row["sha256"] for row in rows}
+
+    def progress(self, run: str, after_event: int = 0) -> Progress | None:
+        """A run as it stands, or None if there is none of that name. Once it is over, nothing is missing.
+
+        Args:
+            run: The run.
+            after_event: Number of the last event that is known already.
+        """
+        row = self._db.row(RUN_PROGRESS, run)  # first: what is read after its end is all there is
+        if row is None:
+            return None
+        config = json.loads(row.pop("config")).get("run", {})
+        said = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
+        return Progress(
+            run={**said, "reason": row["reason"] or ""},
+            rounds=self._db.rows(ROUND_PROGRESS, run),
+            steps=self._db.rows(STEP_PROGRESS, run),
+            events=self._db.rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
+        )
+
+
+_NOTE_CHECKPOINT = """
+INSERT OR REPLACE INTO checkpoints (run, round, completed_rounds, sha256, at)
+SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND status = 'closed'), completed_rounds,
+checkpoint, ? FROM runs WHERE name = ?
+"""
