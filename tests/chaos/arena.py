@@ -29,7 +29,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.simulation.links.links import as_toml
-from fleetdistill_server.store.blobs import FileBlobs
+from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.store import Store
 
 RUN = "chaos"

@@ -24,7 +24,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 _SPECIMENS = specimens()
 _CONTRACT = contract_for(_SPECIMENS)

@@ -23,7 +23,7 @@ from fleetdistill.wire.payload import Slot, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"

@@ -34,7 +34,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
 
 SIZE, MOST_ROWS, LEAST, SAMPLES, ROWS_PER_DIRECTION = 4, 3, 5, 15, 4

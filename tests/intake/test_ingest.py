@@ -38,7 +38,7 @@ from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.duplicate_ids import ROOM
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 FLOAT32 = np.float32
 

@@ -17,7 +17,8 @@ from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store import retention
-from fleetdistill_server.store.blobs import FileBlobs, Held
+from fleetdistill_server.store.blobs import Held
+from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.store.store import Store
 

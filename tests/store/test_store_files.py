@@ -35,8 +35,8 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import Desk
-from fleetdistill_server.store.blobs import FileBlobs
 from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted

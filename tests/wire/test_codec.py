@@ -42,7 +42,7 @@ from fleetdistill.wire.payload import (
 )
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 FLOAT16, FLOAT32 = np.float16, np.float32
 MODEL = k.ModelParameters(

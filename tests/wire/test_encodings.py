@@ -39,7 +39,7 @@ from fleetdistill.wire.quantize import LARGEST, LARGEST_STEP, in_steps, numbers_
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 UINT8 = make_contract(knowledge_type=tensor_pb2.ELEMENT_TYPE_UINT8)
 NUMBERS = st.floats(-LARGEST, LARGEST, width=32)

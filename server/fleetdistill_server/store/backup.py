@@ -26,7 +26,8 @@ from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in
 from fleetdistill.state import failpoints
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.version import VERSION
-from fleetdistill_server.store.blobs import FileBlobs, disk_errors
+from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.retention import alone, needed
 from fleetdistill_server.store.store import Store
 

@@ -20,12 +20,14 @@ from pathlib import Path
 from fleetdistill.errors import StoreError
 from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.asks import Asks
-from fleetdistill_server.store.blobs import Blobs, FileBlobs, MemoryBlobs, disk_errors
+from fleetdistill_server.store.blobs import Blobs, disk_errors
 from fleetdistill_server.store.checks import check_whole
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import Devices
+from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.schema import migrations
 

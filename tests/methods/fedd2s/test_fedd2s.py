@@ -50,7 +50,7 @@ from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
-from fleetdistill_server.store.blobs import MemoryBlobs
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 CLASSES, INPUTS = 3, 6
 WIDTHS = (8, 7, 5, CLASSES)

@@ -1,0 +1,365 @@
+"""Payloads at rest: one safetensors file each, named by the payload's digest.
+
+The file's metadata hold the typed parts, its tensors the payload's data in order, so `safetensors.safe_open` reads it
+and a payload's byte offset is a file offset plus a constant. A payload grows in a staging file and is renamed into
+place after its fsync; then the directory is fsynced.
+
+    ab/ab....safetensors    a payload or a checkpoint, by its digest
+    staging/KEY.part        a payload on its way in
+    quarantine/             files that are not what their digest names; nothing reads them, and they stay, but for what
+                            may be of a device that is forgotten
+    gc.lock                 held by whoever deletes payloads, or needs that nobody does
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import IO
+
+from google.protobuf.message import DecodeError
+
+from fleetdistill.errors import DamagedError, StoreError, WireError
+from fleetdistill.state import failpoints
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
+from fleetdistill.state.file_lock import lock_file
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import knowledge_pb2
+from fleetdistill_server.store.blobs import Held, Space, Staged, disk_errors, safetensors_header
+
+_WRITEBACK_BYTES = 4 << 20
+_CACHED_BYTES = 8 << 20
+# Keys are made here of words and numbers, and are file names: what a device says is never part of one.
+_KEY = re.compile(r"[a-z0-9-]{1,200}")
+_SUFFIX = ".safetensors"
+# Other files may lie about, such as a file manager's; they are nobody's business here.
+_HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
+
+
+def _parts_in(header_text: bytes) -> knowledge_pb2.Parts:
+    encoded = json.loads(header_text)["__metadata__"]["parts"]
+    return knowledge_pb2.Parts.FromString(base64.b64decode(encoded))
+
+
+class FileBlobs:
+    """Payloads as files under a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._staging = directory / "staging"
+        self.space: Space | None = None
+        self._intact: set[bytes] = set()  # what this process has written or verified
+        with disk_errors("making the blob directory"):
+            make_directory(directory)
+            self._staging.mkdir(exist_ok=True)  # what is in it may be lost, and so may it
+
+    def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
+        with disk_errors("staging an upload"):
+            return _FileStaging(self._staging_path(key), safetensors_header(parts), self.path_of)
+
+    def staged(self, key: str) -> int:
+        path = self._staging_path(key)
+        with disk_errors(f"looking at what is staged as {key}"):
+            try:
+                with path.open("rb") as file:
+                    header_bytes = 8 + int.from_bytes(file.read(8), "little")
+                    return max(os.fstat(file.fileno()).st_size - header_bytes, 0)
+            except FileNotFoundError:
+                return 0
+
+    def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
+        with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"), self.path_of(sha256).open("rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            header_bytes = 8 + int.from_bytes(view[:8], "little")
+            parts = _parts_in(view[8:header_bytes])
+            payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
+            if len(view) != header_bytes + payload.data_bytes:
+                raise ValueError(f"{len(view)} bytes in its file instead of {header_bytes + payload.data_bytes}")
+            if verify:
+                file.seek(header_bytes)
+                _verify(payload, file)
+                self._intact.add(sha256)
+        return payload
+
+    def has(self, sha256: bytes) -> bool:
+        return self.path_of(sha256).exists()
+
+    def put(self, payload: Payload) -> None:
+        if self._is_intact(payload.sha256) and self._renewed(self.path_of(payload.sha256)):
+            return
+        key = f"put-{payload.sha256.hex()}-{os.getpid()}"
+        if self.space is not None:
+            self.space.check(payload.data_bytes)
+        _in_spite_of_a_sweep(lambda: self._put(key, payload))
+        self._intact.add(payload.sha256)
+
+    def _put(self, key: str, payload: Payload) -> None:
+        self._staging_path(key).unlink(missing_ok=True)  # nobody checked what a crash left behind
+        staging = self.stage(key, payload.parts)
+        for piece in wire.pieces(payload.source, 0, payload.data_bytes):
+            staging.append(piece)
+        staging.commit(payload.sha256)
+
+    def _renewed(self, path: Path) -> bool:
+        """Makes a payload young again: what nothing speaks of yet is not deleted before it is old. False if it is gone.
+
+        It is made durable too, because whoever put it there may have died before that.
+        """
+        with disk_errors("making a payload durable"):
+            try:
+                os.utime(path)
+            except FileNotFoundError:  # it was old, and nothing spoke of it
+                return False
+            _sync_names(path)
+        return True
+
+    def _is_intact(self, sha256: bytes) -> bool:
+        """Whether a payload is here and whole; a damaged one is put away."""
+        if not self.has(sha256):
+            return False
+        if sha256 not in self._intact:
+            try:
+                self.open(sha256, verify=True)
+            except DamagedError:
+                self.quarantine(sha256)
+                return False
+        return True
+
+    def doubt(self) -> None:
+        self._intact.clear()
+
+    def quarantine(self, sha256: bytes) -> None:
+        self._intact.discard(sha256)
+        source = self.path_of(sha256)
+        # A digest may be damaged twice; no earlier find is overwritten.
+        target = self._directory / "quarantine" / f"{sha256.hex()}-{time.time_ns()}{_SUFFIX}"
+        with disk_errors(f"putting {sha256.hex()} into quarantine"), contextlib.suppress(FileNotFoundError):
+            make_directory(target.parent)
+            source.replace(target)
+            sync_directory(target.parent)
+            sync_directory(source.parent)
+
+    def drop_quarantined(self, digests: Collection[bytes]) -> None:
+        names = {sha256.hex() for sha256 in digests}
+        with disk_errors("deleting from the quarantine"):
+            for file in (self._directory / "quarantine").glob(f"*{_SUFFIX}"):
+                if file.name.partition("-")[0] in names:
+                    file.unlink(missing_ok=True)
+
+    def held(self) -> list[Held]:
+        with disk_errors("listing the payloads"):
+            folders = [one for one in self._directory.iterdir() if len(one.name) == 2 and one.is_dir()]
+            files = [one for folder in folders for one in os.scandir(folder) if _HELD_NAME.fullmatch(one.name)]
+            return [
+                Held(bytes.fromhex(one.name.removesuffix(_SUFFIX)), found.st_size, _age(found))
+                for one in files
+                if (found := _stat(one)) is not None
+            ]
+
+    def age_seconds(self, sha256: bytes) -> float:
+        with disk_errors(f"looking at {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
+            return _age(self.path_of(sha256).stat())
+        return math.inf
+
+    def staging(self) -> list[Staged]:
+        with disk_errors("listing what is staged"):
+            return [
+                Staged(one.name.removesuffix(".part"), found.st_size, _age(found))
+                for one in os.scandir(self._staging)
+                if _STAGED_NAME.fullmatch(one.name) and (found := _stat(one)) is not None
+            ]
+
+    def discard(self, key: str) -> None:
+        with disk_errors(f"deleting what is staged as {key}"):
+            self._staging_path(key).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        with disk_errors("locking the payloads"):
+            lock = lock_file(self._directory / "gc.lock")
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def drop(self, sha256: bytes) -> None:
+        self._intact.discard(sha256)
+        with disk_errors(f"deleting {sha256.hex()}"):
+            self.path_of(sha256).unlink(missing_ok=True)
+
+    def put_state(self, data: bytes) -> bytes:
+        sha256 = hashlib.sha256(data).digest()
+        _in_spite_of_a_sweep(lambda: self._put_state(sha256, data))
+        return sha256
+
+    def _put_state(self, sha256: bytes, data: bytes) -> None:
+        with disk_errors("writing a checkpoint"):
+            temporary = self._staging_path(f"state-{os.getpid()}")
+            with temporary.open("wb") as file:
+                file.write(data)
+            _rename_durably(temporary, self.path_of(sha256))
+
+    def get_state(self, sha256: bytes) -> bytes:
+        with _damage(sha256, "checkpoint"), disk_errors(f"reading checkpoint {sha256.hex()}"):
+            data = self.path_of(sha256).read_bytes()
+            if hashlib.sha256(data).digest() != sha256:
+                raise ValueError("its SHA-256 does not match")
+        return data
+
+    def path_of(self, sha256: bytes) -> Path:
+        """The file of a payload or checkpoint, there or not."""
+        name = sha256.hex()
+        return self._directory / name[:2] / f"{name}{_SUFFIX}"
+
+    def _staging_path(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise StoreError(f"the staging key {key!r} is no file name")
+        return self._staging / f"{key}.part"
+
+
+def _in_spite_of_a_sweep(write: Callable[[], None]) -> None:
+    """Writes a file; once more where a sweep has deleted what was staged of it, taking it for a dead process's."""
+    try:
+        write()
+    except StoreError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        write()
+
+
+@contextlib.contextmanager
+def _damage(sha256: bytes, what: str = "payload") -> Iterator[None]:
+    """Tells a file that is lost from passing trouble, such as no memory."""
+    try:
+        yield
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
+            raise DamagedError(sha256, f"{what} {sha256.hex()} is not in the store") from error
+        if isinstance(cause, OSError) and cause.errno == errno.EIO:
+            raise DamagedError(sha256, f"{what} {sha256.hex()} is damaged: {cause.strerror}") from error
+        raise
+    except (ValueError, KeyError, TypeError, DecodeError, WireError) as error:
+        raise DamagedError(sha256, f"{what} {sha256.hex()} is damaged: {error}") from error
+
+
+def _verify(payload: Payload, data: IO[bytes]) -> None:
+    """Holds what a file has from its place on against the digest, in pieces. Raises ValueError."""
+    begun = hashlib.sha256(payload.parts.SerializeToString(deterministic=True))
+    if hashlib.file_digest(data, lambda: begun).digest() != payload.sha256:  # type: ignore[arg-type]
+        raise ValueError("its SHA-256 does not match")
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None for what another process has deleted or renamed meanwhile."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _age(found: os.stat_result) -> float:
+    """Seconds since a file got its content, its name or a new time."""
+    return time.time() - max(found.st_mtime, found.st_ctime)
+
+
+class _FileStaging:
+    def __init__(self, path: Path, header: bytes, path_of: Callable[[bytes], Path]) -> None:
+        self._path = path
+        self._path_of = path_of
+        self._header_bytes = len(header)
+        fresh = not _starts_with(path, header)
+        self._file = path.open("w+b" if fresh else "r+b")
+        if fresh:
+            self._file.write(header)
+        self._file.seek(0, os.SEEK_END)
+        self.length = self._file.tell() - len(header)
+        self._handed_over = self.length
+
+    def append(self, data: bytes) -> None:
+        with disk_errors("writing an upload"):
+            failpoints.hit("blob.before-staged-write")
+            self._file.seek(self._header_bytes + self.length)
+            self._file.write(data)
+            failpoints.hit("blob.after-staged-write")
+        self.length += len(data)
+        if self.length - self._handed_over >= _WRITEBACK_BYTES:
+            self._begin_writeback()
+
+    def _begin_writeback(self) -> None:
+        """Lets the disk work while the network brings more, so that the fsync at the end finds little to do.
+
+        The same call drops what was written a while ago from the page cache: its pages serve the next chunks, and large
+        uploads do not push everything else out of memory.
+        """
+        begin = max(self._handed_over - _CACHED_BYTES, 0)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            with contextlib.suppress(OSError):  # a hint only; the fsync tells what went wrong
+                os.posix_fadvise(self._file.fileno(), begin, self.length - begin, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self.length
+
+    def read(self, start: int, size: int) -> bytes:
+        with disk_errors("writing an upload"):  # reading writes out what is buffered
+            self._file.seek(self._header_bytes + start)
+            return self._file.read(size)
+
+    def commit(self, sha256: bytes) -> None:
+        with disk_errors("making an upload durable"):
+            failpoints.hit("blob.before-commit")
+            self._file.close()
+            _rename_durably(self._path, self._path_of(sha256))
+            failpoints.hit("blob.after-commit")
+
+    def discard(self) -> None:
+        self.close()
+        with disk_errors("deleting what is staged of an upload"):
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _starts_with(path: Path, header: bytes) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
+
+
+class _MappedSource:
+    def __init__(self, view: mmap.mmap, header_bytes: int) -> None:
+        self._view = view
+        self._header_bytes = header_bytes
+
+    def read(self, start: int, size: int) -> bytes:
+        return self._view[self._header_bytes + start : self._header_bytes + start + size]
+
+    def view(self, start: int, size: int) -> memoryview:
+        return memoryview(self._view)[self._header_bytes + start : self._header_bytes + start + size]
+
+
+def _rename_durably(source: Path, target: Path) -> None:
+    """Puts a file in its place, in a directory that may be new."""
+    target.parent.mkdir(exist_ok=True)
+    rename_durably(source, target)
+    sync_directory(target.parent.parent)
+
+
+def _sync_names(path: Path) -> None:
+    """Makes the name of a file durable, and that of its directory."""
+    sync_directory(path.parent)
+    sync_directory(path.parent.parent)
