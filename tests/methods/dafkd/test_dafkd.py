@@ -289,9 +289,9 @@ def test_the_guard_opens_at_104_classes_for_a_generator_that_covers_what_the_ens
     teacher[torch.arange(340), torch.arange(340) % 17] += 0.001
     teacher /= teacher.sum(1, keepdim=True)
     cohort = SmallCohort({})
-    assert server._mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
+    assert server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
     teacher[:, 0] += 0.01  # one class is the best of every sample
-    assert not server._mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
+    assert not server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
     assert cohort.events[0][0] == "maturity-guard"
 
 
@@ -507,7 +507,7 @@ def test_a_classifier_is_judged_wherever_it_is_split(make: Any, sharing: bool) -
 
 
 def asked(server: DaFKDServer, device: DaFKDDevice) -> Parts:
-    return server._message("a", SmallCohort({"a": device}), 5)  # type: ignore[arg-type]
+    return server.message("a", SmallCohort({"a": device}), 5)  # type: ignore[arg-type]
 
 
 def train(server: DaFKDServer, device: DaFKDDevice, seed: int = 4) -> Parts:
@@ -680,9 +680,9 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
     """The server hears each device with its classifier and its discriminator, whatever it heard before."""
     server, devices = make_server(), two_devices()
     cohort = run_round(server, devices)
-    samples = server._samples(5)
+    samples = server.samples(5)
     answers = [FakeAnswer(device, 1, parts) for _, device, parts in cohort.answered]
-    found = server._judged_ensemble(answers, samples, cohort)  # type: ignore[arg-type]
+    found = server.judged_ensemble(answers, samples, cohort)  # type: ignore[arg-type]
     assert found is not None
     with torch.no_grad():
         heard = [half._ready()[0].eval() for half in devices.values()]
@@ -694,7 +694,7 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
 def teachers_of(**settings: Any) -> tuple[Tensor, Tensor]:
     """Samples and teacher of a first round."""
     server, caught = make_server(**settings), list[tuple[Tensor, Tensor]]()
-    server._mature = lambda teacher, cohort: bool(caught.append(teacher))  # type: ignore[method-assign,func-returns-value]
+    server.if_mature = lambda teacher, cohort: caught.append(teacher)  # type: ignore
     run_round(server, two_devices(**settings))
     return caught[0]
 
@@ -711,7 +711,7 @@ def test_exact_agrees_with_the_servers_own_computation_and_lagged_has_the_older_
 def test_a_lagged_device_predicts_with_what_it_learned_on_samples_of_the_generator_that_it_was_sent() -> None:
     server, device = make_server(**VARIANTS["lagged"]), make_device(**VARIANTS["lagged"])
     sent = part_of(train(server, device), "predictions", WeightedPredictions)
-    samples = server._samples(5)
+    samples = server.samples(5)
     judged = device._ready()[0].eval()
     with torch.no_grad():
         expected = judged.judge(samples).sigmoid()[:, None] * judged.answer(samples).softmax(1)
@@ -733,7 +733,7 @@ def test_daf_property_at_feature_level_distillation_leaves_the_extractor_alone()
     below, above = server.model.stages[:-1], server.model.stages[-1]
     before, head = copied(below), copied(above)
     teacher = torch.eye(10)[torch.arange(64) % 10].double()
-    server._distil(torch.rand(64, 32), teacher, torch.Generator().manual_seed(7))
+    server.train_student(torch.rand(64, 32), teacher, torch.Generator().manual_seed(7))
     assert states_equal(copied(below), before)
     assert not states_equal(copied(above), head)
 
@@ -742,7 +742,7 @@ def test_distillation_brings_the_student_to_its_teacher_and_leaves_statistics_al
     server = make_server(kd_epochs=20, kd_lr=0.01)
     samples, teacher = torch.rand(64, *SHAPE), torch.full((64, 10), 0.01).index_fill_(1, torch.tensor([3]), 0.91)
     before = copied(server.model)
-    server._distil(samples, teacher.double(), torch.Generator().manual_seed(7))
+    server.train_student(samples, teacher.double(), torch.Generator().manual_seed(7))
     assert float((server.model.eval()(samples).argmax(1) == 3).double().mean()) > 0.95
     assert torch.equal(server.model.state_dict()["stages.stem.1.running_mean"], before["stages.stem.1.running_mean"])
 
@@ -768,7 +768,7 @@ def one_class_teacher(classes: int) -> tuple[Tensor, Tensor]:
 
 def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
     cohort = SmallCohort({})
-    assert not make_server()._mature(one_class_teacher(4), cohort)  # type: ignore[arg-type]
+    assert not make_server().if_mature(one_class_teacher(4), cohort)  # type: ignore[arg-type]
     assert cohort.events == [
         (
             "maturity-guard",
@@ -780,8 +780,8 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
 
 def test_the_guard_stays_still_for_a_mature_generator_and_when_switched_off() -> None:
     cohort = SmallCohort({})
-    assert make_server()._mature(one_class_teacher(5), cohort)  # type: ignore[arg-type]
-    assert make_server(maturity_guard=False)._mature(one_class_teacher(1), cohort)  # type: ignore[arg-type]
+    assert make_server().if_mature(one_class_teacher(5), cohort)  # type: ignore[arg-type]
+    assert make_server(maturity_guard=False).if_mature(one_class_teacher(1), cohort)  # type: ignore[arg-type]
     assert cohort.events == []
 
 
@@ -807,26 +807,26 @@ def test_where_the_guard_fires_the_mean_of_the_models_stays() -> None:
 
 def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -> None:
     server, cohort = make_server(**VARIANTS["lagged"]), SmallCohort({})
-    samples = server._samples(5)
+    samples = server.samples(5)
     good = WeightedPredictions(noise_seed=5, values=np.full((64, 10), 0.05, np.float32))
     stale = WeightedPredictions(noise_seed=6, values=np.full((64, 10), 0.01, np.float32))
     answers = [FakeAnswer("a", 1, {"predictions": good}), FakeAnswer("b", 1, {"predictions": stale})]
-    found = server._weighted_ensemble(answers, samples, 5, cohort)  # type: ignore[arg-type]
+    found = server.weighted_ensemble(answers, samples, 5, cohort)  # type: ignore[arg-type]
     assert found is not None
     assert cohort.figures["likelihood"] == {"a": pytest.approx(0.5)}
     assert cohort.events[0][0] == "member-left-out"
     assert "predicts on samples of seed 6, the round's is 5" in cohort.events[0][1]
-    assert server._weighted_ensemble(answers[1:], samples, 5, cohort) is None  # type: ignore[arg-type]
+    assert server.weighted_ensemble(answers[1:], samples, 5, cohort) is None  # type: ignore[arg-type]
 
 
 def test_where_all_importance_vanishes_no_figure_is_made_up() -> None:
     server, cohort = make_server(**VARIANTS["lagged"]), SmallCohort({})
     nowhere = WeightedPredictions(noise_seed=5, values=np.zeros((64, 10), np.float32))
-    found = server._weighted_ensemble([FakeAnswer("a", 1, {"predictions": nowhere})], server._samples(5), 5, cohort)  # type: ignore[list-item, arg-type]
+    found = server.weighted_ensemble([FakeAnswer("a", 1, {"predictions": nowhere})], server.samples(5), 5, cohort)  # type: ignore[list-item, arg-type]
     assert found is not None
     assert [len(one) for one in found] == [0, 0]
     assert cohort.figures == {"likelihood": {"a": 0.0}, "dropped_samples": 64}
-    assert not server._mature(found, cohort)  # type: ignore[arg-type]
+    assert not server.if_mature(found, cohort)  # type: ignore[arg-type]
     json.dumps(cohort.figures, allow_nan=False)
 
 
@@ -838,7 +838,7 @@ def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> Non
     )
     judge = Discriminator(parameters=model_parameters(server._member.discriminator), shares_extractor=True)
     answers = [FakeAnswer("a", 1, {"parameters": huge, "discriminator": judge})]
-    assert server._judged_ensemble(answers, server._samples(5), cohort) is None  # type: ignore[arg-type]
+    assert server.judged_ensemble(answers, server.samples(5), cohort) is None  # type: ignore[arg-type]
     assert [kind for kind, _ in cohort.events] == ["member-left-out"]
 
 
@@ -862,8 +862,8 @@ def test_the_same_samples_on_both_sides_by_the_seed_alone() -> None:
     server, device = make_server(label_condition=True), make_device(label_condition=True)
     load_parameters(device._generator, model_parameters(server.generator))
     ask = Ask(round=1, step="predict", seed=0, parts={"plan": Plan(values={"noise_seed": 99})})
-    assert torch.equal(device._samples(ask), server._samples(99))
-    assert not torch.equal(server._samples(98), server._samples(99))
+    assert torch.equal(device._samples(ask), server.samples(99))
+    assert not torch.equal(server.samples(98), server.samples(99))
     generator = make_generator(config_of(label_condition=True), SHAPE, CLASSES).eval()
     noise = torch.from_numpy(portable_noise(99, 12, 100))
     expected = generator(noise, torch.arange(12) % CLASSES)

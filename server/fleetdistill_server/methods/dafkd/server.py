@@ -36,7 +36,7 @@ from fleetdistill.training.parameters import load_parameters, model_parameters, 
 from fleetdistill.training.rollback import reason_undone
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
@@ -119,35 +119,84 @@ class DaFKDServer(ServerMethod):
         }
 
     async def round(self, cohort: Cohort) -> None:
-        config, noise_seed = self.config, cohort.generator("noise").initial_seed()
-        lagged = self._samples(noise_seed) if config.lagged else None  # of theta^g_t, which devices have too
-        models, generators, answers = WeightedMean(config.robust), WeightedMean(config.robust), list[DeviceAnswer]()
-        asked = cohort.sample(config.participation_ratio)
-        async for answer in cohort.ask("train", lambda device: self._message(device, cohort, noise_seed), to=asked):
-            weight = answer.samples if config.aggregation == "samples" else 1
-            generators.add(answer.device, answer.part("generator", Generator).parameters, weight)  # eq. (4)
-            if config.upload_model:
-                models.add(answer.device, answer.part("parameters", ModelParameters), weight)  # eq. (6)
-            answers.append(answer)
+        """Algorithm 1, in one of three variants; each of them averages classifiers only if devices send them."""
+        if self.config.lagged:
+            await self._lagged_round(cohort)
+        elif self.config.exact:
+            await self._exact_round(cohort)
+        else:
+            await self._sent_round(cohort)
+
+    async def _sent_round(self, cohort: Cohort) -> None:
+        """The paper's: discriminators are sent, and the server judges with them on samples of theta^g_{t+1}."""
+        seed = _noise_seed(cohort)
+        answers = await self._train(cohort, seed)
+        teachers = self._average(answers, cohort)  # eqs. (4), (6)
+        if self._distils_after(cohort):
+            teacher = self.judged_ensemble(teachers, self.samples(seed), cohort)  # eq. (7)
+            self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
+
+    async def _lagged_round(self, cohort: Cohort) -> None:
+        """Discriminators stay on the devices, which predict in the same exchange, on samples of theta^g_t."""
+        seed = _noise_seed(cohort)
+        samples = self.samples(seed)
+        answers = await self._train(cohort, seed)
+        teachers = self._average(answers, cohort)  # eqs. (4), (6)
+        if self._distils_after(cohort):
+            teacher = self.weighted_ensemble(teachers, samples, seed, cohort)  # eq. (7)
+            self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
+
+    async def _exact_round(self, cohort: Cohort) -> None:
+        """Discriminators stay on the devices, which predict in a second exchange, on samples of theta^g_{t+1}."""
+        seed = _noise_seed(cohort)
+        answers = await self._train(cohort, seed)
+        teachers = self._average(answers, cohort)  # eqs. (4), (6)
+        predictions = await self._predict(teachers, cohort, seed)
+        if self._distils_after(cohort):
+            teacher = self.weighted_ensemble(predictions, self.samples(seed), seed, cohort)  # eq. (7)
+            self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
+
+    # --- steps of the rounds
+
+    async def _train(self, cohort: Cohort, noise_seed: int) -> list[DeviceAnswer]:
+        """Messages 1 and 2: eqs. (9) and (3) on the devices."""
+        asked = cohort.sample(self.config.participation_ratio)
+        message = partial(self.message, cohort=cohort, noise_seed=noise_seed)
+        return [answer async for answer in cohort.ask("train", message, to=asked)]
+
+    async def _predict(self, teachers: list[DeviceAnswer], cohort: Cohort, noise_seed: int) -> list[DeviceAnswer]:
+        """Messages 2b of `exact`."""
+        asked = [answer.device for answer in teachers]
+        return [answer async for answer in cohort.ask("predict", self._second_message(noise_seed), to=asked)]
+
+    def _average(self, answers: list[DeviceAnswer], cohort: Cohort) -> list[DeviceAnswer]:
+        """Eq. (4) for the generator and eq. (6) for the classifier, where it is sent; returns who may teach.
+
+        A device that is left out of a mean, because it is far off, does not teach either.
+        """
+        models, generators = WeightedMean(self.config.robust), WeightedMean(self.config.robust)
+        for answer in answers:
+            weight = answer.samples if self.config.aggregation == "samples" else 1
+            generators.add(answer.device, answer.part("generator", Generator).parameters, weight)
+            if self.config.upload_model:
+                models.add(answer.device, answer.part("parameters", ModelParameters), weight)
         load_parameters(self.generator, generators.result(cohort))
-        if config.upload_model:
+        if self.config.upload_model:
             load_parameters(self.model, models.result(cohort))
         far_off = {*generators.left_out, *models.left_out}
-        answers = [answer for answer in answers if answer.device not in far_off]  # nor do these teach
-        if config.exact:
-            answers = [a async for a in cohort.ask("predict", self._second_message(noise_seed), to=_names(answers))]
-        if cohort.completed + 1 < config.kd_start_round:
+        return [answer for answer in answers if answer.device not in far_off]
+
+    def _distils_after(self, cohort: Cohort) -> bool:
+        return cohort.completed + 1 >= self.config.kd_start_round
+
+    def _distil(self, teacher: Teacher | None, cohort: Cohort) -> None:
+        """Eq. (8), where there is a teacher; what does not stay finite is undone."""
+        if teacher is None:
             return
-        samples = self._samples(noise_seed) if lagged is None else lagged  # of theta^g_{t+1}, as in Algorithm 1
-        if config.discriminator_location == "server":
-            teacher = self._judged_ensemble(answers, samples, cohort)  # eq. (7)
-        else:
-            teacher = self._weighted_ensemble(answers, samples, noise_seed, cohort)
-        if teacher is not None and self._mature(teacher, cohort):
-            distil = partial(self._distil, *teacher, cohort.generator("distil"))  # eq. (8)
-            failure = reason_undone(distil, self.model, rate=("kd_lr", config.kd_lr))
-            if failure:
-                cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
+        train = partial(self.train_student, *teacher, cohort.generator("distil"))
+        failure = reason_undone(train, self.model, rate=("kd_lr", self.config.kd_lr))
+        if failure:
+            cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
 
     async def finish(self, cohort: Cohort) -> None:
         fitting = [device for device in cohort.remaining if self._runs_our_model(device, cohort)]
@@ -156,7 +205,7 @@ class DaFKDServer(ServerMethod):
 
     # --- messages
 
-    def _message(self, device: str, cohort: Cohort, noise_seed: int) -> Parts:
+    def message(self, device: str, cohort: Cohort, noise_seed: int) -> Parts:
         """Message 1: w_t where it fits the device's classifier, theta^g_t, and the round's plan."""
         stop = self.config.gan_stop_round
         adversarial = stop is None or cohort.completed < stop
@@ -180,71 +229,83 @@ class DaFKDServer(ServerMethod):
 
     # --- the ensemble
 
-    def _samples(self, noise_seed: int) -> Tensor:
+    def samples(self, noise_seed: int) -> Tensor:
+        """The round's samples of the generator as it is, `[M, ...]`: the same on every device, by the seed alone."""
         return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.context.torch_device)
 
-    def _judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, cohort: Cohort) -> Teacher | None:
-        """Eqs. (7) and (8) with the devices' models and discriminators, which are heard one after the other."""
-        verdicts, logits = list[Tensor](), list[Tensor]()
-        for answer in answers:
-            load_parameters(self._member.classifier, answer.part("parameters", ModelParameters))
-            load_parameters(self._member.discriminator, answer.part("discriminator", Discriminator).parameters)
-            verdict_m, logits_mc = extract(self._member.judge, samples), extract(self._member.answer, samples)
-            if bool(verdict_m.isfinite().all() and logits_mc.isfinite().all()):
-                verdicts.append(verdict_m)
-                logits.append(logits_mc)
-                cohort.report("likelihood", {answer.device: float(verdict_m.sigmoid().mean())})
-            else:
-                text = f"the model of {answer.device} is not finite on generated samples and does not teach"
-                cohort.event("member-left-out", text, answer.device)
-        if not logits:
+    def judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, notes: Notes) -> Teacher | None:
+        """Eqs. (7) and (8) with the devices' models and discriminators; None if no device can teach."""
+        judged = [self._judged(answer, samples, notes) for answer in answers]
+        members = [one for one in judged if one is not None]
+        if not members:
             return None
-        weights_km = importance_weights(torch.stack(verdicts))
+        realness_km, logits_kmc = (torch.stack(one) for one in zip(*members, strict=True))
+        weights_km = importance_weights(realness_km)
         if not self.config.correlation:
             weights_km = equal_weights(*weights_km.shape)
-        cohort.report("effective_devices", effective_devices(weights_km))
-        return samples, ensemble(weights_km, torch.stack(logits), self.config.temperature, self.config.ensemble_space)
+        notes.report("effective_devices", effective_devices(weights_km))
+        return samples, ensemble(weights_km, logits_kmc, self.config.temperature, self.config.ensemble_space)
 
-    def _weighted_ensemble(
-        self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, cohort: Cohort
+    def _judged(self, answer: DeviceAnswer, samples: Tensor, notes: Notes) -> tuple[Tensor, Tensor] | None:
+        """a_k `[M]` and logits `[M, classes]` of one device; None with an event where they are not finite."""
+        load_parameters(self._member.classifier, answer.part("parameters", ModelParameters))
+        load_parameters(self._member.discriminator, answer.part("discriminator", Discriminator).parameters)
+        realness_m, logits_mc = extract(self._member.judge, samples), extract(self._member.answer, samples)
+        if not bool(realness_m.isfinite().all() and logits_mc.isfinite().all()):
+            text = f"the model of {answer.device} is not finite on generated samples and does not teach"
+            notes.event("member-left-out", text, answer.device)
+            return None
+        notes.report("likelihood", {answer.device: float(realness_m.sigmoid().mean())})
+        return realness_m, logits_mc
+
+    def weighted_ensemble(
+        self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, notes: Notes
     ) -> Teacher | None:
-        """Eqs. (7) and (8) with predictions that the devices have weighted themselves."""
+        """Eqs. (7) and (8) with predictions that the devices have weighted themselves; None if no device can teach."""
         total_mc = torch.zeros(len(samples), self.context.classes, dtype=torch.float64)
         importance = list[Tensor]()
         for answer in answers:
-            sent = answer.part("predictions", WeightedPredictions)
-            if sent.noise_seed != noise_seed:
-                text = f"{answer.device} predicts on samples of seed {sent.noise_seed}, the round's is {noise_seed}"
-                cohort.event("member-left-out", f"{text}; it does not teach", answer.device)
-                continue
-            weighted_mc = torch.tensor(sent.values, dtype=torch.float64)
-            total_mc += weighted_mc
-            importance.append(weighted_mc.sum(dim=1))  # f_k: the rows of s_k sum to 1
-            cohort.report("likelihood", {answer.device: float(importance[-1].mean())})
+            weighted_mc = self._predictions(answer, noise_seed, notes)
+            if weighted_mc is not None:
+                total_mc += weighted_mc
+                importance.append(weighted_mc.sum(dim=1))  # f_k: the rows of s_k sum to 1
         if not importance:
             return None
         teacher_mc, usable_m = ensemble_of_weighted(total_mc)
         importance_km = torch.stack(importance)[:, usable_m]
         if bool(usable_m.any()):  # a mean over no sample is no number
-            cohort.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
-        cohort.report("dropped_samples", int((~usable_m).sum()))
+            notes.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
+        notes.report("dropped_samples", int((~usable_m).sum()))
         return samples[usable_m.to(samples.device)], teacher_mc[usable_m]
 
-    def _mature(self, teacher: Teacher, cohort: Cohort) -> bool:
-        """The guard: a young generator makes samples of one or two classes, and distilling from them does harm."""
+    def _predictions(self, answer: DeviceAnswer, noise_seed: int, notes: Notes) -> Tensor | None:
+        """u_k `[M, classes]` of one device; None with an event where they are about other samples."""
+        sent = answer.part("predictions", WeightedPredictions)
+        if sent.noise_seed != noise_seed:
+            text = f"{answer.device} predicts on samples of seed {sent.noise_seed}, the round's is {noise_seed}"
+            notes.event("member-left-out", f"{text}; it does not teach", answer.device)
+            return None
+        weighted_mc = torch.tensor(sent.values, dtype=torch.float64)
+        notes.report("likelihood", {answer.device: float(weighted_mc.sum(dim=1).mean())})
+        return weighted_mc
+
+    def if_mature(self, teacher: Teacher | None, notes: Notes) -> Teacher | None:
+        """Guard: a young generator makes samples of one or two classes, and distilling from them does harm."""
+        if teacher is None:
+            return None
         _, teacher_mc = teacher
         classes = teacher_mc.argmax(dim=1).unique().numel()
-        cohort.report("generated_classes", classes)
+        notes.report("generated_classes", classes)
         needed = classes_needed(teacher_mc)
         if classes >= needed or not self.config.maturity_guard:
-            return True
+            return teacher
         text = f"the ensemble sees {classes} of {self.context.classes} classes in the generated samples"
-        cohort.guard("maturity", f"{text}, {needed} are needed; nothing is distilled from them")
-        return False
+        notes.guard("maturity", f"{text}, {needed} are needed; nothing is distilled from them")
+        return None
 
     # --- distillation
 
-    def _distil(self, samples: Tensor, teacher_mc: Tensor, generator: torch.Generator) -> None:
+    def train_student(self, samples: Tensor, teacher_mc: Tensor, generator: torch.Generator) -> None:
         """Eq. (8): the student starts from the mean; at feature level only what lies behind the features learns."""
         if not self.config.kd_epochs or len(samples) < 2:
             return
@@ -323,5 +384,5 @@ def _uploaded(config: DaFKDConfig, sizes: Sizes) -> list[Weights]:
     return [sizes.generator, *([sizes.model] * config.upload_model), *([sizes.discriminator or sizes.model] * whole)]
 
 
-def _names(answers: list[DeviceAnswer]) -> list[str]:
-    return [answer.device for answer in answers]
+def _noise_seed(cohort: Cohort) -> int:
+    return cohort.generator("noise").initial_seed()
