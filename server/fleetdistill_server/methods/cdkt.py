@@ -25,9 +25,43 @@ from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+
+
+class Said:
+    """What the devices say about the proxy set, as it comes in.
+
+    Args:
+        config: Distances, weights and `robust`.
+        labels_p: The proxy set's.
+
+    Attributes:
+        accuracies: Each device's on the proxy set; None where it sent no outcomes.
+    """
+
+    def __init__(self, config: CDKTConfig, labels_p: Tensor) -> None:
+        self.accuracies: dict[str, float | None] = {}
+        self._labels_p = labels_p
+        self._by_samples = config.aggregation == "samples"
+        self._outcomes_of = config.distance(config.server_metric).outcomes
+        self._outcomes = TensorMean(config.robust, probabilities=config.outcome_space == "probs")
+        self._embeddings = TensorMean(config.robust)
+
+    def add(self, answer: DeviceAnswer) -> None:
+        """Adds L_n and H_n of message 2, as far as they are sent."""
+        logits_pc, embeddings_pf = _said(answer)
+        weight = answer.samples if self._by_samples else 1.0
+        if logits_pc is not None:
+            self._outcomes.add(self._outcomes_of(logits_pc), weight)
+        if embeddings_pf is not None:
+            self._embeddings.add(embeddings_pf, weight)
+        self.accuracies[answer.device] = None if logits_pc is None else _accuracy(logits_pc, self._labels_p)
+
+    def means(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean outcomes `[P, C]` and mean embeddings `[P, F]` in float64; None for what no device sent."""
+        return self._outcomes.result(), self._embeddings.result()
 
 
 class CDKTServer(ServerMethod):
@@ -72,32 +106,26 @@ class CDKTServer(ServerMethod):
         return {EMBEDDING: tuple(extract(self._embeddings, probe, model=self.model).shape[1:])}
 
     async def round(self, cohort: Cohort) -> None:
-        server = self.config.distance(self.config.server_metric)
-        robust, soft = self.config.robust, self.config.outcome_space == "probs"
-        outcomes, embeddings = TensorMean(robust, probabilities=soft), TensorMean(robust)
-        own: dict[str, float | None] = {}
+        said = Said(self.config, self._proxy.labels)
         asked = cohort.sample(self.config.participation_ratio)
-        async for answer in cohort.ask("train", self._knowledge_for(cohort), to=asked):
-            logits_pc, embeddings_pf = _said(answer)
-            weight = answer.samples if self.config.aggregation == "samples" else 1.0
-            if logits_pc is not None:
-                outcomes.add(server.outcomes(logits_pc), weight)
-            if embeddings_pf is not None:
-                embeddings.add(embeddings_pf, weight)
-            own[answer.device] = None if logits_pc is None else self._accuracy(logits_pc)
-        collective = self._collective(outcomes.result(), embeddings.result())
-        transfer = partial(self._transfer, collective, cohort.generator("transfer"))
+        async for answer in cohort.ask("train", self.message(cohort), to=asked):  # messages 1 and 2
+            said.add(answer)
+        self._distil(self._collective(said), cohort)  # eq. (7)
+        self.hold_back_if_poor(said.accuracies, cohort)  # guard
+
+    def _distil(self, collective: Knowledge, cohort: Cohort) -> None:
+        """Eq. (7); what does not stay finite is undone."""
+        transfer = partial(self.transfer, collective, cohort.generator("transfer"))
         failure = reason_undone(transfer, self.model, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the global model stays as it was before the round: {failure}")
-        self._guard(own, cohort)
 
-    def _knowledge_for(self, cohort: Cohort) -> Any:
+    def message(self, cohort: Cohort) -> PayloadFor:
         """Message 1: what w_s says about the proxy set; nothing in round 1 or where the guard fired."""
         nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.context.proxy_digest)}
         if not self.config.exchange or not cohort.completed:
             return nothing
-        said = self._knowledge()
+        said = self.knowledge()
         reason = self._reason_not_sent(said)
         if reason:  # a first model that was never trained may say what does not fit
             cohort.event("knowledge-left-out", f"what the global model says is held back: {reason}")
@@ -110,7 +138,7 @@ class CDKTServer(ServerMethod):
         reasons = [reason_not_sent(one, self.context.knowledge_type) for one in values]
         return next(filter(None, reasons), None)
 
-    def _knowledge(self) -> ProxyKnowledge:
+    def knowledge(self) -> ProxyKnowledge:
         """K_s: L_s and H_s in eval mode."""
         outcomes, embeddings = self.config.down
         return ProxyKnowledge(
@@ -120,13 +148,14 @@ class CDKTServer(ServerMethod):
             embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
         )
 
-    def _collective(self, outcomes_pc: Tensor | None, embeddings_pf: Tensor | None) -> Knowledge:
+    def _collective(self, said: Said) -> Knowledge:
         """z̄ and h̄ of section 3.3, from the means over the devices that answered."""
+        outcomes_pc, embeddings_pf = said.means()
         if outcomes_pc is not None and self.config.label_average:
             outcomes_pc = with_labels(outcomes_pc, self._proxy.labels)
         return Knowledge(outcomes_pc, embeddings_pf).to(self.context.torch_device)
 
-    def _transfer(self, knowledge: Knowledge, generator: torch.Generator) -> None:
+    def transfer(self, knowledge: Knowledge, generator: torch.Generator) -> None:
         """Eq. (7): CE + beta * R_s over the proxy set."""
         where, proxy, distance = self.context.torch_device, self._proxy, self.config.distance(self.config.server_metric)
         training = replace(self.config, learning_rate=self.config.server_learning_rate)
@@ -149,7 +178,7 @@ class CDKTServer(ServerMethod):
             generator=generator,
             device=where,
         )
-        said = self._knowledge()
+        said = self.knowledge()
         for values in (said.logits, said.embeddings):
             if values is not None:
                 check_can_be_sent(torch.from_numpy(values), self.context.knowledge_type, self._rate)
@@ -164,9 +193,14 @@ class CDKTServer(ServerMethod):
     def _embeddings(self, x: Tensor) -> Tensor:
         return logits_and_embedding(self.model, x)[1]
 
-    def _guard(self, own: Mapping[str, float | None], cohort: Cohort) -> None:
-        """Holds knowledge back that is no better than chance, and worse than the device's own where that is known."""
-        teacher = self._accuracy(extract(self.model, self._proxy.inputs))
+    def hold_back_if_poor(self, own: Mapping[str, float | None], cohort: Cohort) -> None:
+        """Guard: holds knowledge back that is no better than chance, and worse than the device's own where it is known.
+
+        Args:
+            own: Each device's accuracy on the proxy set, None where it sent no outcomes.
+            cohort: Is given the figure, and an event for each device that gets nothing from now on.
+        """
+        teacher = _accuracy(extract(self.model, self._proxy.inputs), self._proxy.labels)
         cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
         self._held_back -= own.keys()
         if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.context.classes:
@@ -177,9 +211,6 @@ class CDKTServer(ServerMethod):
                 itself = "" if accuracy is None else f", on which {device} itself scores {accuracy:.3f}"
                 text = f"the server scores {teacher:.3f} on the proxy set{itself}; its knowledge is held back"
                 cohort.guard("teacher", text, device)
-
-    def _accuracy(self, logits_pc: Tensor) -> float:
-        return float((logits_pc.argmax(1) == self._proxy.labels).double().mean())
 
     @property
     def _proxy(self) -> TensorData:
@@ -213,3 +244,7 @@ def _said(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
     columns = (sent.logits, sent.embeddings)
     logits, embeddings = (None if one is None else torch.from_numpy(one.astype(np.float64)) for one in columns)
     return logits, embeddings
+
+
+def _accuracy(logits_pc: Tensor, labels_p: Tensor) -> float:
+    return float((logits_pc.argmax(1) == labels_p).double().mean())

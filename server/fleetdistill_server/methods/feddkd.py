@@ -7,9 +7,9 @@ FedDKD_BN, 4 and 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters, part_shapes
 from fleetdistill.training.rollback import reason_undone, way_back
-from fleetdistill_server.methods.averaging import WeightedMean
+from fleetdistill_server.methods.averaging import OFF, WeightedMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
@@ -63,6 +63,33 @@ class Gradients:
         if earlier > 0:
             return now / earlier
         return math.inf if now > 0 else 0.0
+
+
+class Progress:
+    """How far a round's distillation has come.
+
+    Attributes:
+        taken: Steps that the model has taken.
+        last: The gradients of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.last = Gradients(WeightedMean(OFF))
+        self._restore: Callable[[], None] = lambda: None
+
+    def step_taken(self, gradients: Gradients, restore: Callable[[], None]) -> None:
+        """One more step, and what puts the model back to where it was before it."""
+        self.taken, self.last, self._restore = self.taken + 1, gradients, restore
+
+    def undo(self) -> None:
+        """Takes the last step back."""
+        self._restore()
+        self.taken -= 1
+
+
+class _StopDistilling(Exception):
+    """No further step in this round."""
 
 
 class FedDKDServer(ServerMethod):
@@ -114,68 +141,72 @@ class FedDKDServer(ServerMethod):
             mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)  # Alg. 1, line 6
             devices.append(answer.device)
         load_parameters(self.model, mean.result(cohort), without=self._stays_on_devices)
-        await self._distil(cohort, number, devices)
-
-    async def _distil(self, cohort: Cohort, number: int, devices: list[str]) -> None:
-        """Alg. 1, lines 7 to 11, each step with the devices that have a teacher of this round."""
-        taken, last, undo_step = 0, Gradients(WeightedMean(self.config.robust)), way_back(self.model)
-        for step in range(1, self.config.steps_in(number) + 1):
-            try:
+        progress = Progress()
+        with suppress(_StopDistilling):
+            for step in range(1, self.config.steps_in(number) + 1):  # lines 7 to 11
                 gradients = await self._gradients(cohort, step, devices)
-            except QuorumNotReached as reason:
-                cohort.event("distillation-stopped", f"{reason}; the round ends after {taken} distillation steps")
-                break
-            if taken and self._made_worse(cohort, taken, gradients, last):
-                undo_step()
-                taken -= 1
-                break
-            if self._too_few(cohort, step, gradients, len(devices)):
-                break
-            undo_step, rate = way_back(self.model), self.config.dkd_rate(number, step)
-            descend_once = partial(self._descend, gradients, rate, cohort)
-            failure = reason_undone(descend_once, self.model, rate=("this step's dkd_lr", rate))  # line 10
-            if failure:
-                text = f"distillation step {step} is undone: {failure}"
-                cohort.event("distillation-undone", f"{text}; lower it or set dkd_max_norm")
-                break
-            taken, last = taken + 1, gradients
-            cohort.report("distillation_loss", {str(step): sum(last.finite.values()) / len(last.finite)})
-        cohort.report("distillation_steps", taken)
+                self._stop_if_worse(cohort, gradients, progress)  # guard
+                self._stop_if_too_few(cohort, step, gradients, len(devices))  # guard
+                self._descend(cohort, step, gradients, progress)  # line 10
+        cohort.report("distillation_steps", progress.taken)
 
     async def _gradients(self, cohort: Cohort, step: int, devices: list[str]) -> Gradients:
-        """Messages 3 and 4: the model to every teacher, a gradient from each."""
+        """Messages 3 and 4: the model to every device that has a teacher of this round, a gradient from each."""
         gradients = Gradients(WeightedMean(self.config.robust))
         payload: Parts = {"plan": Plan(values={"dkd_step": step}), "parameters": self._shared()}
-        async for answer in cohort.ask("distil", payload, to=devices):
-            weight = answer.samples if self.config.dkd_weighting == "samples" else 1
-            if not gradients.add(answer.device, answer.part("gradient", DistillationGradient), weight):
-                text = f"distillation step {step}: the loss is not finite; the gradient is left out"
-                cohort.event("gradient-left-out", text, answer.device)
+        try:
+            async for answer in cohort.ask("distil", payload, to=devices):
+                weight = answer.samples if self.config.dkd_weighting == "samples" else 1
+                if not gradients.add(answer.device, answer.part("gradient", DistillationGradient), weight):
+                    text = f"distillation step {step}: the loss is not finite; the gradient is left out"
+                    cohort.event("gradient-left-out", text, answer.device)
+        except QuorumNotReached as reason:
+            cohort.event("distillation-stopped", f"{reason}; the round ends after {step - 1} distillation steps")
+            raise _StopDistilling from reason
         return gradients
 
-    def _made_worse(self, cohort: Cohort, step: int, now: Gradients, before: Gradients) -> bool:
-        """Whether a step must be undone: the guard, or no device has a finite loss any more, whether guarded or not."""
-        rise = now.rise_since(before)
-        if self.config.divergence_guard and rise > self.config.divergence_factor:
-            text = f"after distillation step {step} the loss was {rise:.2f} times as large; the step is undone"
-            cohort.guard("divergence", f"{text}: {_TOO_LARGE}")
-            return True
-        if not now.finite:
-            text = f"after distillation step {step} no device's loss is finite; the step is undone"
-            cohort.event("distillation-undone", f"{text}: {_TOO_LARGE}")
-        return not now.finite
+    def _stop_if_worse(self, cohort: Cohort, now: Gradients, progress: Progress) -> None:
+        """Guard: undoes the last step if the loss rose, and without the guard too if no device's loss is finite."""
+        if not progress.taken:
+            return
+        rise, after = now.rise_since(progress.last), f"after distillation step {progress.taken}"
+        risen = self.config.divergence_guard and rise > self.config.divergence_factor
+        if risen:
+            text = f"{after} the loss was {rise:.2f} times as large; the step is undone: {_TOO_LARGE}"
+            cohort.guard("divergence", text)
+        elif not now.finite:
+            text = f"{after} no device's loss is finite; the step is undone: {_TOO_LARGE}"
+            cohort.event("distillation-undone", text)
+        if risen or not now.finite:
+            progress.undo()
+            raise _StopDistilling
 
-    def _too_few(self, cohort: Cohort, step: int, gradients: Gradients, asked: int) -> bool:
-        """Whether the finite gradients fall short of the quorum: what a few devices say moves the model of all."""
+    def _stop_if_too_few(self, cohort: Cohort, step: int, gradients: Gradients, asked: int) -> None:
+        """Guard: what fewer devices than the quorum say does not move the model of all."""
         finite, needed = len(gradients.finite), max(1, cohort.needed(asked))
         if finite < needed:
             text = f"distillation step {step}: {finite} of {asked} devices have a finite gradient, {needed} are needed"
             cohort.event("distillation-stopped", f"{text}; the round ends after {step - 1} distillation steps")
-        return finite < needed
+            raise _StopDistilling
 
-    def _descend(self, gradients: Gradients, rate: float, notes: Notes) -> None:
-        shortened = limited(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
-        descend(self.model, shortened, rate)
+    def _descend(self, cohort: Cohort, step: int, gradients: Gradients, progress: Progress) -> None:
+        """w <- w - gamma_j * the mean gradient; what does not stay finite is undone."""
+        restore, rate = way_back(self.model), self.config.dkd_rate(cohort.completed + 1, step)
+        failure = reason_undone(
+            lambda: descend(self.model, self._limited_mean(gradients, cohort), rate),
+            self.model,
+            rate=("this step's dkd_lr", rate),
+        )
+        if failure:
+            text = f"distillation step {step} is undone: {failure}"
+            cohort.event("distillation-undone", f"{text}; lower it or set dkd_max_norm")
+            raise _StopDistilling
+        progress.step_taken(gradients, restore)
+        finite = gradients.finite
+        cohort.report("distillation_loss", {str(step): sum(finite.values()) / len(finite)})
+
+    def _limited_mean(self, gradients: Gradients, notes: Notes) -> Mapping[str, Array]:
+        return limited(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
 
     def _task(self, number: int) -> Parts:
         plan = Plan(values={"learning_rate": self.config.local_rate(number)})

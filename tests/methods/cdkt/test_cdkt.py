@@ -173,7 +173,7 @@ def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
         assert torch.equal(server.model.state_dict()[name], tensor)
     assert cohort.events[0][0] == "distillation-undone"
     assert "the global model stays as it was before the round" in cohort.events[0][2]
-    assert encode({"knowledge": server._knowledge()}, np.float16)
+    assert encode({"knowledge": server.knowledge()}, np.float16)
     calm = run_round(make_server(knowledge=knowledge), sent)
     assert "distillation-undone" not in [kind for kind, _, _ in calm.events]
 
@@ -194,7 +194,7 @@ def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
 def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
     """What the server would learn towards."""
     found: list[Knowledge] = []
-    server._transfer = lambda knowledge, generator: found.append(knowledge)  # type: ignore[method-assign]
+    server.transfer = lambda knowledge, generator: found.append(knowledge)  # type: ignore[method-assign]
     run_round(server, knowledge, **cohort)
     return found[0]
 
@@ -705,10 +705,10 @@ def wrong_server(server: CDKTServer) -> CDKTServer:
 
 def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_device() -> None:
     server, cohort = wrong_server(make_server()), FakeCohort({}, completed=1)
-    server._guard({"a": 0.9, "b": 0.0, "c": None}, cohort)  # type: ignore[arg-type]
+    server.hold_back_if_poor({"a": 0.9, "b": 0.0, "c": None}, cohort)  # type: ignore[arg-type]
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
     assert "the server scores 0.000 on the proxy set, on which a itself scores 0.900" in cohort.events[0][2]
-    payload = server._knowledge_for(cohort)  # type: ignore[arg-type]
+    payload = server.message(cohort)  # type: ignore[arg-type]
     assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
 
@@ -716,7 +716,7 @@ def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_dev
 def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
     good, off = make_server(), wrong_server(make_server(teacher_guard=False))
     cohort = run_round(good, {"a": made_up(columns="logits")})
-    off._guard({"a": 1.0}, cohort)  # type: ignore[arg-type]
+    off.hold_back_if_poor({"a": 1.0}, cohort)  # type: ignore[arg-type]
     assert cohort.events == []
     assert good._held_back == off._held_back == set()
 
@@ -724,7 +724,7 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
 def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_better() -> None:
     server = make_server()
     good, cohort = server.model, FakeCohort({}, completed=1)
-    wrong_server(server)._guard({"a": 0.9, "b": 0.9}, cohort)  # type: ignore[arg-type]
+    wrong_server(server).hold_back_if_poor({"a": 0.9, "b": 0.9}, cohort)  # type: ignore[arg-type]
     server.model = good
     run_round(server, {"a": made_up(columns="logits")}, completed=2)
     assert server._held_back == {"b"}  # b has not answered since

@@ -279,7 +279,7 @@ def test_d2s_5_a_copy_takes_the_step_of_the_distillation_loss(layer: int) -> Non
     loss = (p_bc * (p_bc.log() - mine(sent.first).log_softmax(1))).sum(1).mean()
     assert float(loss.detach()) > 1e-4
     gradients = torch.autograd.grad(loss, list(mine.parameters()))
-    trained = server._clients_to_server(sent, server.soft_labels(server.head(layer), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    trained = server.clients_to_server(sent, server.soft_labels(server.head(layer), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
     assert trained is not None
     for after, before, gradient in zip(trained.parameters(), mine.parameters(), gradients, strict=True):
         assert_close(after, before - 0.1 * gradient, atol=1e-6, rtol=1e-5)
@@ -290,13 +290,13 @@ def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance
     """p and q are equal there, but for rounding, and Adam's first step has the size of the rate for any gradient."""
     server, device = disturbed_server(label_epochs=0, distill_epochs=1, distance=distance), make_device(1)
     sent = triplets_of(server, device, 1)
-    trained = server._clients_to_server(sent, server.soft_labels(server.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    trained = server.clients_to_server(sent, server.soft_labels(server.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
     assert trained is not None
     assert not changed(trained, state_of(server.network))
     labels_too = disturbed_server(distill_epochs=1, label_epochs=1, distance=distance)
     labels_only = disturbed_server(distill_epochs=0, label_epochs=1, distance=distance)
     copies = [
-        one._clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+        one.clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
         for one in (labels_too, labels_only)
     ]
     assert copies[0] is not None
@@ -327,7 +327,7 @@ def test_d2s_7_the_gradient_reaches_the_student_only() -> None:
     server, device = make_server(), make_device()
     sent = triplets_of(server, device, 2)
     before = state_of(server.network)
-    server._clients_to_server(sent, server.soft_labels(server.head(2), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    server.clients_to_server(sent, server.soft_labels(server.head(2), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
     assert not changed(server.network, before)  # p comes from the round's start, only the copy is trained
 
 
@@ -348,7 +348,7 @@ def test_d2s_8_the_mean_is_over_the_participants() -> None:
         values = [torch.from_numpy(upload.features[name]) for name in ("a", "d")]
         sent = Triplets(device, 4, upload.sample_ids, *values, torch.from_numpy(upload.labels.astype(np.int64)))
         p_bc = start.soft_labels(start.head(4), sent.at_layer)
-        copies.append(start._clients_to_server(sent, p_bc, fleet).state_dict())  # type: ignore[arg-type, union-attr]
+        copies.append(start.clients_to_server(sent, p_bc, fleet).state_dict())  # type: ignore[arg-type, union-attr]
     for name, tensor in server.network.state_dict().items():
         assert_close(tensor, (copies[0][name] + copies[1][name]) / 2)
 
@@ -401,7 +401,7 @@ def test_d2s_10_bytes_of_a_round(layer: int, mode: str, up: int, down: int) -> N
     plan = {"plan": Plan(values={"layer": layer, "participation": 1})}
     knowledge = device.handle(Ask(round=1, step="extract", seed=1, parts=plan)).parts
     assert encode(knowledge).data_bytes == up + ids
-    reply = server._reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
+    reply = server.reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
     assert encode(reply).data_bytes == down + ids
 
 
@@ -503,13 +503,13 @@ def test_a_round_that_falls_short_leaves_the_global_network_alone() -> None:
 def test_with_one_participant_the_global_network_is_its_copy(average: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server(average=average)
     copies = []
-    trained = server._clients_to_server
+    trained = server.clients_to_server
 
     def keep(*args: Any) -> Any:
         copies.append(trained(*args))
         return copies[-1]
 
-    monkeypatch.setattr(server, "_clients_to_server", keep)
+    monkeypatch.setattr(server, "clients_to_server", keep)
     run_round(server, make_fleet(1))
     assert not changed(server.network, state_of(copies[0]))
 
@@ -539,7 +539,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
         server, device = make_server(steps=steps, temperature=2.0, **how), make_device()
         sent = triplets_of(server, device, 3)
         p_bc = server.soft_labels(server.head(3), sent.at_layer + 1)
-        trained = server._clients_to_server(sent, p_bc, Fleet({}))  # type: ignore[arg-type]
+        trained = server.clients_to_server(sent, p_bc, Fleet({}))  # type: ignore[arg-type]
         mine = copy.deepcopy(server.network)
         terms = [
             lambda net: 4 * (p_bc * (p_bc.log() - (net(sent.first) / 2).log_softmax(1))).sum(1).mean(),  # noqa: B023
@@ -558,7 +558,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
 
 
 def learn_ask(server: FedD2SServer, device: FedD2SDevice, layer: int) -> Ask:
-    reply = server._reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
+    reply = server.reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
     return Ask(round=1, step="learn", seed=5, parts=decode(encode(reply)))
 
 
@@ -712,7 +712,7 @@ def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_dev
     sent = triplets_of(server, make_device(), 4)
     wrong = server.soft_labels(server.network, sent.first).argmin(1)
     sent = Triplets(sent.device, 4, sent.sample_ids, sent.first, sent.at_layer, wrong)
-    reply = server._reply(sent, 0.9, fleet)  # type: ignore[arg-type]
+    reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
     assert [(kind, device) for kind, device, _ in fleet.events] == [("teacher-guard", "d0")]
     assert "the global network scores 0.000 on the rows of d0, its own layers 0.900" in fleet.events[0][2]
     assert set(reply) == {"plan", "teacher"}
@@ -728,13 +728,13 @@ def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off(
     scores = server.soft_labels(server.network, sent.first)
     good = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmax(1))
     bad = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmin(1))
-    assert server._reply(good, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
+    assert server.reply(good, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
     half = torch.where(torch.arange(20) % 2 == 0, scores.argmax(1), scores.argmin(1))  # 0.5, above chance
     middling = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, half)
-    assert server._reply(middling, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
+    assert server.reply(middling, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
     off = make_server(teacher_guard=False)
-    assert off._reply(bad, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
-    knows_no_better = server._reply(bad, 0.0, fleet)["teacher"]  # type: ignore[arg-type]
+    assert off.reply(bad, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
+    knows_no_better = server.reply(bad, 0.0, fleet)["teacher"]  # type: ignore[arg-type]
     assert knows_no_better.valid  # type: ignore[union-attr]
     assert fleet.events == []
 
@@ -746,7 +746,7 @@ def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: f
     sent = triplets_of(server, make_device(rows=21), 4)
     scores = server.soft_labels(server.network, sent.first)
     labels = torch.where(torch.arange(21) < right, scores.argmax(1), scores.argmin(1))
-    reply = server._reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, fleet)  # type: ignore[arg-type]
+    reply = server.reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, fleet)  # type: ignore[arg-type]
     assert reply["teacher"].valid is not held  # type: ignore[union-attr]
     assert len(fleet.events) == held
 
@@ -782,7 +782,7 @@ def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str
     with torch.no_grad():
         for weight in server.network.parameters():
             weight.mul_(1e20)
-    reply = server._reply(sent, 0.9, fleet)  # type: ignore[arg-type]
+    reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
     assert [(kind, name) for kind, name, _ in fleet.events] == [("knowledge-left-out", "d0")]
     assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in fleet.events[0][2]
     assert set(reply) == {"plan", "teacher"}
@@ -797,7 +797,7 @@ def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
         with torch.no_grad():
             for weight in server.network.parameters():
                 weight.mul_(1e6)
-        reply = server._reply(sent, 0.9, fleet)  # type: ignore[arg-type]
+        reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
         assert ([kind for kind, _, _ in fleet.events], "features" in reply) == (kinds, not kinds)
         encode(reply, knowledge_type)
 

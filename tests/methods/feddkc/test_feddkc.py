@@ -123,7 +123,7 @@ def test_a_predictor_that_does_not_stay_finite_goes_on_from_before_the_round(set
     assert after["optimizer"] == before["optimizer"]
     assert "distillation-undone" in [kind for kind, _, _ in cohort.events]
     for device in "ab":
-        assert encode(server._knowledge_for(device), np.float16)
+        assert encode(server.message(device), np.float16)
     assert "distillation-undone" not in [kind for kind, _, _ in run_round(make_server(), knowledge).events]
 
 
@@ -204,7 +204,7 @@ def test_the_answer_is_the_predictor_in_eval_mode_after_training() -> None:
     run_round(server, {"a": knowledge})
     with torch.no_grad():
         expected = server.predictor.eval()(torch.from_numpy(knowledge.features[CUT]))
-    sent = server._knowledge_for("a")["knowledge"]
+    sent = server.message("a")["knowledge"]
     np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)
 
 
@@ -221,15 +221,15 @@ def test_server_beta_0_ignores_what_the_devices_say() -> None:
 
 def test_none_is_fedgkt_the_devices_own_softmax() -> None:
     logits = torch.randn(5, CLASSES)
-    refined = make_server(refinement="none", temperature=3.0)._refine(logits)
+    refined = make_server(refinement="none", temperature=3.0).refine(logits)
     assert_close(refined.probabilities, (logits.double() / 3.0).softmax(1))
 
 
 @pytest.mark.parametrize("refinement", ["kkr", "kkr_kernel", "skr"])
 def test_refinement_makes_all_devices_knowledge_congruent(refinement: str) -> None:
     server = make_server(refinement=refinement)
-    confident = server._refine(6 * torch.randn(50, CLASSES)).probabilities
-    unsure = server._refine(0.3 * torch.randn(50, CLASSES)).probabilities
+    confident = server.refine(6 * torch.randn(50, CLASSES)).probabilities
+    unsure = server.refine(0.3 * torch.randn(50, CLASSES)).probabilities
     both = torch.cat([confident, unsure])
     if refinement == "skr":
         entropies = -(both * both.clamp_min(1e-300).log2()).sum(1)
@@ -281,22 +281,22 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
     server = make_server()
     cohort = FakeCohort({})
     bad = bad_upload(server, teacher_right=False)
-    server._answer(bad, cohort)  # type: ignore[arg-type]
+    server.predict(bad, cohort)  # type: ignore[arg-type]
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a")]
     assert "the server scores 0.000 on the rows of a, which itself scores 1.000" in cohort.events[0][2]
-    assert not server._knowledge_for("a")["knowledge"].valid
+    assert not server.message("a")["knowledge"].valid
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0}
 
 
 def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
     server, cohort = make_server(), FakeCohort({})
-    server._answer(bad_upload(server, teacher_right=True), cohort)  # type: ignore[arg-type]
+    server.predict(bad_upload(server, teacher_right=True), cohort)  # type: ignore[arg-type]
     assert cohort.events == []
-    assert server._knowledge_for("a")["knowledge"].valid
+    assert server.message("a")["knowledge"].valid
     off = make_server(teacher_guard=False)
-    off._answer(bad_upload(off, teacher_right=False), cohort)  # type: ignore[arg-type]
+    off.predict(bad_upload(off, teacher_right=False), cohort)  # type: ignore[arg-type]
     assert cohort.events == []
-    assert off._knowledge_for("a")["knowledge"].valid
+    assert off.message("a")["knowledge"].valid
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def test_the_teacher_guard_wants_a_teacher_above_chance_or_no_worse_than_the_dev
     rows = torch.arange(9)
     labels = torch.where(rows < teacher, said, (said + 1) % CLASSES)
     logits = functional.one_hot(torch.where(rows < own, labels, (labels + 1) % CLASSES), CLASSES).float()
-    server._answer(Upload("a", rows, features, logits, labels), cohort)  # type: ignore[arg-type]
+    server.predict(Upload("a", rows, features, logits, labels), cohort)  # type: ignore[arg-type]
     assert cohort.figures["teacher_accuracy"] == {"a": pytest.approx(teacher / 9)}
     assert [kind for kind, _, _ in cohort.events] == ["teacher-guard"] * held
-    assert server._knowledge_for("a")["knowledge"].valid is not held
+    assert server.message("a")["knowledge"].valid is not held
 
 
 def bad_upload(server: FedDKCServer, *, teacher_right: bool) -> Upload:
@@ -508,7 +508,7 @@ def test_an_upload_that_is_many_times_as_large_as_the_others_is_left_out(column:
     assert [device for kind, device, _ in cohort.events if kind == "upload-left-out"] == ["d9"]
     for name, tensor in quiet.predictor.state_dict().items():
         assert torch.equal(disturbed.predictor.state_dict()[name], tensor), name
-    assert disturbed._knowledge_for("d9") == {"knowledge": RefinedKnowledge(valid=False)}
+    assert disturbed.message("d9") == {"knowledge": RefinedKnowledge(valid=False)}
     run_round(open_to_all, fleet)
     assert any(
         not torch.equal(open_to_all.predictor.state_dict()[name], tensor)

@@ -8,8 +8,8 @@ that turns the features of a device's distillation layer l into soft labels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +61,27 @@ class Triplets:
     labels: Tensor
 
 
+@dataclass
+class Copies:
+    """The copies of the global network, each trained on one device's triplets, as they come in.
+
+    Attributes:
+        mean: Of their weights.
+        by_samples: Whether a copy counts by its device's rows; otherwise all alike.
+        accuracies: Of each device whose copy is in the mean: that of p, what its own layers and the head make of H_l.
+    """
+
+    mean: WeightedMean
+    by_samples: bool
+    accuracies: dict[str, float] = field(default_factory=dict)
+
+    def add(self, sent: Triplets, p_bc: Tensor, trained: nn.Module | None) -> None:
+        """Adds one; None, where its training came to nothing finite, is left out."""
+        if trained is not None:
+            self.mean.add(sent.device, model_parameters(trained), len(sent.labels) if self.by_samples else 1)
+            self.accuracies[sent.device] = _accuracy(p_bc, sent.labels)
+
+
 class FedD2SServer(ServerMethod):
     """Keeps the global network without its first layer, and how often each device has taken part."""
 
@@ -104,33 +125,33 @@ class FedD2SServer(ServerMethod):
         return self.given_initial or model_parameters(self.context.device_model())
 
     async def round(self, cohort: Cohort) -> None:
-        layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}
+        layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}  # eq. (6)
         cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})
         answers: dict[str, DeviceAnswer] = {}  # their arrays are mapped, and read again for the replies
-        own: dict[str, float] = {}
-        mean = WeightedMean(self.config.robust)
-        async for answer in cohort.ask(
+        copies = Copies(WeightedMean(self.config.robust), by_samples=self.config.average == "samples")
+        async for answer in self._ask_triplets(layers, cohort):
+            answers[answer.device] = answer
+            triplets = self._triplets(answer, layers[answer.device])
+            p_bc = self.soft_labels(self.head(triplets.layer), triplets.at_layer)  # eq. (8)
+            trained = self.clients_to_server(triplets, p_bc, cohort)  # eqs. (9), (10)
+            copies.add(triplets, p_bc, trained)
+        if copies.accuracies:
+            load_parameters(self.network, copies.mean.result(cohort))  # eq. (11)
+
+        def message(device: str) -> Parts:
+            return self.reply(self._triplets(answers[device], layers[device]), copies.accuracies.get(device), cohort)
+
+        async for answer in cohort.ask("learn", message, to=list(answers), quorum=0.0):  # eqs. (12), (13)
+            self.participations[answer.device] = self.participations.get(answer.device, 0) + 1
+
+    def _ask_triplets(self, layers: Mapping[str, int], cohort: Cohort) -> AsyncIterator[DeviceAnswer]:
+        """Messages 1 and 2: l to each device; H_1, H_l and labels from it."""
+        return cohort.ask(
             "extract",
             lambda device: {"plan": self._plan(device, layers[device])},
             to=list(layers),
             columns=lambda device: self._columns(layers[device]),
-        ):
-            answers[answer.device] = answer
-            triplets = self._triplets(answer, layers[answer.device])
-            p_bc = self.soft_labels(self.head(triplets.layer), triplets.at_layer)  # eq. (8)
-            trained = self._clients_to_server(triplets, p_bc, cohort)  # eqs. (9), (10)
-            if trained is not None:
-                weight = len(triplets.labels) if self.config.average == "samples" else 1
-                mean.add(answer.device, model_parameters(trained), weight)
-                own[answer.device] = _accuracy(p_bc, triplets.labels)
-        if own:
-            load_parameters(self.network, mean.result(cohort))  # eq. (11)
-
-        def reply(device: str) -> Parts:
-            return self._reply(self._triplets(answers[device], layers[device]), own.get(device), cohort)
-
-        async for answer in cohort.ask("learn", reply, to=list(answers), quorum=0.0):  # eqs. (12), (13)
-            self.participations[answer.device] = self.participations.get(answer.device, 0) + 1
+        )
 
     def _layer(self, device: str) -> int:
         """Eq. (6). Z counts completed rounds and this one, so that a device that fails goes on where it was."""
@@ -164,7 +185,7 @@ class FedD2SServer(ServerMethod):
         """S_tau of what a part of the global network makes of features, `[K, C]` in eval mode."""
         return soft_targets(extract(part, features, model=part), self.config.temperature)
 
-    def _clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
+    def clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
         """A copy of the global network trained on one device's triplets; None where that came to nothing finite."""
         trained = copy.deepcopy(self.network)
         training = partial(
@@ -198,13 +219,18 @@ class FedD2SServer(ServerMethod):
         below = trained[: sent.layer - 1]  # layers 2 to l
         return lambda rows: feature_distance(below(sent.first[rows]), sent.at_layer[rows])
 
-    def _reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
-        """Message 4: t and the head, or what replaces them; nothing where the guard fires or the copy was left out."""
-        plan = self._plan(sent.device, sent.layer)
-        t_bc = self.soft_labels(self.network, sent.first)
-        teaches = own_accuracy is not None and self._teaches(sent, _accuracy(t_bc, sent.labels), own_accuracy, cohort)
-        knowledge = self._knowledge_that_fits(sent, t_bc, cohort) if teaches else None
-        return {"plan": plan, **(knowledge or _NOTHING_TO_LEARN)}
+    def reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
+        """Message 4: t and the head, or what replaces them; nothing where a guard fires or the copy was left out.
+
+        Args:
+            sent: The device's triplets.
+            own_accuracy: That of p on its rows; None if its copy was left out of the mean.
+            cohort: Takes what a guard notes.
+        """
+        t_bc = self.soft_labels(self.network, sent.first)  # eq. (12)
+        teaches = own_accuracy is not None and self._teaches(sent, t_bc, own_accuracy, cohort)  # guard
+        knowledge = self._knowledge_that_fits(sent, t_bc, cohort) if teaches else None  # guard
+        return {"plan": self._plan(sent.device, sent.layer), **(knowledge or _NOTHING_TO_LEARN)}
 
     def _knowledge_that_fits(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
         """`_knowledge`; None with an event where a number cannot be sent: that may not end the run."""
@@ -256,8 +282,9 @@ class FedD2SServer(ServerMethod):
                 parts.append(torch.autograd.grad(loss, features)[0].cpu())
         return torch.cat(parts)
 
-    def _teaches(self, sent: Triplets, teacher: float, own: float, cohort: Cohort) -> bool:
-        """The guard: a network that is no better than chance and worse than the device's own layers has no say."""
+    def _teaches(self, sent: Triplets, t_bc: Tensor, own: float, cohort: Cohort) -> bool:
+        """Whether the network is better than chance or than the device's own layers."""
+        teacher = _accuracy(t_bc, sent.labels)
         cohort.report("teacher_accuracy", {sent.device: teacher})
         useless = teacher <= 1 / self.context.classes and teacher < own
         if useless and self.config.teacher_guard:

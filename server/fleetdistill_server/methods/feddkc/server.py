@@ -102,19 +102,23 @@ class FedDKCServer(ServerMethod):
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
-        uploads = [self._upload(answer) async for answer in cohort.ask("train", self._knowledge_for, to=asked)]
-        uploads = self._of_one_scale(uploads, cohort)
-        counted = self._of_alike_sizes(uploads, cohort)
-        refined = [self._refine(upload.logits) for upload in counted]
-        distil = partial(self._distil, counted, refined, cohort.generator("distil"))
-        failure = reason_undone(distil, self.predictor, self._optimizer, rate=self._rate)
-        if failure:
-            cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
+        uploads = [self._upload(answer) async for answer in cohort.ask("train", self.message, to=asked)]
+        uploads = self._of_one_scale(uploads, cohort)  # guard
+        counted = self._of_alike_sizes(uploads, cohort)  # guard
+        refined = [self.refine(upload.logits) for upload in counted]  # φ, eqs. (9) to (20)
+        self._distil(counted, refined, cohort)  # eq. (2)
         for upload in uploads:
-            self._answer(upload, cohort)
+            self.predict(upload, cohort)  # z^S = W^S(H)
         cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
 
-    def _knowledge_for(self, device: str) -> Parts:
+    def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> None:
+        """Eq. (2); what does not stay finite is undone."""
+        train = partial(self._train, uploads, refined, cohort.generator("distil"))
+        failure = reason_undone(train, self.predictor, self._optimizer, rate=self._rate)
+        if failure:
+            cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
+
+    def message(self, device: str) -> Parts:
         """Message 1: z^S for the device's own rows; none in round 1 or where the guard fired."""
         sample_ids, logits, valid = self._knowledge.get(device, (None, None, False))
         if sample_ids is None or logits is None or not valid:
@@ -163,7 +167,7 @@ class FedDKCServer(ServerMethod):
             for upload, rows in zip(uploads, most, strict=True)
         ]
 
-    def _refine(self, logits: Tensor) -> Refined:
+    def refine(self, logits: Tensor) -> Refined:
         config = self.config
         assert config.target_peak is not None
         assert config.target_entropy is not None
@@ -183,7 +187,7 @@ class FedDKCServer(ServerMethod):
             case _:
                 return no_refinement(logits, temperature=config.temperature)
 
-    def _distil(self, uploads: list[Upload], refined: list[Refined], generator: torch.Generator) -> None:
+    def _train(self, uploads: list[Upload], refined: list[Refined], generator: torch.Generator) -> None:
         """Eq. (2) over all uploads: one shuffled pool, or device after device as in the paper."""
         features = torch.cat([upload.features for upload in uploads])
         labels = torch.cat([upload.labels for upload in uploads])
@@ -222,25 +226,31 @@ class FedDKCServer(ServerMethod):
         """z^S `[N, C]` in eval mode, on the CPU."""
         return extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
 
-    def _answer(self, upload: Upload, cohort: Cohort) -> None:
-        """z^S = W^S(H) in eval mode after training; the guard holds back a teacher that is worse than no teacher."""
+    def predict(self, upload: Upload, notes: Notes) -> None:
+        """z^S = W^S(H) in eval mode after training: what the device is sent in its next round, unless a guard fires."""
         logits = self._predict(upload.features)
+        fits = self._fits_the_wire(logits, upload, notes)  # guard
+        valid = fits and self._teaches(logits, upload, notes)  # guard
+        self._knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
+
+    def _fits_the_wire(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
         reason = reason_not_sent(logits, self.context.knowledge_type)
         if reason:
             text = f"what the predictor says about the rows of {upload.device} is held back: {reason}"
-            cohort.event("knowledge-left-out", text, upload.device)
-            self._knowledge[upload.device] = (upload.sample_ids, torch.zeros_like(logits), False)
-            return
+            notes.event("knowledge-left-out", text, upload.device)
+        return not reason
+
+    def _teaches(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
+        """Whether it is better than chance or than the device itself: a worse teacher is worse than none."""
         labels = upload.labels.cpu()
-        teacher = float((logits.argmax(1) == labels).double().mean())
-        own = float((upload.logits.cpu().argmax(1) == labels).double().mean())
+        teacher, own = _accuracy(logits, labels), _accuracy(upload.logits.cpu(), labels)
         useless = teacher <= 1 / self.context.classes and teacher < own
-        valid = not (useless and self.config.teacher_guard)
-        if not valid:
+        teaches = not (useless and self.config.teacher_guard)
+        if not teaches:
             text = f"the server scores {teacher:.3f} on the rows of {upload.device}, which itself scores {own:.3f}"
-            cohort.guard("teacher", f"{text}; its knowledge is held back", upload.device)
-        cohort.report("teacher_accuracy", {upload.device: teacher})
-        self._knowledge[upload.device] = (upload.sample_ids, logits, valid)
+            notes.guard("teacher", f"{text}; its knowledge is held back", upload.device)
+        notes.report("teacher_accuracy", {upload.device: teacher})
+        return teaches
 
     def forget(self, device: str, notes: Notes) -> None:
         """Its next logits; what the predictor has learned from it stays."""
@@ -272,3 +282,7 @@ class FedDKCServer(ServerMethod):
 def _mean_length(features: Tensor) -> float:
     """Mean Euclidean length of the rows."""
     return float(features.double().flatten(1).norm(dim=1).mean())
+
+
+def _accuracy(logits_bc: Tensor, labels_b: Tensor) -> float:
+    return float((logits_bc.argmax(1) == labels_b).double().mean())
