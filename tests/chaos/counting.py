@@ -22,7 +22,7 @@ from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind, Plan, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.local import LocalTraining
-from fleetdistill.verdict import Verdict
+from fleetdistill.replacement import Replacement
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 
@@ -123,9 +123,9 @@ class CountingWorker:
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
-        return Work(answer, self.state(), Verdict(replaced=True), self.state())
+        return Work(answer, self.state(), Replacement(replaced=True), self.state())
 
-    def deliver(self, verdict: Verdict) -> None:
+    def deliver(self, replacement: Replacement) -> None:
         """There is no model."""
 
     def delivered_model(self) -> Any:

@@ -148,8 +148,8 @@ def lesson(space: ClassSpace, merge: int = 5) -> dict[str, Any]:
 
 def learned(worker: LightWorker, space: ClassSpace, allow: Any = COLUMNS) -> Any:
     work = worker.answer(ASK, lesson(space), allow)
-    assert work.verdict is not None
-    worker.deliver(work.verdict)
+    assert work.replacement is not None
+    worker.deliver(work.replacement)
     return work
 
 
@@ -404,14 +404,14 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
 def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> None:
     worker = Offered(own_statistics_guard=False).worker(validation_data=digits(2))
     first = learned(worker, space)
-    assert first.verdict.replaced
-    assert first.verdict.accuracy_in_use is None
-    assert first.verdict.text.startswith(f"the answer in use is {first.verdict.answer!r}: ")
-    assert first.verdict.text.endswith("on validation data, none before")
+    assert first.replacement.replaced
+    assert first.replacement.accuracy_in_use is None
+    assert first.replacement.text.startswith(f"the answer in use is {first.replacement.variant!r}: ")
+    assert first.replacement.text.endswith("on validation data, none before")
     before = worker.delivered_model()(digits(2)[0])
     poor = replace(space, centres=np.roll(space.centres, 1, axis=0))
     second = learned(worker, poor)
-    assert not second.verdict.replaced
+    assert not second.replacement.replaced
     assert second.delivered is None
     assert np.array_equal(worker.delivered_model()(digits(2)[0]), before)
 
@@ -421,7 +421,7 @@ def test_what_is_in_use_is_the_better_one(offered: Offered, space: ClassSpace) -
     work = learned(worker, space)
     found = {name: counts.accuracy for name, counts in work.scores.items()}
     expected = PERSONAL if found["validation/personal"] > found["validation"] else GENERAL
-    assert work.verdict.answer == expected
+    assert work.replacement.variant == expected
     assert worker.delivered_model() is worker.delivered_models()[expected]
 
 
@@ -460,7 +460,7 @@ def test_a_restart_goes_on_with_the_same_answers(offered: Offered, space: ClassS
     assert again.state() == worker.state()
     held = again.delivered_model()
     work = learned(again, space)
-    assert work.verdict.accuracy_in_use == work.verdict.accuracy
+    assert work.replacement.accuracy_in_use == work.replacement.accuracy
     assert again.delivered_model() is held, "the app's model is filled, not replaced"
 
 
@@ -740,7 +740,7 @@ def test_both_answers_are_exported_and_agree(offered: Offered, tmp_path: Path, c
         for batch in (digits(1)[0][:1], digits(1)[0]):
             logits = onnxruntime.InferenceSession(str(file)).run(["logits"], {"input": batch})[0]
             assert_same(model(batch), logits)
-    in_use = work.verdict.answer
+    in_use = work.replacement.variant
     assert (tmp_path / "model.onnx").read_bytes() == (tmp_path / f"{in_use}.onnx").read_bytes()
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
-from fleetdistill.verdict import REPLACED, SPLIT
+from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.remote import RemoteServer

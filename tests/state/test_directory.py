@@ -18,10 +18,10 @@ from support.wire_samples import data_of, make_payload
 
 from fleetdistill import Device
 from fleetdistill.errors import NoRoomError, StateError
+from fleetdistill.replacement import Replacement
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.format import FORMAT
 from fleetdistill.state.outbox import Outbox, Outcome, Pending
-from fleetdistill.verdict import Verdict
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
 NOWHERE = "127.0.0.1:1"  # never contacted
@@ -348,15 +348,33 @@ def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_kee
     storage.close()
 
 
-@pytest.mark.parametrize("verdict", [None, Verdict(True), Verdict(False, 0.5, 0.75)])
-def test_the_verdict_on_the_apps_model_survives_a_restart(tmp_path: Path, verdict: Verdict | None) -> None:
+@pytest.mark.parametrize("replacement", [None, Replacement(True), Replacement(False, 0.5, 0.75)])
+def test_whether_the_apps_model_is_replaced_survives_a_restart(tmp_path: Path, replacement: Replacement | None) -> None:
     storage = Storage(tmp_path)
-    pending = Pending(3, 2, 1, 40, verdict)
+    pending = Pending(3, 2, 1, 40, replacement)
     put(storage, pending)
     kill(storage)
     again = Storage(tmp_path)
     assert again.outbox.pending() == pending
     again.close()
+
+
+def test_the_files_of_the_outbox_have_the_names_of_format_2(tmp_path: Path) -> None:
+    """An older SDK of this format reads them, whatever fields are called in the code."""
+    storage = Storage(tmp_path)
+    pending = Pending(3, 2, 1, 40, Replacement(True, 0.75, 0.5, "personal"), {"test": [[1, 0], [0, 1]]}, "ab")
+    put(storage, pending)
+    answer = (
+        '{"round": 3, "step_number": 2, "attempt": 1, "samples": 40, "verdict": {"replaced": true, "accuracy": 0.75, '
+        '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab"}'
+    )
+    assert (tmp_path / "outbox" / "manifest.json").read_text() == '{"format": 2, ' + answer[1:]
+    storage.outbox.note_outcome(Outcome(pending, "r1", tries=2))
+    assert (tmp_path / "outbox" / "outcome.json").read_text() == (
+        f'{{"format": 2, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
+    )
+    assert storage.outbox.outcome() == Outcome(pending, "r1", tries=2)
+    storage.close()
 
 
 def test_a_crash_while_an_answer_is_dropped_keeps_the_old_state(
@@ -584,7 +602,7 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
 
 def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    told = Outcome(Pending(3, 2, 1, 40, Verdict(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
+    told = Outcome(Pending(3, 2, 1, 40, Replacement(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
     storage.outbox.note_outcome(told)
     kill(storage)
     again = Storage(tmp_path)

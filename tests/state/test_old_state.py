@@ -17,10 +17,10 @@ from torch import nn
 from fleetdistill import Device, Event, Step
 from fleetdistill.knowledge import ModelParameters, ProxySet
 from fleetdistill.link.downloads import Downloads, adopt_proxy_set
+from fleetdistill.replacement import Replacement
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.format import FORMAT
 from fleetdistill.training.model import split_sequential
-from fleetdistill.verdict import Verdict
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
@@ -51,7 +51,7 @@ def test_what_is_in_it_is_read(state_dir: Path) -> None:
     pending = storage.outbox.pending()
     assert pending is not None
     assert (pending.name, pending.samples) == ((2, 1, 1), 4)
-    assert pending.verdict == Verdict(True, 0.5, 0.5)
+    assert pending.replacement == Replacement(True, 0.5, 0.5)
     assert pending.scores == {"test": [[0, 2], [0, 2]], "validation": [[0, 2], [0, 2]]}
     assert (storage.outbox.tries, storage.outbox.outcome(), storage.outbox.next_attempt(2, 1)) == (0, None, 1)
     with storage.outbox.answer() as payload:

@@ -50,9 +50,9 @@ def played(folder: Path) -> None:
 
     parts = {"space": space, "plan": SpacePlan(merge=5, counted=True, draw_seed=1).to_wire()}
     work = worker.answer(service_pb2.Ask(round=1, step="learn"), parts, ["metrics"])
-    assert work.verdict is not None
+    assert work.replacement is not None
     assert work.delivered is not None
-    worker.deliver(work.verdict)
+    worker.deliver(work.replacement)
     again = light_worker(data)(contract)
     take_extractor(again, folder)
     again.restore(work.state, work.delivered)

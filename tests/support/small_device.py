@@ -16,7 +16,7 @@ from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.methods.base import Answer
-from fleetdistill.verdict import Verdict
+from fleetdistill.replacement import Replacement
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 
@@ -62,10 +62,10 @@ class SmallWorker:
         knowledge = make_knowledge(self.rows)
         knowledge.logits[:] = self.count  # type: ignore[index]
         return Work(
-            Answer(parts={"knowledge": knowledge}, samples=self.rows), self.state(), Verdict(True), self.state()
+            Answer(parts={"knowledge": knowledge}, samples=self.rows), self.state(), Replacement(True), self.state()
         )
 
-    def deliver(self, verdict: Verdict) -> None:
+    def deliver(self, replacement: Replacement) -> None:
         """There is no model."""
 
     def delivered_model(self) -> Any:

@@ -25,8 +25,8 @@ from fleetdistill.device.compute import Work
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
 from fleetdistill.methods.base import Answer
+from fleetdistill.replacement import Replacement
 from fleetdistill.state import failpoints
-from fleetdistill.verdict import Verdict
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -112,10 +112,10 @@ class ParrotWorker:
             by = self._count / 8 + ord(self._name[-1]) / 1024
             values = {name: one + one.dtype.type(by) for name, one in sent.parameters.items()}
             moved = {"parameters": ModelParameters(parameters=values, buffers=sent.buffers)}
-        return Work(Answer(parts=moved, samples=3), self.state(), Verdict(replaced=True), self.state())
+        return Work(Answer(parts=moved, samples=3), self.state(), Replacement(replaced=True), self.state())
 
-    def deliver(self, verdict: Verdict) -> None:
-        assert verdict.replaced
+    def deliver(self, replacement: Replacement) -> None:
+        assert replacement.replaced
 
     def delivered_model(self) -> Any:
         raise AssertionError("a parrot has no model")

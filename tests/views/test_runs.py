@@ -18,7 +18,7 @@ from fleetdistill.methods.classstats.class_answers import (
     OWN_LEAVE_ONE_OUT,
     PERSONAL_LEAVE_ONE_OUT,
 )
-from fleetdistill.verdict import REPLACED, SPLIT
+from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views

@@ -115,7 +115,9 @@ class AskHandler:
         # The server asks again under a new number when it has lost an answer that this device has forgotten.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
-        pending = Pending(ask.round, ask.step_number, attempt, answer.samples, work.verdict, scores, ask.payload.hex())
+        pending = Pending(
+            ask.round, ask.step_number, attempt, answer.samples, work.replacement, scores, ask.payload.hex()
+        )
         self._storage.outbox.put(pending, payload, work.state, work.delivered)
         self._session.computed = pending
         return pending, answer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer
-from fleetdistill.verdict import Verdict
+from fleetdistill.replacement import Replacement
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
@@ -65,15 +65,15 @@ class Work:
     Attributes:
         answer: What goes to the server.
         state: Model and method after it; counts once the answer has its receipt.
-        verdict: What becomes of the app's model then; None where the round goes on.
-        delivered: The app's new model, where the verdict replaces it.
+        replacement: What becomes of the app's model then; None where the round goes on.
+        delivered: The app's new model, where it is replaced.
         scores: How the model does on the app's test and validation data, by split, where the round ends with it; a
             further answer of the method by `SPLIT/NAME`.
     """
 
     answer: Answer
     state: bytes
-    verdict: Verdict | None = None
+    replacement: Replacement | None = None
     delivered: bytes | None = None
     scores: Mapping[str, Counts] = field(default_factory=dict)
 
@@ -122,8 +122,8 @@ class DeviceWorker(Protocol):
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
         """Answers an ask from the state of the last receipt, with nothing in it that `allow` keeps back."""
 
-    def deliver(self, verdict: Verdict) -> None:
-        """Carries out the verdict on the last answer, which has its receipt."""
+    def deliver(self, replacement: Replacement) -> None:
+        """Replaces the app's model, or keeps it: the last answer has its receipt."""
 
     def delivered_model(self) -> Any:
         """What `Device.model` returns."""

@@ -81,7 +81,7 @@ class Events:
             self.tell_scores(outcome.pending)
             values = {"receipt": outcome.receipt, "tries": outcome.tries}
             self.tell("answered", number, f"round {number}: receipt {outcome.receipt}", values)
-            self._tell_verdict(outcome.pending)
+            self._tell_replacement(outcome.pending)
         else:
             kind = "dropped" if outcome.code in _TAKES_NONE else "refused"
             self.tell(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
@@ -94,12 +94,12 @@ class Events:
             values = {"split": split, "accuracy": accuracy, "confusion": confusion}
             self.tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
 
-    def _tell_verdict(self, pending: Pending) -> None:
+    def _tell_replacement(self, pending: Pending) -> None:
         """Tells the app what became of its model."""
-        verdict = pending.verdict
-        if verdict is not None:
-            kind = "delivered" if verdict.replaced else "kept"
-            self.tell(kind, pending.round, f"round {pending.round}: {verdict.text}", verdict.values)
+        replacement = pending.replacement
+        if replacement is not None:
+            kind = "delivered" if replacement.replaced else "kept"
+            self.tell(kind, pending.round, f"round {pending.round}: {replacement.text}", replacement.values)
 
     def tell_exported(self, report: OnnxReport, number: int) -> None:
         """The delivered model was written as ONNX."""

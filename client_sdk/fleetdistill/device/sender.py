@@ -169,16 +169,16 @@ class Sender:
     # --- what comes of it
 
     def _promote(self, pending: Pending) -> None:
-        """The receipt makes the answer's state the device's, and its model the app's if the verdict says so."""
-        if self._export_onnx == "round" and pending.verdict is not None and pending.verdict.replaced:
+        """The receipt makes the answer's state the device's, and its model the app's if it is replaced."""
+        if self._export_onnx == "round" and pending.replacement is not None and pending.replacement.replaced:
             self._storage.save(_EXPORT_DUE, str(pending.round).encode())  # before: a crash must not leave an old file
         self._storage.outbox.promote()
         worker = self._session.worker
         if worker is None:
             return
         if self._session.computed == pending:
-            if pending.verdict is not None:
-                worker.deliver(pending.verdict)
+            if pending.replacement is not None:
+                worker.deliver(pending.replacement)
         else:
             worker.forget_state()  # the answer is an earlier process's; its state is read from the disk
 

@@ -21,6 +21,7 @@ from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
 from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement, judge, picked
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.figures import Counts, allowed, metrics_of, place_of
@@ -37,7 +38,6 @@ from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport, copy_onnx
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
-from fleetdistill.verdict import REPLACED, REPLACED_BY_RESULT, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -221,20 +221,20 @@ class Worker:
             measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
             models = self._method.answers()
             scores = brought | (self._score(models) if measured else {})
-            verdict = self._judge(models, scores) if measured or ask.step == DELIVER else None
+            replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
         ]
         figures += allowed(self._method.figures, allow)
         if (trained := self._method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
-        if verdict is not None and verdict.accuracy is not None:
-            figures.append(verdict.metric(REPLACED if measured else REPLACED_BY_RESULT))
-            figures += picked(models, verdict)
+        if replacement is not None and replacement.accuracy is not None:
+            figures.append(replacement.metric(REPLACED if measured else REPLACED_BY_RESULT))
+            figures += picked(models, replacement)
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = self._delivery(models, self._best) if verdict is not None and verdict.replaced else None
-        return Work(answer, self.state(), verdict, delivered, scores)
+        delivered = self._delivery(models, self._best) if replacement is not None and replacement.replaced else None
+        return Work(answer, self.state(), replacement, delivered, scores)
 
     def _score_brought(self, ask: Ask) -> dict[str, Counts]:
         """How the fleet's model does as the ask brings it; nothing where it cannot be scored."""
@@ -269,25 +269,25 @@ class Worker:
 
     # --- delivery
 
-    def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Verdict:
+    def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
         """The app's model is replaced by the best answer unless the accuracy on its validation data would fall."""
         data, self._best = self._scored[SPLIT], next(iter(models))
         if data is None:
-            return Verdict(replaced=True, answer=self._best if len(models) > 1 else "")
+            return Replacement(replaced=True, variant=self._best if len(models) > 1 else "")
         found = {
             name: (scores.get(place_of(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
             for name, model in models.items()
         }
         if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
             self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        self._best, verdict = judge(found, self._delivered_accuracy)
-        return verdict
+        self._best, replacement = judge(found, self._delivered_accuracy)
+        return replacement
 
-    def deliver(self, verdict: Verdict) -> None:
-        """Carries out the verdict on the last answer, which has its receipt."""
-        if verdict.replaced:
+    def deliver(self, replacement: Replacement) -> None:
+        """Replaces the app's model, or keeps it: the last answer has its receipt."""
+        if replacement.replaced:
             self._take_delivery(self._best)
-            self._delivered_accuracy = verdict.accuracy
+            self._delivered_accuracy = replacement.accuracy
 
     def _take_delivery(self, in_use: str) -> None:
         """The state's answers become the app's; a model that the app holds already is filled, not replaced."""

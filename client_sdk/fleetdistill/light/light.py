@@ -26,9 +26,9 @@ from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images
+from fleetdistill.replacement import REPLACED, SPLIT, Replacement, judge, picked
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
-from fleetdistill.verdict import REPLACED, SPLIT, Verdict, judge, picked
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -210,14 +210,14 @@ class LightWorker:
             answer = replace(answer, notes={**answer.notes, "closed_form_instead": 1})
         found = self._answers()
         scores = self._score(found)
-        self._best, verdict = self._judged(scores, list(found))
+        self._best, replacement = self._judged(scores, list(found))
         figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
         figures += allowed(self._own.made.figures, allow)
-        figures += _about(verdict, list(found))
+        figures += _about(replacement, list(found))
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
-        delivered = self._packed_delivery(found, self._best) if verdict.replaced else None
-        return Work(answer, self.state(), verdict, delivered, scores)
+        delivered = self._packed_delivery(found, self._best) if replacement.replaced else None
+        return Work(answer, self.state(), replacement, delivered, scores)
 
     def _answers(self) -> dict[str, SpaceAnswer]:
         """Both of the last step."""
@@ -244,19 +244,19 @@ class LightWorker:
 
     # --- delivery
 
-    def _judged(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Verdict]:
+    def _judged(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Replacement]:
         """As with PyTorch; but before the first answer nothing is in use that it could be worse than."""
         if SPLIT not in self._data:
-            return names[0], Verdict(replaced=True, answer=names[0])
+            return names[0], Replacement(replaced=True, variant=names[0])
         if self._delivered_accuracy is None and self._delivered:
             self._delivered_accuracy = self._counts(self.delivered_model(), SPLIT).accuracy
         return judge({name: scores[place_of(SPLIT, name)].accuracy for name in names}, self._delivered_accuracy)
 
-    def deliver(self, verdict: Verdict) -> None:
-        """Carries out the verdict on the last answer, which has its receipt."""
-        if verdict.replaced:
+    def deliver(self, replacement: Replacement) -> None:
+        """Replaces the app's model, or keeps it: the last answer has its receipt."""
+        if replacement.replaced:
             self._fill(self._answers())
-            self._in_use, self._delivered_accuracy = self._best, verdict.accuracy
+            self._in_use, self._delivered_accuracy = self._best, replacement.accuracy
 
     def _fill(self, answers: Mapping[str, SpaceAnswer]) -> None:
         """A model that the app holds already is filled, not replaced."""
@@ -313,8 +313,8 @@ class LightWorker:
         return self._data["train"].inputs[:_SAMPLES_COMPARED]
 
 
-def _about(verdict: Verdict, names: Sequence[str]) -> list[Metric]:
-    return [] if verdict.accuracy is None else [verdict.metric(REPLACED), *picked(names, verdict)]
+def _about(replacement: Replacement, names: Sequence[str]) -> list[Metric]:
+    return [] if replacement.accuracy is None else [replacement.metric(REPLACED), *picked(names, replacement)]
 
 
 def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:

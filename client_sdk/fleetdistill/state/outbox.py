@@ -17,15 +17,18 @@ from typing import IO, Any
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import NoRoomError, StateError, WireError
+from fleetdistill.replacement import Replacement
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors, free_bytes
 from fleetdistill.state.durable import sync_directory, sync_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, damaged_error, json_object, newer_error
-from fleetdistill.verdict import Verdict
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
+
+_KEYS = {"replacement": "verdict"}
+"""Names of fields in the format where they differ."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Pending:
     Attributes:
         round, step_number, attempt: Name of the upload.
         samples: Weight of the answer.
-        verdict: What becomes of the app's model with the receipt; None where the device's round goes on.
+        replacement: What becomes of the app's model with the receipt; None where the device's round goes on.
         scores: Confusion matrices of the round's model by split of the app's data, which the app is told with the
             receipt.
         payload: SHA-256 of the question that it answers, hex; empty where the ask had none, and from an SDK of 0.1.
@@ -45,7 +48,7 @@ class Pending:
     step_number: int
     attempt: int
     samples: int
-    verdict: Verdict | None = None
+    replacement: Replacement | None = None
     scores: dict[str, list[list[int]]] = field(default_factory=dict)
     payload: str = ""
 
@@ -135,7 +138,7 @@ class Outbox:
                 self._write_file("delivered.safetensors", [delivered])
             sync_directory(self._outbox)  # before the manifest's name can be there
             failpoints.hit("device.outbox.before-manifest")
-            self._files.save("outbox/manifest.json", json.dumps({"format": FORMAT, **asdict(pending)}).encode())
+            self._files.save("outbox/manifest.json", json.dumps({"format": FORMAT, **_saved(pending)}).encode())
             failpoints.hit("device.outbox.after-manifest")
 
     def _write_file(self, name: str, pieces: Iterable[bytes]) -> None:
@@ -219,7 +222,10 @@ class Outbox:
     def note_outcome(self, outcome: Outcome) -> None:
         """Keeps what became of the answer, before the outbox is emptied: whatever happens now, the app is told."""
         failpoints.hit("device.outcome.before-note")
-        self._files.save("outbox/outcome.json", json.dumps({"format": FORMAT, **asdict(outcome)}).encode())
+        self._files.save(
+            "outbox/outcome.json",
+            json.dumps({"format": FORMAT, **asdict(outcome), "pending": _saved(outcome.pending)}).encode(),
+        )
         failpoints.hit("device.outcome.after-note")
 
     def outcome(self) -> Outcome | None:
@@ -260,18 +266,25 @@ class _FileSource:
         return self._file.read(size)
 
 
+def _saved(pending: Pending) -> dict[str, Any]:
+    """An answer as the format has it: there the replacement is called `verdict`."""
+    replacement = pending.replacement
+    values = {**asdict(pending), "replacement": None if replacement is None else replacement.saved()}
+    return {_KEYS.get(name, name): value for name, value in values.items()}
+
+
 def _pending(path: Path, data: bytes) -> Pending:
     found = json_object(path, data)
     check_format(path, found)
-    known = {one.name for one in fields(Pending)}
+    known = {_KEYS.get(one.name, one.name) for one in fields(Pending)}
     if missing := sorted({one.name for one in fields(Pending) if _is_required(one)} - found.keys()):
         raise damaged_error(path, f"it lacks {', '.join(missing)}")
     if unknown := sorted(found.keys() - known - {"format"}):
         raise newer_error(path, f"it has {', '.join(unknown)}")
     try:
-        verdict = found.pop("verdict", None)
+        replacement = found.pop("verdict", None)
         found.pop("format", None)
-        pending = Pending(**found, verdict=Verdict(**verdict) if verdict else None)
+        pending = Pending(**found, replacement=Replacement.restored(replacement) if replacement else None)
         bytes.fromhex(pending.payload)
         return pending
     except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleetdistill.verdict import SPLIT, VERDICTS
+from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
@@ -32,10 +32,10 @@ def guards_by_round(store: Store, run: str) -> Counter[int]:
 
 def verdict_rows(store: Store, run: str) -> list[Row]:
     """What devices reported about their apps' models; one row is one verdict."""
-    return [row for name in VERDICTS for row in store.history.figures(run, name, SPLIT)]
+    return [row for name in REPLACEMENT_METRICS for row in store.history.figures(run, name, SPLIT)]
 
 
 def verdicts(rows: Sequence[Row]) -> Verdicts:
-    """Counts rows of `verdict_rows`, each of which is one verdict whatever numbers a device may send."""
+    """Counts rows of `verdict_rows`, one for each decision whatever numbers a device may send."""
     replaced = sum(row["sum"] > 0 for row in rows)
     return Verdicts(kept=len(rows) - replaced, replaced=replaced)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from fleetdistill.knowledge import Metric
 
 SPLIT = "validation"
-"""Which data a verdict is about."""
+"""Which data decide on a replacement."""
 REPLACED = "replaced"
 """Metric in the last answer of a round: sum 1 where the app's model is replaced, 0 where it is kept; count 1."""
 REPLACED_BY_RESULT = "replaced_by_result"
@@ -16,30 +17,30 @@ REPLACED_BY_RESULT = "replaced_by_result"
 PICKED = "picked/"
 """How a metric beside it begins where the round gives several models, with the name of one of them: sum 1 where the
 app's model becomes this one; count 1."""
-VERDICTS = (REPLACED, REPLACED_BY_RESULT)
+REPLACEMENT_METRICS = (REPLACED, REPLACED_BY_RESULT)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Replacement:
     """Whether the app's model is replaced once the answer that reports it has its receipt.
 
     Attributes:
         replaced: It is; false: the app keeps what it has, and training goes on.
         accuracy: Of the round's model on the app's validation data, in [0, 1]; None without such data.
         accuracy_in_use: Of the app's model until then; None where it had none.
-        answer: Name of the answer that the app's model becomes, where the round gives several; else empty.
+        variant: Name of the variant that the app's model becomes, where the round gives several; else empty.
     """
 
     replaced: bool
     accuracy: float | None = None
     accuracy_in_use: float | None = None
-    answer: str = ""
+    variant: str = ""
 
     @property
     def text(self) -> str:
         """One sentence for a person."""
-        # Where there are several answers, the app's model may stay as it is beside the new ones.
-        new = f"the answer in use is {self.answer!r}" if self.answer else "the app's model is replaced"
+        # Where there are several variants, the app's model may stay as it is beside the new ones.
+        new = f"the answer in use is {self.variant!r}" if self.variant else "the app's model is replaced"
         if self.accuracy is None:
             return new
         in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"
@@ -48,31 +49,41 @@ class Verdict:
 
     @property
     def values(self) -> dict[str, float | str]:
-        """Its figures and the answer's name, where there are any."""
-        return {name: value for name, value in asdict(self).items() if name != "replaced" and value not in (None, "")}
+        """Its figures and the variant's name, where there are any, as the app's event has them."""
+        return {name: value for name, value in self.saved().items() if name != "replaced" and value not in (None, "")}
+
+    def saved(self) -> dict[str, float | str | None]:
+        """As the state directory keeps it, under the names that its format has."""
+        return {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Replacement:
+        """What `saved` gave. Raises TypeError for other names."""
+        found = dict(saved)
+        return cls(variant=found.pop("answer", ""), **found)
 
     def metric(self, name: str) -> Metric:
-        """What the server is told, under a name of `VERDICTS`."""
+        """The metric for the server, under a name of `REPLACEMENT_METRICS`."""
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
 
 
-def judge(found: Mapping[str, float], in_use: float | None) -> tuple[str, Verdict]:
-    """The best of a round's answers, and whether the app's model becomes it.
+def judge(found: Mapping[str, float], in_use: float | None) -> tuple[str, Replacement]:
+    """The best of a round's variants, and whether the app's model becomes it.
 
     Args:
-        found: Accuracy on the app's validation data of each answer, by name; of equals the first is the best.
+        found: Accuracy on the app's validation data of each variant, by name; of equals the first is the best.
         in_use: That of the app's model; None where it has none yet.
     """
     best = max(found, key=lambda name: found[name])
     replaced = in_use is None or found[best] >= in_use
-    return best, Verdict(replaced, found[best], in_use, best if replaced and len(found) > 1 else "")
+    return best, Replacement(replaced, found[best], in_use, best if replaced and len(found) > 1 else "")
 
 
-def picked(names: Iterable[str], verdict: Verdict) -> list[Metric]:
-    """Which answer the app's model becomes, where there is a choice."""
+def picked(names: Iterable[str], replacement: Replacement) -> list[Metric]:
+    """Metrics that say which variant the app's model becomes, where there is a choice."""
     known = list(names)
     return [
-        Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == verdict.answer), count=1)
+        Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == replacement.variant), count=1)
         for name in known
         if len(known) > 1
     ]
