@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,8 +17,17 @@ settings.register_profile("any-load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any-load")
 
 
+IN_MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 2 << 30
+"""Thousands of fsyncs cost minutes on a disk, and nothing here pulls its plug: `recorded_disk` tests what is durable."""
+
+
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and what the tests start would inherit that."""
+    """Before any test: SIGINT is caught, and temporary folders lie in memory where there is enough.
+
+    A shell starts background jobs with SIGINT ignored, and what the tests start would inherit that.
+    """
+    if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ENOUGH_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
