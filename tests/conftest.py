@@ -18,7 +18,7 @@ settings.load_profile("any-load")
 
 
 IN_MEMORY, ENOUGH_BYTES = Path("/dev/shm"), 2 << 30
-"""Thousands of fsyncs cost minutes on a disk, and nothing here pulls its plug: `recorded_disk` tests what is durable."""
+"""Thousands of fsyncs cost minutes on a disk; what is durable is tested by `recorded_disk`, on no disk at all."""
 
 
 def pytest_configure() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import RUN, RUNS, prepare, run_in_memory
+from support.fleets import RUN, RUNS, Undisturbed, prepare, record, run_in_memory
 
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
@@ -109,45 +110,36 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
 
 
 @every_method
-def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(method: str, tmp_path: Path) -> None:
-    first, again, other = (
-        simulate(
-            Simulation(
-                method=method,
-                rounds=2,
-                devices=2,
-                train_limit=200,
-                test_limit=100,
-                seed=seed,
-                with_alone=False,
-                with_fedavg=False,
-                out=tmp_path / str(number),
-            )
-        )
-        for number, seed in enumerate((1, 1, 2))
+def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(
+    method: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    first = undisturbed(method)
+    again, other = (replace(RUNS[method], seed=RUNS[method].seed + number) for number in (0, 1))
+    again_store, other_store = (
+        run_in_memory(prepare(wanted, tmp_path / str(number))) for number, wanted in enumerate((again, other))
     )
-    assert first.accuracy_by_round == again.accuracy_by_round
-    assert first.accuracy_by_round != other.accuracy_by_round
+    assert record(again_store) == first.record
+    assert record(other_store)["uploads"] != first.record["uploads"]
+    again_store.close()
+    other_store.close()
 
 
 @every_method
-def test_the_mean_loss_of_every_training_reaches_the_server(method: str, tmp_path: Path) -> None:
-    wanted = RUNS[LOSSES.get(method, method)]
-    store = run_in_memory(prepare(wanted, tmp_path / "work"))
+def test_the_mean_loss_of_every_training_reaches_the_server(method: str, undisturbed: Undisturbed) -> None:
+    name = LOSSES.get(method, method)
+    store = undisturbed(name).store
     losses = store.history.figures(RUN, "loss", "train")
     told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in losses}
-    ends = device_class(method, wanted.configuration()).metrics_steps
+    ends = device_class(method, RUNS[name].configuration()).metrics_steps
     assert set(told) == {(row["round"], row["device"]) for row in store.asks.uploads(RUN) if row["step"] in ends}
     assert len(told) >= 2
     assert all(0 < loss < 10 for loss in told.values())
-    store.close()
 
 
-def test_a_method_that_trains_nothing_tells_of_no_loss(tmp_path: Path) -> None:
-    store = run_in_memory(prepare(RUNS["classstats"], tmp_path / "work"))
+def test_a_method_that_trains_nothing_tells_of_no_loss(undisturbed: Undisturbed) -> None:
+    store = undisturbed("classstats").store
     assert store.history.figures(RUN, "leave_one_out", "train")
     assert not store.history.figures(RUN, "loss", "train")
-    store.close()
 
 
 @every_method

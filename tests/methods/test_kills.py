@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from support.fleets import (
     RUNS,
+    Played,
     Prepared,
+    Undisturbed,
     assert_no_upload_lost,
     device_files,
     every_run,
     prepare,
     record,
-    run_in_memory,
 )
 from support.forked import ForkedEngine, forked_device
 
@@ -27,7 +28,6 @@ from fleetdistill_server.intake.device_api import Desk
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -81,20 +81,20 @@ def fleet_of(prepared: Prepared) -> Iterator[Fleet]:
         yield Fleet(prepared, stack)
 
 
-def assert_like_undisturbed(wanted: Simulation, prepared: Prepared, store: Store, directory: Path) -> set[State]:
+def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State]:
     """Compares with the same run in peace; returns every state in which an engine can wait in it."""
-    peaceful = prepare(wanted, directory)
-    undisturbed = run_in_memory(peaceful)
-    assert record(store) == record(undisturbed)
-    assert device_files(prepared) == device_files(peaceful)
+    assert record(store) == peaceful.record
+    assert device_files(prepared) == peaceful.files
     assert_no_upload_lost(store)
-    asks = record(undisturbed)["asks"]
+    asks = peaceful.record["asks"]
     steps = {(number, step) for number, step, *_ in asks}
     return {(*step, answers) for step in steps for answers in range(sum(ask[:2] == step for ask in asks))}
 
 
 @every_run
-def test_an_engine_killed_between_any_two_answers_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_an_engine_killed_between_any_two_answers_changes_nothing(
+    name: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     killed_in = set()
     with fleet_of(prepared) as fleet:
@@ -106,11 +106,13 @@ def test_an_engine_killed_between_any_two_answers_changes_nothing(name: str, tmp
             fleet.engine.kill()
             fleet.answer_one()  # while no engine lives: the last answer to a step is found by an engine that starts
         fleet.finish()
-        assert assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace") <= killed_in
+        assert assert_like(undisturbed(name), prepared, fleet.store) <= killed_in
 
 
 @every_method
-def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
+    name: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """Each life of the engine gets one write further than the one before; as few rounds as have all of them."""
     wanted = replace(RUNS[name], rounds=1)
     prepared = prepare(wanted, tmp_path / "work")
@@ -121,7 +123,7 @@ def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(name: str, t
             assert fleet.engine.was_killed or fleet.is_over
         fleet.finish()
         assert fleet.engine.lives > 10
-        assert_like_undisturbed(wanted, prepared, fleet.store, tmp_path / "peace")
+        assert_like(undisturbed(name, rounds=1), prepared, fleet.store)
 
 
 DEATHS = (
@@ -135,7 +137,9 @@ DEATHS = (
 
 
 @every_method
-def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(
+    name: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     with fleet_of(prepared) as fleet:
         fragile = forked_device(prepared[1][0], prepared[0].server.store, fleet.engine.pipe)
@@ -151,4 +155,4 @@ def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(name: str, 
         fleet.finish()
         answers = sum(row["device"] == prepared[1][0].name for row in fleet.store.asks.uploads(RUN))
         assert fragile.lives > len(DEATHS) * answers
-        assert_like_undisturbed(RUNS[name], prepared, fleet.store, tmp_path / "peace")
+        assert_like(undisturbed(name), prepared, fleet.store)

@@ -11,6 +11,7 @@ from support.fleets import (
     RUN,
     RUNS,
     Prepared,
+    Undisturbed,
     assert_no_upload_lost,
     every_run,
     prepare,
@@ -61,12 +62,13 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
 
 
 @every_run
-def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(name: str, tmp_path: Path) -> None:
+def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
+    name: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     fleet = RUNS[name]
-    undisturbed = run_in_memory(prepare(fleet, tmp_path / "undisturbed"))
     disturbed, engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"))
     assert engines > fleet.rounds * fleet.devices
-    assert record(disturbed) == record(undisturbed)
+    assert record(disturbed) == undisturbed(name).record
     assert_no_upload_lost(disturbed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,19 @@ def prepare(wanted: Simulation, work: Path) -> Prepared:
 def run_in_memory(prepared: Prepared, watch: Callable[[Store], None] = lambda store: None) -> Store:
     """The undisturbed run that every other one is compared with."""
     return run_over_memory(*prepared, watch)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that nothing disturbed, for several tests to compare with; none of them may change it."""
+
+    store: Store
+    record: dict[str, Any]
+    files: dict[str, bytes]
+
+
+Undisturbed = Callable[..., Played]
+"""`undisturbed(name, rounds)`, the fixture of tests/methods: a run of `RUNS`, by default with its own rounds."""
 
 
 def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
