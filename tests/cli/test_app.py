@@ -18,7 +18,7 @@ from fleetdistill import Step
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.data.datasets import load_dataset
@@ -65,9 +65,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_run_config(wanted, data, work)
     (work / "run.toml").write_text(as_toml(config))
     store = Store.open(Path(config.server.store))
-    desk = Desk(store)
+    api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(make_device(s, MemoryLink(desk))) for s in make_specs(wanted, data, split, work)]
+        devices = [stack.enter_context(make_device(s, MemoryLink(api))) for s in make_specs(wanted, data, split, work)]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:

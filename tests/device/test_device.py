@@ -46,8 +46,8 @@ from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
-from fleetdistill_server.intake import device_api as desk
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake import device_api
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
@@ -92,7 +92,7 @@ class Fleet:
         self.initial = decode(initial)["initial"]
         self.store.blobs.put(initial)
         self.store.runs.publish_contract(RUN, contract.SerializeToString())
-        self.desk = Desk(self.store)
+        self.api = DeviceApi(self.store)
         self.round = 0
 
     def ask(self, device: str, knowledge: RefinedKnowledge | None = None, **changes: Any) -> None:
@@ -122,7 +122,7 @@ def make_device(
 ) -> Device:
     noted = Events() if events is None else events
     arguments: dict[str, Any] = {
-        "server": link or MemoryLink(fleet.desk),
+        "server": link or MemoryLink(fleet.api),
         "model": tiny_model,
         "data": tiny_data(),
         "test_data": tiny_data(9, seed=1),
@@ -297,7 +297,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
 ) -> None:
     given = {"validation_data": tiny_data(30, seed=4)}
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.desk, moment), **given)
+    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.api, moment), **given)
     joined = weights(crashing)
     with pytest.raises(Crash):
         crashing.step(0)
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_half_way_through_a_delivery_delivers_it_all_the_sam
 def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = Events()
-    link = StubbornLink(fleet.desk, "bad-value", 1)
+    link = StubbornLink(fleet.api, "bad-value", 1)
     with make_device(fleet, tmp_path, events, link=link, validation_data=tiny_data()) as device:
         joined = weights(device)
         device.step(0)
@@ -454,8 +454,8 @@ class Crash(Exception):
 class CrashingLink(MemoryLink):
     """Dies at a named moment of the first upload."""
 
-    def __init__(self, desk: Desk, moment: str) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi, moment: str) -> None:
+        super().__init__(api)
         self.moment = moment
 
     def upload(self, header: Any, chunks: Any) -> Any:
@@ -522,7 +522,7 @@ def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path
             return super().upload_status(identity, name)
 
     events = Events()
-    with make_device(fleet, tmp_path, events, link=TooLate(fleet.desk)) as device:
+    with make_device(fleet, tmp_path, events, link=TooLate(fleet.api)) as device:
         fleet.ask("d")
         device.step(0)
     assert "dropped" in events.kinds()
@@ -588,7 +588,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
     fleet: Fleet, tmp_path: Path, moment: str
 ) -> None:
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.desk, moment))
+    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.api, moment))
     with pytest.raises(Crash):
         crashing.step(0)
     crashing._storage.close()  # what the end of the process does
@@ -624,7 +624,7 @@ def test_a_device_killed_while_training_trains_again_from_the_committed_state(fl
 def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = Events()
-    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.desk, "before sending"))
+    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.api, "before sending"))
     with pytest.raises(Crash):
         crashing.step(0)
     crashing._storage.close()
@@ -769,7 +769,7 @@ def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: 
             return super().download(identity, sha256, first_byte)
 
     for _ in range(2):
-        with make_device(fleet, tmp_path, link=Noting(fleet.desk)) as device:
+        with make_device(fleet, tmp_path, link=Noting(fleet.api)) as device:
             assert device.step(0) is Step.WAITED
             fleet.ask("d")
             assert device.step(0) is Step.ANSWERED
@@ -784,8 +784,8 @@ def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: 
 class StubbornLink(MemoryLink):
     """Refuses the first uploads with a code."""
 
-    def __init__(self, desk: Desk, code: str, times: int) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi, code: str, times: int) -> None:
+        super().__init__(api)
         self.code, self.times = code, times
 
     def upload(self, header: Any, chunks: Any) -> Any:
@@ -798,8 +798,8 @@ class StubbornLink(MemoryLink):
 class DenyingLink(MemoryLink):
     """Refuses one call with a code, once."""
 
-    def __init__(self, desk: Desk, call: str, code: str) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi, call: str, code: str) -> None:
+        super().__init__(api)
         self._call, self._code = call, code
 
     def _once(self, call: str) -> None:
@@ -828,7 +828,7 @@ class DenyingLink(MemoryLink):
 @pytest.mark.parametrize("code", sorted(code for code in Code if not is_final(code)))
 def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: Path, call: str, code: Code) -> None:
     fleet.ask("d")
-    link = DenyingLink(fleet.desk, call, code)
+    link = DenyingLink(fleet.api, call, code)
     with make_device(fleet, tmp_path, link=link) as device:
         if call != "upload_status" or status_of(code) in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             with pytest.raises(LinkError, match="is refused for") as error:
@@ -841,14 +841,14 @@ def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: 
 
 def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "checksum", 2)) as device:
+    with make_device(fleet, tmp_path, link=StubbornLink(fleet.api, "checksum", 2)) as device:
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    with make_device(fleet, tmp_path, link=StubbornLink(fleet.desk, "no-space", 1)) as device:
+    with make_device(fleet, tmp_path, link=StubbornLink(fleet.api, "no-space", 1)) as device:
         with pytest.raises(LinkError, match="no-space"):
             device.step(0)
         assert device._storage.outbox.pending() is not None
@@ -861,7 +861,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """It was made of the data of before; what the device has now is told once it is settled."""
-    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.desk, "before sending"))
+    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.api, "before sending"))
     fleet.ask("d")
     with pytest.raises(Crash):
         crashing.step(0)
@@ -906,7 +906,7 @@ def declared_samples(fleet: Fleet) -> int:
 def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = Events()
-    with make_device(fleet, tmp_path, events, link=StubbornLink(fleet.desk, "bad-value", 1)) as device:
+    with make_device(fleet, tmp_path, events, link=StubbornLink(fleet.api, "bad-value", 1)) as device:
         before = device.model.state_dict()["stages.0.weight"].clone()
         device.step(0)
         assert events[-1].kind == "refused"
@@ -935,7 +935,7 @@ def test_a_lost_response_to_the_first_check_in_does_not_lock_the_id(fleet: Fleet
                 raise Crash
             return response
 
-    losing = make_device(fleet, tmp_path, link=Losing(fleet.desk))
+    losing = make_device(fleet, tmp_path, link=Losing(fleet.api))
     with pytest.raises(Crash):
         losing.step(0)
     losing._storage.close()
@@ -1024,7 +1024,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`run` returns only once the run is finished; the app is told once why nothing happens."""
-    monkeypatch.setattr(desk, "_STOPPED_SECONDS", 0.0)
+    monkeypatch.setattr(device_api, "_STOPPED_SECONDS", 0.0)
     events, asked = Events(), 0
 
     class Operator(MemoryLink):
@@ -1041,7 +1041,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
             return super().next_ask(identity, wait_seconds)
 
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
-    with make_device(fleet, tmp_path, events, link=Operator(fleet.desk)) as device:
+    with make_device(fleet, tmp_path, events, link=Operator(fleet.api)) as device:
         device.run()
     assert events.kinds() == ["checked-in", "stopped", "ask", "scored", "answered", "delivered", "finished"]
     assert events[1].text == (
@@ -1064,7 +1064,7 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
             self.interrupted.set()
 
     events = Events()
-    with make_device(fleet, tmp_path, events, link=Waiting(fleet.desk)) as device:
+    with make_device(fleet, tmp_path, events, link=Waiting(fleet.api)) as device:
         running = threading.Thread(target=device.run)
         running.start()
         assert Waiting.asked.wait(PATIENCE_SECONDS)
@@ -1180,7 +1180,7 @@ def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told
             assert version_of(fleet) == first, "while this answer waits, the server knows the rows that it was made of"
             return super().upload(header, chunks)
 
-    link = Cut(fleet.desk)
+    link = Cut(fleet.api)
     with make_device(fleet, tmp_path, link=link) as device:
         fleet.ask("d")
         with pytest.raises(LinkError):

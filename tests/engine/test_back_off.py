@@ -18,7 +18,7 @@ from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import PATIENCE_SECONDS, RUN
@@ -72,9 +72,9 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
     config, specs, _ = prepare(replace(RUNS[method], devices=3, rounds=ROUNDS, alpha=10.0), tmp_path / "work")
     store, clock = Store.in_memory(), MovedClock()
     store.asks.clock = clock.clock()
-    desk = Desk(store)
+    api = DeviceApi(store)
     with ExitStack() as stack:
-        *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs)
+        *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs)
         monkeypatch.setattr(silent, "_answer", lambda ask: None)
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
@@ -114,8 +114,8 @@ class Away:
 
     def __init__(self, store: Store, clock: MovedClock, away: set[int], dies_in: int = 0) -> None:
         self._store, self._clock, self._away, self._dies_in = store, clock, away, dies_in
-        desk = Desk(store)
-        self.devices = [AnsweringDevice(MemoryLink(desk), RUN, f"d{number}") for number in range(2)]
+        api = DeviceApi(store)
+        self.devices = [AnsweringDevice(MemoryLink(api), RUN, f"d{number}") for number in range(2)]
 
     async def wait(self, seconds: float = 0.0) -> None:
         opened = self._store.runs.open_round(RUN)

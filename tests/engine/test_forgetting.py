@@ -38,8 +38,8 @@ from fleetdistill_server.engine import forgetting
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
-from fleetdistill_server.front.server import open_desk
-from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.front.server import open_api
+from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -108,8 +108,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Halted:
     with ExitStack() as stack:
         store = Store.open(directory / "store")
         stack.callback(store.close)
-        desk = Desk(store)
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in prepared[1]]
+        api = DeviceApi(store)
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in prepared[1]]
         engine = Engine(store, prepared[0], DriveDevices(devices, lambda: None))
         engine._close = _then_halt(engine._close, after=2)  # type: ignore[method-assign, assignment]
         with pytest.raises(Halt):
@@ -245,10 +245,10 @@ def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted,
     assert ask_to_forget(store, RUN, run.device, served=None)
     name = upload_name(upload["round"], upload["step_number"])
     name.payload = ask["payload"]
-    desk = Desk(store)
+    api = DeviceApi(store)
     identity = service_pb2.Identity(run=RUN, device=upload["device"], secret=b"")
     store.database.write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
-    said = desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+    said = api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
     assert said.receipt.id == upload["receipt"]
 
 
@@ -507,13 +507,13 @@ def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) 
 # --- the device, after it was asked for
 
 
-class Desked:
-    """A front's desk with an open round and one device that has been asked."""
+class Joined:
+    """A front's device API with an open round and one device that has been asked."""
 
-    def __init__(self, store: Store, desk: Desk) -> None:
-        self.store, self.desk = store, desk
+    def __init__(self, store: Store, api: DeviceApi) -> None:
+        self.store, self.api = store, api
         request = service_pb2.CheckInRequest(identity=make_identity("d1"), profile=make_profile())
-        self.identity = make_identity("d1", self.desk.check_in(request).secret)
+        self.identity = make_identity("d1", self.api.check_in(request).secret)
         self.round = open_round(store, "d1")
         write_asks(store, self.round, "d1")
 
@@ -526,7 +526,7 @@ class Desked:
         header = service_pb2.UploadHeader(
             identity=self.identity, name=upload_name(self.round), payload=payload.header(), samples=4
         )
-        session = self.desk.begin_upload(header)
+        session = self.api.begin_upload(header)
         for chunk in in_pieces(payload, 1 << 20):
             session.feed(chunk)
         return payload, session
@@ -537,61 +537,61 @@ class Desked:
 
 
 @pytest.fixture
-def desked(tmp_path: Path) -> Iterator[Desked]:
+def joined(tmp_path: Path) -> Iterator[Joined]:
     store = prepare_store(tmp_path / "store")
-    with open_desk(tmp_path / "store", lambda: None, lease_seconds=60.0) as (desk, _):
-        yield Desked(store, desk)
+    with open_api(tmp_path / "store", lambda: None, lease_seconds=60.0) as (api, _):
+        yield Joined(store, api)
     store.close()
 
 
-def test_it_is_asked_no_more_within_the_round_though_it_calls_again(desked: Desked) -> None:
-    desked.forget()
-    desked.desk.heartbeat(service_pb2.HeartbeatRequest(identity=desked.identity))
-    request = service_pb2.CheckInRequest(identity=desked.identity, profile=make_profile())
-    desked.desk.check_in(request)
-    assert not (desked.store.devices.get(MADE_RUN, "d1") or {})["present"]
-    write_asks(desked.store, desked.round, "d1", step_number=2)
-    assert (desked.status(1), desked.status(2)) == ("out", "out")
+def test_it_is_asked_no_more_within_the_round_though_it_calls_again(joined: Joined) -> None:
+    joined.forget()
+    joined.api.heartbeat(service_pb2.HeartbeatRequest(identity=joined.identity))
+    request = service_pb2.CheckInRequest(identity=joined.identity, profile=make_profile())
+    joined.api.check_in(request)
+    assert not (joined.store.devices.get(MADE_RUN, "d1") or {})["present"]
+    write_asks(joined.store, joined.round, "d1", step_number=2)
+    assert (joined.status(1), joined.status(2)) == ("out", "out")
 
 
-def test_an_upload_that_ends_after_it_leaves_nothing(desked: Desked) -> None:
-    payload, session = desked.begin()
-    desked.forget()
+def test_an_upload_that_ends_after_it_leaves_nothing(joined: Joined) -> None:
+    payload, session = joined.begin()
+    joined.forget()
     with pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
-    assert not desked.store.blobs.has(payload.sha256)
-    assert desked.store.blobs.staging() == []
+    assert not joined.store.blobs.has(payload.sha256)
+    assert joined.store.blobs.staging() == []
 
 
-def test_for_an_upload_that_ends_too_late_nobody_is_held_up(desked: Desked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_an_upload_that_ends_too_late_nobody_is_held_up(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader, which all calls share, writes nothing, and nobody waits for a backup."""
 
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    payload, session = desked.begin()
-    desked.forget()
-    monkeypatch.setattr(desked.desk.store.database, "transaction", refuse)
+    payload, session = joined.begin()
+    joined.forget()
+    monkeypatch.setattr(joined.api.store.database, "transaction", refuse)
     monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
-    with desked.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
+    with joined.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
-    assert desked.store.blobs.has(payload.sha256), "a sweep deletes it"
+    assert joined.store.blobs.has(payload.sha256), "a sweep deletes it"
 
 
 def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
-    desked: Desked, monkeypatch: pytest.MonkeyPatch
+    joined: Joined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asked what all runs need for each of them would hold up every commit."""
 
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    payload, session = desked.begin()
-    desked.store.runs.close_short_round(MADE_RUN, desked.round, "too few")
+    payload, session = joined.begin()
+    joined.store.runs.close_short_round(MADE_RUN, joined.round, "too few")
     monkeypatch.setattr(retention, "needed", refuse)
     with pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
-    assert desked.store.blobs.has(payload.sha256)
+    assert joined.store.blobs.has(payload.sha256)
 
 
 # --- deleting the young too
@@ -614,8 +614,8 @@ def test_a_run_ends_the_same_though_all_is_deleted_that_nothing_needs_yet(
             assert sweep_all(other, ())
 
     with ExitStack() as stack:
-        desk = Desk(store)
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in prepared[1]]
+        api = DeviceApi(store)
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in prepared[1]]
         monkeypatch.setattr(failpoints, "hit", hit)
         asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
         monkeypatch.undo()

@@ -13,8 +13,8 @@ from support.moved_clock import MovedClock
 
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake import device_api as desk_module
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake import device_api
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
@@ -39,8 +39,8 @@ class Waits:
 
     def __init__(self, store: Store, clock: MovedClock, by: float, *, dies: bool = False) -> None:
         self._store, self._clock, self._by, self._dies = store, clock, by, dies
-        self.desk = Desk(store)
-        self.devices = [AnsweringDevice(MemoryLink(self.desk), RUN, f"d{number}") for number in range(2)]
+        self.api = DeviceApi(store)
+        self.devices = [AnsweringDevice(MemoryLink(self.api), RUN, f"d{number}") for number in range(2)]
         self.waited: list[float] = []
         self.told = 0.0
 
@@ -57,7 +57,7 @@ class Waits:
         if self._by:
             self._clock.set_system(self._by)
             self._by = 0.0
-            ask = self.desk.next_ask(self.devices[1]._identity)
+            ask = self.api.next_ask(self.devices[1]._identity)
             assert ask is not None
             self.told = ask.ask.deadline_seconds
             if self._dies:
@@ -100,17 +100,17 @@ def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most()
 @both_ways
 def test_leases_do_not_follow_the_clock(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = Store.in_memory(), MovedClock()
-    monkeypatch.setattr(desk_module, "time", SimpleNamespace(time=lambda: clock.system, monotonic=lambda: clock.steady))
+    monkeypatch.setattr(device_api, "time", SimpleNamespace(time=lambda: clock.system, monotonic=lambda: clock.steady))
     waits = Waits(store, clock, by)
     with suppress(Crash):
         asyncio.run(Engine(store, config(), Waits(store, clock, by, dies=True)).run())
-    desk = waits.desk
-    desk.adopt_present_devices()
+    api = waits.api
+    api.adopt_present_devices()
     clock.set_system(by)
-    desk.end_leases()
+    api.end_leases()
     assert store.devices.present(RUN) == ["d0", "d1"]
     for _ in range(30):
-        clock.pass_time(desk.lease_seconds / 15)
-        desk.end_leases()
+        clock.pass_time(api.lease_seconds / 15)
+        api.end_leases()
     assert store.devices.present(RUN) == []
     store.close()

@@ -25,7 +25,7 @@ from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.contract import make_contract as contract_of
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.proxy_set import register_proxy
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.data.hold_out import proxy_rows
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -161,8 +161,8 @@ def fleet(tmp_path: Path) -> Prepared:
 class CountingLink(MemoryLink):
     """Notes what is downloaded."""
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi) -> None:
+        super().__init__(api)
         self.wanted: list[bytes] = []
 
     def download(self, identity: service_pb2.Identity, sha256: bytes, first_byte: int) -> Any:
@@ -180,28 +180,28 @@ class Wait(DriveDevices):
 
 
 @pytest.fixture
-def opened(fleet: Prepared) -> Iterator[tuple[Store, Desk, bytes]]:
+def opened(fleet: Prepared) -> Iterator[tuple[Store, DeviceApi, bytes]]:
     """A store whose run is prepared, and the digest of its proxy set."""
     store = Store.in_memory()
     Engine(store, fleet[0], Wait([], lambda: None))._prepare()
-    desk = Desk(store)
-    yield store, desk, desk.contract(RUN).proxy_digest
+    api = DeviceApi(store)
+    yield store, api, api.contract(RUN).proxy_digest
     store.close()
 
 
-def test_the_contract_names_the_proxy_set_and_its_size(opened: tuple[Store, Desk, bytes]) -> None:
-    _, desk, digest = opened
-    contract = desk.contract(RUN)
+def test_the_contract_names_the_proxy_set_and_its_size(opened: tuple[Store, DeviceApi, bytes]) -> None:
+    _, api, digest = opened
+    contract = api.contract(RUN)
     assert (len(digest), contract.proxy_samples, contract.requirements.proxy_set) == (32, 80, True)
 
 
 def test_a_device_fetches_it_once_caches_it_and_works_with_it(
-    fleet: Prepared, opened: tuple[Store, Desk, bytes]
+    fleet: Prepared, opened: tuple[Store, DeviceApi, bytes]
 ) -> None:
-    _, desk, digest = opened
+    _, api, digest = opened
     spec = fleet[1][0]
     for expected in (1, 0, 0):  # a new device; the same one started again, twice
-        link = CountingLink(desk)
+        link = CountingLink(api)
         with make_device(spec, link) as device:
             worker = device._check_in.ready_worker()
             assert worker.has_payload(digest)
@@ -214,53 +214,53 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
 
 @pytest.mark.parametrize("damage", [-1, 30], ids=["data", "header"])
 def test_a_damaged_cache_is_noticed_and_fetched_anew(
-    fleet: Prepared, opened: tuple[Store, Desk, bytes], damage: int
+    fleet: Prepared, opened: tuple[Store, DeviceApi, bytes], damage: int
 ) -> None:
-    _, desk, digest = opened
+    _, api, digest = opened
     spec = fleet[1][0]
-    with make_device(spec, MemoryLink(desk)) as device:
+    with make_device(spec, MemoryLink(api)) as device:
         assert device.model is not None
     file = Path(spec.state_dir) / "downloads" / f"{digest.hex()}.payload"
     content = bytearray(file.read_bytes())
     content[damage] ^= 1
     file.write_bytes(content)
-    link = CountingLink(desk)
+    link = CountingLink(api)
     with make_device(spec, link) as device:
         assert device.model is not None
     assert link.wanted.count(digest) == 1
 
 
-def test_only_a_device_of_the_run_may_fetch_it(opened: tuple[Store, Desk, bytes]) -> None:
-    _, desk, digest = opened
+def test_only_a_device_of_the_run_may_fetch_it(opened: tuple[Store, DeviceApi, bytes]) -> None:
+    _, api, digest = opened
     request = service_pb2.DownloadRequest(identity=make_identity("stranger", b"s" * 32, RUN), sha256=digest)
     with pytest.raises(RefusedError) as error:
-        desk.download(request)
+        api.download(request)
     assert error.value.code == Code.BAD_IDENTITY
 
 
-def test_an_empty_digest_names_nothing(opened: tuple[Store, Desk, bytes]) -> None:
-    _, desk, digest = opened
-    contract = desk.contract(RUN)
+def test_an_empty_digest_names_nothing(opened: tuple[Store, DeviceApi, bytes]) -> None:
+    _, api, digest = opened
+    contract = api.contract(RUN)
     profile = make_profile(
         classes=10, features=[], proxy_digest=digest, knowledge_types=[contract.knowledge_type], model_name="m"
     )
     identity = make_identity("d", b"", RUN)
-    identity.secret = desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
-    assert desk.download(service_pb2.DownloadRequest(identity=identity, sha256=digest))[0].sha256 == digest
+    identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
+    assert api.download(service_pb2.DownloadRequest(identity=identity, sha256=digest))[0].sha256 == digest
     with pytest.raises(RefusedError) as error:
-        desk.download(service_pb2.DownloadRequest(identity=identity, sha256=b""))
+        api.download(service_pb2.DownloadRequest(identity=identity, sha256=b""))
     assert error.value.code == Code.NOT_FOUND
 
 
-def test_a_device_that_knows_no_proxy_sets_is_refused(opened: tuple[Store, Desk, bytes]) -> None:
-    _, desk, digest = opened
-    profile = make_profile(classes=10, features=[], knowledge_types=[desk.contract(RUN).knowledge_type])
+def test_a_device_that_knows_no_proxy_sets_is_refused(opened: tuple[Store, DeviceApi, bytes]) -> None:
+    _, api, digest = opened
+    profile = make_profile(classes=10, features=[], knowledge_types=[api.contract(RUN).knowledge_type])
     with pytest.raises(RefusedError, match=f"proxy set: the device has none, run 'simulation' has {digest.hex()[:12]}"):
-        desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d", b"", RUN), profile=profile))
+        api.check_in(service_pb2.CheckInRequest(identity=make_identity("d", b"", RUN), profile=profile))
 
 
 def test_a_run_that_is_started_again_with_another_proxy_set_is_refused(
-    fleet: Prepared, opened: tuple[Store, Desk, bytes]
+    fleet: Prepared, opened: tuple[Store, DeviceApi, bytes]
 ) -> None:
     store, _, digest = opened
     file = Path(fleet[0].proxy.data)

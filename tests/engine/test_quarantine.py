@@ -23,7 +23,7 @@ from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -58,8 +58,8 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = Store.open(directory)
-        self.desk = Desk(self.store)
-        self.devices = [ParrotDevice(MemoryLink(self.desk), RUN, name) for name in DEVICES]
+        self.api = DeviceApi(self.store)
+        self.devices = [ParrotDevice(MemoryLink(self.api), RUN, name) for name in DEVICES]
         self.after_answer: Callable[[list[Row]], None] = lambda uploads: None
         self.before_wait: Callable[[], None] = lambda: None
         self._seen = 0
@@ -200,17 +200,17 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
     device = fleet.devices[0]
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
-    assert fleet.desk.upload_status(status).receipt.id == upload["receipt"]
+    assert fleet.api.upload_status(status).receipt.id == upload["receipt"]
     fleet.blob(upload).unlink()
     fleet.store.asks.take_back_upload(upload["ask"], "payload is gone")
-    told = fleet.desk.upload_status(status)
+    told = fleet.api.upload_status(status)
     assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
-    ask = fleet.desk.next_ask(device.identity)
+    ask = fleet.api.next_ask(device.identity)
     assert ask is not None
     assert ask.ask.first_attempt == 2
     receipt = device.answer(ask.ask, attempt=1)  # it still had them
     assert receipt.id != upload["receipt"]
-    assert fleet.desk.upload_status(status).receipt == receipt
+    assert fleet.api.upload_status(status).receipt == receipt
     assert fleet.store.blobs.open(receipt.sha256, verify=True).data_bytes == receipt.data_bytes
 
 
@@ -261,7 +261,7 @@ class Declining(ParrotDevice):
 
 def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(fleet: Fleet) -> None:
     """The engine wrote the payload itself, and asks with the same one again: its state is that of before."""
-    fleet.devices = [Declining(MemoryLink(fleet.desk), RUN, name) for name in DEVICES]
+    fleet.devices = [Declining(MemoryLink(fleet.api), RUN, name) for name in DEVICES]
     damaged: list[bytes] = []
 
     def look() -> None:
@@ -289,7 +289,7 @@ def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
     wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask["payload"])
     for _ in range(2):
         with pytest.raises(DamagedError, match="is not in the store"):
-            fleet.desk.download(wanted)
+            fleet.api.download(wanted)
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], ask["payload"].hex() in event["text"]) == (1, True)
 
@@ -397,7 +397,7 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_initial_weights_are_made_again_from_the_seed(fleet: Fleet, name: str) -> None:
     answered_round(fleet)
-    sha256 = fleet.desk.contract(RUN).initial_weights
+    sha256 = fleet.api.contract(RUN).initial_weights
     DAMAGES[name](fleet.blob({"sha256": sha256}))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
@@ -409,7 +409,7 @@ def test_initial_weights_that_cannot_be_made_again_end_the_engine_with_a_sentenc
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.desk.contract(RUN).initial_weights}))
+    flip_a_bit(fleet.blob({"sha256": fleet.api.contract(RUN).initial_weights}))
     monkeypatch.setattr(FedAvgServer, "initial", lambda self: None)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()
@@ -427,7 +427,7 @@ def give_extractor(monkeypatch: pytest.MonkeyPatch, file: NetworkFile) -> None:
 def test_a_damaged_extractor_file_is_made_again(fleet: Fleet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    sha256 = fleet.desk.contract(RUN).extractor_file
+    sha256 = fleet.api.contract(RUN).extractor_file
     DAMAGES[name](fleet.blob({"sha256": sha256}))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
@@ -439,10 +439,10 @@ def test_a_run_keeps_the_extractor_file_that_it_began_with(fleet: Fleet, monkeyp
     """Another release may write the same network in other bytes; what devices have fetched is still the contract's."""
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    sha256 = fleet.desk.contract(RUN).extractor_file
+    sha256 = fleet.api.contract(RUN).extractor_file
     give_extractor(monkeypatch, OTHER)
     fleet.run()
-    assert fleet.desk.contract(RUN).extractor_file == sha256
+    assert fleet.api.contract(RUN).extractor_file == sha256
     assert fleet.store.blobs.has(sha256)
     assert not fleet.store.blobs.has(encode({"extractor": OTHER}).sha256)
 
@@ -452,7 +452,7 @@ def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
 ) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.desk.contract(RUN).extractor_file}))
+    flip_a_bit(fleet.blob({"sha256": fleet.api.contract(RUN).extractor_file}))
     give_extractor(monkeypatch, OTHER)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()
@@ -464,8 +464,8 @@ def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
 class NotingLink(MemoryLink):
     """Notes the receipts that go out."""
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi) -> None:
+        super().__init__(api)
         self.receipts: set[str] = set()
 
     def upload(
@@ -480,7 +480,7 @@ class NotingLink(MemoryLink):
 def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: Path) -> None:
     config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     store = Store.open(work / "store")
-    desk = Desk(store)
+    api = DeviceApi(store)
     damaged: list[Row] = []
 
     def damage_the_first() -> None:
@@ -491,7 +491,7 @@ def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: P
             flip_a_bit(work / "store" / "blobs" / name[:2] / f"{name}.safetensors")
 
     with ExitStack() as stack:
-        link = NotingLink(desk)
+        link = NotingLink(api)
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, damage_the_first)).run())
     answers = [row for row in store.asks.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]

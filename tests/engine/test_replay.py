@@ -27,7 +27,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import engine as engine_module
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -76,8 +76,8 @@ def config_for(**run: Any) -> RunConfig:
 
 
 def answering(store: Store, count: int = 2) -> list[AnsweringDevice]:
-    desk = Desk(store)
-    return [AnsweringDevice(MemoryLink(desk), RUN, f"d{number}") for number in range(count)]
+    api = DeviceApi(store)
+    return [AnsweringDevice(MemoryLink(api), RUN, f"d{number}") for number in range(count)]
 
 
 def run_engine(store: Any, config: RunConfig, drive: Drive) -> None:
@@ -138,9 +138,9 @@ TINY = Simulation(
 
 @contextlib.contextmanager
 def sdk_devices(store: Store, specs: list[DeviceSpec]) -> Iterator[list[Device]]:
-    desk = Desk(store)
+    api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        yield [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
 
 
 def run_sdk_fleet(work: Path, blows_at: int = -1) -> tuple[Store, int]:
@@ -178,7 +178,7 @@ def test_devices_that_are_restarted_in_every_round_change_nothing(tmp_path: Path
             self._spec = spec
 
         def step(self, wait_seconds: float) -> Step:
-            device = make_device(self._spec, MemoryLink(Desk(store)))
+            device = make_device(self._spec, MemoryLink(DeviceApi(store)))
             try:
                 return device.step(wait_seconds)
             finally:
@@ -303,9 +303,9 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
                 raise RefusedError(Code.NOT_FOUND, "the round that it belonged to is over")
             return super().download(identity, sha256, first_byte)
 
-    desk = Desk(store)
+    api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, LateLink(desk))) for spec in specs]
+        devices = [stack.enter_context(make_device(spec, LateLink(api))) for spec in specs]
         run_engine(store, config, Drive(devices))
     assert len(refused) == 1
     assert [row["used"] for row in store.runs.rounds(RUN)] == [2] * ROUNDS

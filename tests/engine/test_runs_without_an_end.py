@@ -31,7 +31,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import engine as engine_module
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -97,7 +97,7 @@ class Fleet:
 
     def __init__(self, count: int = 2) -> None:
         self.store = Store.in_memory()
-        self.desk = Desk(self.store)
+        self.api = DeviceApi(self.store)
         self.devices: dict[str, AnsweringDevice] = {}
         self.acts: list[Callable[[], None]] = []
         self.fuse = Fuse()
@@ -106,11 +106,11 @@ class Fleet:
             self.come(f"d{number}", b"first")
 
     def come(self, name: str, version: bytes = b"") -> None:
-        self.devices[name] = AnsweringDevice(MemoryLink(self.desk), RUN, name, data_version=version)
+        self.devices[name] = AnsweringDevice(MemoryLink(self.api), RUN, name, data_version=version)
 
     def leave(self, name: str) -> None:
         device = self.devices.pop(name)
-        self.desk.leave(service_pb2.LeaveRequest(identity=device._identity))
+        self.api.leave(service_pb2.LeaveRequest(identity=device._identity))
 
     def forget(self, name: str) -> None:
         ask_to_forget(self.store, RUN, name, served=RUN)
@@ -309,7 +309,7 @@ class Hasty(AnsweringDevice):
 def with_a_hasty_device(fuse: Fuse) -> Fleet:
     fleet = Fleet()
     fleet.fuse = fuse
-    fleet.devices["d0"] = Hasty(MemoryLink(fleet.desk), RUN, "d0", data_version=b"first")
+    fleet.devices["d0"] = Hasty(MemoryLink(fleet.api), RUN, "d0", data_version=b"first")
     with contextlib.suppress(Crash):
         fleet.go_on(Fragile(fleet.store, fuse))
     fleet.fuse = Fuse()
@@ -385,7 +385,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         stack.callback(engine.kill)
         store = Store.open(Path(config.server.store))
         stack.callback(store.close)
-        link = MemoryLink(Desk(store, wake_engine=engine.pipe.poke))
+        link = MemoryLink(DeviceApi(store, wake_engine=engine.pipe.poke))
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
 
         def closed_rounds() -> int:

@@ -19,7 +19,7 @@ from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.starting_model import begin_with
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
@@ -160,8 +160,8 @@ def test_a_run_cannot_begin_with_itself() -> None:
 
 
 def drive(store: Store, prepared: Prepared, config: RunConfig) -> Engine:
-    desk = Desk(store)
-    devices = [make_device(spec, MemoryLink(desk)) for spec in prepared[1]]
+    api = DeviceApi(store)
+    devices = [make_device(spec, MemoryLink(api)) for spec in prepared[1]]
     try:
         engine = Engine(store, config, DriveDevices(devices, lambda: None), most_short_rounds=3)
         asyncio.run(engine.run())

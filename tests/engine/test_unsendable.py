@@ -27,7 +27,7 @@ from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -123,8 +123,8 @@ class Turns:
 
 
 def fleet(store: Store, *kinds: type[AnsweringDevice]) -> Turns:
-    desk = Desk(store)
-    return Turns([kind(MemoryLink(desk), RUN, f"d{number}") for number, kind in enumerate(kinds)])
+    api = DeviceApi(store)
+    return Turns([kind(MemoryLink(api), RUN, f"d{number}") for number, kind in enumerate(kinds)])
 
 
 def state_of(store: Store) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from support.wire_samples import make_payload
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.server import DeviceService, _guarded
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
@@ -123,7 +123,7 @@ def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_pat
 def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    class SlowDesk:
+    class SlowApi:
         def begin_upload(self, header: object) -> object:
             began.set()
             go_on.wait()
@@ -138,7 +138,7 @@ def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
 
     async def beat() -> None:
         with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as uploads:
-            service = DeviceService(cast(Desk, SlowDesk()), pool, uploads=uploads)
+            service = DeviceService(cast(DeviceApi, SlowApi()), pool, uploads=uploads)
             upload = asyncio.create_task(service.Upload(messages(), None))
             while not began.is_set():
                 await asyncio.sleep(0.01)
@@ -158,7 +158,7 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
 
     class OneDownload:
         def __init__(self) -> None:
-            self.limiter = Desk(Store.in_memory()).limiter
+            self.limiter = DeviceApi(Store.in_memory()).limiter
 
         def run_name(self, name: str) -> str:
             return name or RUN
@@ -168,7 +168,7 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
 
     async def close() -> None:
         with ThreadPoolExecutor(1) as pool:
-            service = DeviceService(cast(Desk, OneDownload()), pool)
+            service = DeviceService(cast(DeviceApi, OneDownload()), pool)
             responses = service._responses(service_pb2.DownloadRequest(), None)
             assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
             await responses.aclose()

@@ -38,7 +38,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.front.server import DeviceService
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 
@@ -511,7 +511,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
             synced.wait(PATIENCE_SECONDS)
             abandoned.set()
 
-    class SlowDesk:
+    class SlowApi:
         def begin_upload(self, header: object) -> SlowSession:
             began.set()
             return SlowSession()
@@ -523,7 +523,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
 
     async def break_one() -> None:
         with ThreadPoolExecutor(2) as pool:
-            service = DeviceService(cast(Desk, SlowDesk()), pool)
+            service = DeviceService(cast(DeviceApi, SlowApi()), pool)
             upload = asyncio.create_task(service.Upload(messages(), None))
             while not began.is_set():
                 await asyncio.sleep(0.01)

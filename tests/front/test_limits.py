@@ -63,7 +63,7 @@ from fleetdistill.wire.v1 import (
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import LimitsSection, run_config
 from fleetdistill_server.front.streams import with_progress_deadline
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import Allowance, Limiter, Place
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.store.store import Store
@@ -459,13 +459,13 @@ def test_a_run_takes_so_many_devices_and_no_more() -> None:
     store = Store.in_memory()
     store.runs.begin(RUN, {})
     store.runs.publish_contract(RUN, make_contract(run=RUN).SerializeToString())
-    desk = Desk(store, limits=Limits(devices=1))
+    api = DeviceApi(store, limits=Limits(devices=1))
     identity = make_identity("d1")
     request = service_pb2.CheckInRequest(identity=identity, profile=make_profile())
-    identity = make_identity("d1", desk.check_in(request).secret)
-    desk._registered.clear()  # the count is looked up once a second
-    too_many(desk.check_in, service_pb2.CheckInRequest(identity=make_identity("d2"), profile=make_profile()))
-    desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=make_profile()))
+    identity = make_identity("d1", api.check_in(request).secret)
+    api._registered.clear()  # the count is looked up once a second
+    too_many(api.check_in, service_pb2.CheckInRequest(identity=make_identity("d2"), profile=make_profile()))
+    api.check_in(service_pb2.CheckInRequest(identity=identity, profile=make_profile()))
     store.close()
 
 

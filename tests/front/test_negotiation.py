@@ -18,7 +18,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.compression import RAW, ZSTD
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.store import Store
 
 SECRET = b"s" * 32
@@ -26,24 +26,24 @@ IDENTITY = make_identity("d1", SECRET)
 UINT8 = {"knowledge_type": tensor_pb2.ELEMENT_TYPE_UINT8, "max_upload_bytes": 1 << 24}
 
 
-def asked(knowledge: Payload, compression: Any = ZSTD) -> Desk:
-    """A desk in a run of uint8, with one device that was asked something."""
+def asked(knowledge: Payload, compression: Any = ZSTD) -> DeviceApi:
+    """A device API in a run of uint8, with one device that was asked something."""
     store = Store.in_memory()
     store.runs.begin(RUN, {"made": "by hand"})
     store.runs.publish_contract(RUN, make_contract(run=RUN, **UINT8).SerializeToString())
-    desk = Desk(store, compression=compression)
-    check_in(desk, profile([ZSTD]))
+    api = DeviceApi(store, compression=compression)
+    check_in(api, profile([ZSTD]))
     open_round(store, "d1")
     write_asks(store, 1, "d1", payload=knowledge)
-    return desk
+    return api
 
 
 def profile(compressions: list[Any]) -> contract_pb2.DeviceProfile:
     return make_profile(knowledge_types=[tensor_pb2.ELEMENT_TYPE_UINT8], compressions=compressions)
 
 
-def check_in(desk: Desk, of: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
-    return desk.check_in(service_pb2.CheckInRequest(identity=IDENTITY, profile=of))
+def check_in(api: DeviceApi, of: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
+    return api.check_in(service_pb2.CheckInRequest(identity=IDENTITY, profile=of))
 
 
 def answer(rows: int = 2000) -> Payload:
@@ -55,13 +55,13 @@ def question() -> Payload:
     return encode({"teacher": make_knowledge(2000), "plan": Plan(values={"cut": 1})}, np.float16)
 
 
-def upload(desk: Desk, payload: Payload, compression: Any, first_byte: int = 0, stop: int | None = None) -> None:
+def upload(api: DeviceApi, payload: Payload, compression: Any, first_byte: int = 0, stop: int | None = None) -> None:
     """Sends the answer in one stream, which breaks before the chunk number `stop`."""
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     header = service_pb2.UploadHeader(
         identity=IDENTITY, name=name, payload=payload.header(), samples=4, first_byte=first_byte
     )
-    session = desk.begin_upload(header)
+    session = api.begin_upload(header)
     for chunk in list(wire.chunks(payload.source, payload.slots, first_byte, compression))[:stop]:
         session.feed(chunk)
     if stop is None:
@@ -69,9 +69,9 @@ def upload(desk: Desk, payload: Payload, compression: Any, first_byte: int = 0, 
     session.abandon()
 
 
-def counted(desk: Desk, direction: str) -> dict[str, tuple[int, int]]:
+def counted(api: DeviceApi, direction: str) -> dict[str, tuple[int, int]]:
     """Tensor bytes and bytes as they travelled, by kind."""
-    rows = [row for row in desk.store.history.traffic_by_kind(RUN) if row["direction"] == direction]
+    rows = [row for row in api.store.history.traffic_by_kind(RUN) if row["direction"] == direction]
     assert {(row["round"], row["device"]) for row in rows} <= {(1, "d1")}
     return {row["kind"]: (row["tensor_bytes"], row["sent_bytes"]) for row in rows}
 
@@ -80,12 +80,12 @@ def counted(desk: Desk, direction: str) -> dict[str, tuple[int, int]]:
 
 
 def test_a_device_packs_only_what_it_and_the_server_want() -> None:
-    desk = asked(question())
-    assert check_in(desk, profile([ZSTD])).compression == ZSTD
-    assert check_in(desk, profile([])).compression == RAW  # also a device of the version before
-    assert check_in(desk, profile([9, ZSTD])).compression == ZSTD  # one of a later version
-    desk.compression = RAW
-    assert check_in(desk, profile([ZSTD])).compression == RAW
+    api = asked(question())
+    assert check_in(api, profile([ZSTD])).compression == ZSTD
+    assert check_in(api, profile([])).compression == RAW  # also a device of the version before
+    assert check_in(api, profile([9, ZSTD])).compression == ZSTD  # one of a later version
+    api.compression = RAW
+    assert check_in(api, profile([ZSTD])).compression == RAW
 
 
 # --- what travels, and what is counted
@@ -94,13 +94,13 @@ def test_a_device_packs_only_what_it_and_the_server_want() -> None:
 def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
     payload, found = answer(), {}
     for compression in (RAW, ZSTD):
-        desk = asked(question())
-        upload(desk, payload, compression)
-        (row,) = desk.store.asks.uploads(RUN)
-        assert data_of(desk.store.blobs.open(row["sha256"])) == data_of(payload)
-        found[compression] = counted(desk, "up")
+        api = asked(question())
+        upload(api, payload, compression)
+        (row,) = api.store.asks.uploads(RUN)
+        assert data_of(api.store.blobs.open(row["sha256"])) == data_of(payload)
+        found[compression] = counted(api, "up")
         assert found[compression]["envelope"] == (0, payload.header().ByteSize())
-        (total,) = [one for one in desk.store.history.traffic(RUN) if one["direction"] == "up"]
+        (total,) = [one for one in api.store.history.traffic(RUN) if one["direction"] == "up"]
         assert (total["tensor_bytes"], total["payloads"]) == (payload.data_bytes, 1)
         assert total["sent_bytes"] == sum(sent for _, sent in found[compression].values())
     chunks = wire.chunks(payload.source, payload.slots, 0, ZSTD)
@@ -110,51 +110,51 @@ def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
 
 
 def test_an_answer_in_two_streams_counts_its_tensors_once() -> None:
-    desk, payload = asked(question()), answer()
-    upload(desk, payload, ZSTD, stop=2)
-    assert counted(desk, "up") == {}
+    api, payload = asked(question()), answer()
+    upload(api, payload, ZSTD, stop=2)
+    assert counted(api, "up") == {}
     held = payload.slots[2].start
-    upload(desk, payload, ZSTD, first_byte=held)
+    upload(api, payload, ZSTD, first_byte=held)
     rest = sum(len(one.data) for one in wire.chunks(payload.source, payload.slots, held, ZSTD))
-    assert counted(desk, "up")["sample_knowledge"] == (payload.data_bytes, held + rest)
+    assert counted(api, "up")["sample_knowledge"] == (payload.data_bytes, held + rest)
 
 
-def download(desk: Desk, payload: Payload, compressions: list[Any], first_byte: int = 0) -> Any:
+def download(api: DeviceApi, payload: Payload, compressions: list[Any], first_byte: int = 0) -> Any:
     request = service_pb2.DownloadRequest(
         identity=IDENTITY, sha256=payload.sha256, first_byte=first_byte, compressions=compressions
     )
-    return desk.download(request)[1]
+    return api.download(request)[1]
 
 
 @pytest.mark.parametrize(("offered", "packed"), [([], False), ([9], False), ([ZSTD], True)])
 def test_a_download_is_packed_for_a_device_that_says_so_and_counted(offered: list[Any], packed: bool) -> None:
     payload = question()
-    desk = asked(payload)
-    chunks = list(download(desk, payload, offered))
+    api = asked(payload)
+    chunks = list(download(api, payload, offered))
     assert b"".join(wire.chunk_data(chunk) for chunk in chunks) == data_of(payload)
     assert any(chunk.compression == ZSTD for chunk in chunks) == packed
     sent = sum(len(chunk.data) for chunk in chunks)
     header = payload.header().ByteSize()
-    assert counted(desk, "down") == {"envelope": (0, header), "sample_knowledge": (payload.data_bytes, sent)}
+    assert counted(api, "down") == {"envelope": (0, header), "sample_knowledge": (payload.data_bytes, sent)}
     assert (sent < payload.data_bytes) == packed
 
 
 def test_a_server_that_packs_nothing_packs_no_download() -> None:
     payload = question()
-    desk = asked(payload, RAW)
-    assert {chunk.compression for chunk in download(desk, payload, [ZSTD])} == {RAW}
+    api = asked(payload, RAW)
+    assert {chunk.compression for chunk in download(api, payload, [ZSTD])} == {RAW}
 
 
 def test_a_download_that_breaks_counts_what_was_taken_once() -> None:
     payload = question()
-    desk = asked(payload)
-    chunks = download(desk, payload, [])
+    api = asked(payload)
+    chunks = download(api, payload, [])
     first = next(chunks)
     chunks.end()
     chunks.end()
     assert next(chunks, None) is None
-    assert counted(desk, "down")["sample_knowledge"] == (len(first.data), len(first.data))
-    (row,) = desk.store.history.traffic(RUN)
+    assert counted(api, "down")["sample_knowledge"] == (len(first.data), len(first.data))
+    (row,) = api.store.history.traffic(RUN)
     assert row["payloads"] == 1
 
 

@@ -21,7 +21,7 @@ from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import Slot, digest, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
@@ -166,7 +166,7 @@ def _assert_readable(header: knowledge_pb2.PayloadHeader, data: bytes) -> None:
             assert np.isfinite(from_wire(part).covariance).all()
 
 
-class DeskTarget:
+class ApiTarget:
     """Every call of a device, with a device that is checked in and has been asked for every kind of answer.
 
     Attributes:
@@ -179,10 +179,10 @@ class DeskTarget:
         self._store = Store.in_memory()
         self._store.runs.begin(RUN, {})
         self._store.runs.publish_contract(RUN, contract_for(self._specimens).SerializeToString())
-        self._desk = Desk(self._store)
+        self._api = DeviceApi(self._store)
         self._identity = make_identity(DEVICE)
-        profile = fitting_profile(self._desk)
-        self._identity.secret = self._desk.check_in(
+        profile = fitting_profile(self._api)
+        self._identity.secret = self._api.check_in(
             service_pb2.CheckInRequest(identity=self._identity, profile=profile)
         ).secret
         self._profile = profile
@@ -190,12 +190,12 @@ class DeskTarget:
         self._write_asks()
         self.outcomes: Counter[str] = Counter()
         self._calls: dict[str, Callable[[Random], int]] = {
-            "check_in": self._unary(self._desk.check_in, self._check_in_request),
-            "next_ask": self._unary(lambda request: self._desk.next_ask(request.identity), self._next_ask_request),
-            "heartbeat": self._unary(self._desk.heartbeat, self._heartbeat_request),
-            "leave": self._unary(self._desk.leave, self._leave_request),
-            "decline": self._unary(self._desk.decline, self._decline_request),
-            "upload_status": self._unary(self._desk.upload_status, self._status_request),
+            "check_in": self._unary(self._api.check_in, self._check_in_request),
+            "next_ask": self._unary(lambda request: self._api.next_ask(request.identity), self._next_ask_request),
+            "heartbeat": self._unary(self._api.heartbeat, self._heartbeat_request),
+            "leave": self._unary(self._api.leave, self._leave_request),
+            "decline": self._unary(self._api.decline, self._decline_request),
+            "upload_status": self._unary(self._api.upload_status, self._status_request),
             "download": self._unary(self._download, self._download_request),
             "upload": self._upload,
         }
@@ -259,7 +259,7 @@ class DeskTarget:
             header = hostile(random, header)
 
         def send() -> None:
-            session = self._desk.begin_upload(header)
+            session = self._api.begin_upload(header)
             for chunk in chunks:
                 session.feed(chunk)
             session.finish()
@@ -291,11 +291,11 @@ class DeskTarget:
         return service_pb2.DownloadRequest(identity=self._identity, sha256=bytes(32), first_byte=0)
 
     def _download(self, request: service_pb2.DownloadRequest) -> None:
-        for _ in self._desk.download(request)[1]:
+        for _ in self._api.download(request)[1]:
             pass
 
 
-def fitting_profile(desk: Desk) -> Any:
+def fitting_profile(api: DeviceApi) -> Any:
     """A profile that fits the run's contract."""
-    contract = desk.contract(RUN)
+    contract = api.contract(RUN)
     return make_profile(features=contract.features, proxy_digest=contract.proxy_digest)

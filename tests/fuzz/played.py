@@ -68,7 +68,7 @@ class Played:
 
 
 class NotingLink(MemoryLink):
-    """Notes what the desk says to the first device."""
+    """Notes what the device API says to the first device."""
 
     played: Played
 

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from fuzz.device_side import DeviceTarget, device_target
-from fuzz.in_process import DeskTarget, IngestTarget
+from fuzz.in_process import ApiTarget, IngestTarget
 from fuzz.over_sockets import SocketTarget, socket_target
 from fuzz.played import Played, play_all
 from support.fleets import RUNS
@@ -31,9 +31,7 @@ MOST_SECONDS = 60.0
 _REOPEN_EVERY = 20
 
 
-def fuzz_in_process(
-    target: IngestTarget | DeskTarget | DeviceTarget, messages: int, seed: int
-) -> tuple[int, list[int]]:
+def fuzz_in_process(target: IngestTarget | ApiTarget | DeviceTarget, messages: int, seed: int) -> tuple[int, list[int]]:
     """Sends at least so many messages; returns how many and the seeds that broke something."""
     sent, broken = 0, []
     while sent < messages:
@@ -111,17 +109,17 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=1_000_000, help="through the ingest code in process")
-    parser.add_argument("--desk-messages", type=int, default=100_000, help="through every call in process")
+    parser.add_argument("--api-messages", type=int, default=100_000, help="through every call in process")
     parser.add_argument("--socket-messages", type=int, default=10_000, help="to a front over the loopback")
     parser.add_argument("--device-messages", type=int, default=100_000, help="to devices in process")
     parser.add_argument("--device-socket-messages", type=int, default=5_000, help="to devices over the loopback")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["ingest", "desk", "sockets", "devices", "device-sockets"])
+    parser.add_argument("--only", choices=["ingest", "api", "sockets", "devices", "device-sockets"])
     given = parser.parse_args()
     runs = functools.cache(_device_runs)
     parts = {
         "ingest": lambda: _in_process("ingest", IngestTarget, given.messages, given.seed),
-        "desk": lambda: _in_process("desk", DeskTarget, given.desk_messages, given.seed),
+        "api": lambda: _in_process("api", ApiTarget, given.api_messages, given.seed),
         "sockets": lambda: _over_sockets(given.socket_messages, given.seed),
         "devices": lambda: _devices("devices", given.device_messages, given.seed, runs(), remote=False),
         "device-sockets": lambda: _devices(

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 from fuzz.hostile import hostile, mangled_bytes
-from fuzz.in_process import DeskTarget, IngestTarget
+from fuzz.in_process import ApiTarget, IngestTarget
 from fuzz.over_sockets import methods, socket_target
 from fuzz.run import MOST_GROWTH, fuzz_in_process, fuzz_sockets
 from fuzz.specimens import specimens
@@ -20,7 +20,7 @@ from support.processes import PATIENCE_SECONDS, own_peak_memory
 
 from fleetdistill.knowledge import KINDS
 from fleetdistill_server.intake import ingest
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 
 randoms = st.randoms(use_true_random=False)
@@ -58,7 +58,7 @@ def test_every_kind_that_a_device_can_send_is_fuzzed() -> None:
 
 
 def test_every_call_in_process() -> None:
-    target = DeskTarget()
+    target = ApiTarget()
     _, broken = fuzz_in_process(target, 5_000, seed=1)
     target.close()
     assert broken == []
@@ -117,12 +117,12 @@ def test_a_mistake_in_the_checks_is_found(mistake: Callable[[pytest.MonkeyPatch]
 
 
 def test_a_call_that_breaks_is_found() -> None:
-    def leave(self: Desk, request: object) -> None:
+    def leave(self: DeviceApi, request: object) -> None:
         raise KeyError(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Desk, "leave", leave)
-        target = DeskTarget()
+        patch.setattr(DeviceApi, "leave", leave)
+        target = ApiTarget()
         assert fuzz_in_process(target, 500, seed=1)[1]
         target.close()
 

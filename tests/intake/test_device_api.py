@@ -1,4 +1,4 @@
-"""The desk: who is let in, what they are asked, and one receipt for each answer."""
+"""The device API: who is let in, what they are asked, and one receipt for each answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fleetdistill.knowledge import NetworkFile, SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import sweep
@@ -43,13 +43,13 @@ WHOLE = 1 << 20
 
 
 class Fleet:
-    """A desk with a published run, and what devices and the engine would do."""
+    """A device API with a published run, and what devices and the engine would do."""
 
     def __init__(self, store: Store, **contract: Any) -> None:
         self.store = store
         self.wakes = 0
         self.before_commit: Callable[[], None] = lambda: None
-        self.desk = Desk(store, self._commit, self._wake, lease_seconds=60.0)
+        self.api = DeviceApi(store, self._commit, self._wake, lease_seconds=60.0)
         store.runs.begin(RUN, {})
         store.runs.publish_contract(RUN, make_contract(**contract).SerializeToString())
 
@@ -65,7 +65,7 @@ class Fleet:
         self, device: str = "d1", secret: bytes = b"", profile: contract_pb2.DeviceProfile | None = None
     ) -> service_pb2.CheckInResponse:
         identity = make_identity(device, secret)
-        return self.desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile or make_profile()))
+        return self.api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile or make_profile()))
 
     def join(self, device: str = "d1") -> service_pb2.Identity:
         """Checks a device in; returns who it is from then on."""
@@ -91,7 +91,7 @@ class Fleet:
         step_number: int = 1,
         number: int = 1,
     ) -> UploadSession:
-        return self.desk.begin_upload(
+        return self.api.begin_upload(
             service_pb2.UploadHeader(
                 identity=identity,
                 name=service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt),
@@ -110,7 +110,7 @@ class Fleet:
         self, identity: service_pb2.Identity, attempt: int = 1, number: int = 1, step_number: int = 1
     ) -> service_pb2.UploadStatusResponse:
         name = service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt)
-        return self.desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+        return self.api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
 
     def refused(self) -> list[tuple[str, str]]:
         """Device and code of every refusal that `runs show` would list."""
@@ -186,7 +186,7 @@ def test_a_device_that_fits_gets_the_contract_and_a_secret_once(fleet: Fleet) ->
 
 
 def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> None:
-    answer = fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1")))
+    answer = fleet.api.check_in(service_pb2.CheckInRequest(identity=make_identity("d1")))
     assert (answer.contract, answer.secret) == (make_contract(), b"")
     assert fleet.store.devices.all(RUN) == []
 
@@ -216,7 +216,7 @@ def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: F
     assert large(fleet) == [("d3", "d3 declares 401 samples, 20 times the fleet's median is 400")]
     fleet.check_in("d3", secret, make_profile(samples=10**9))
     assert len(large(fleet)) == 1
-    again = Desk(fleet.store)  # of another start
+    again = DeviceApi(fleet.store)  # of another start
     again.check_in(service_pb2.CheckInRequest(identity=make_identity("d5"), profile=make_profile(samples=10**6)))
     assert [device for device, _ in large(fleet)] == ["d3", "d5"]
 
@@ -230,10 +230,10 @@ def test_a_device_that_was_large_and_came_first_is_told_of_when_others_come(flee
 
 def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
-    assert fleet.desk.check_in(request).contract.run == RUN
+    assert fleet.api.check_in(request).contract.run == RUN
     fleet.store.runs.begin("another", {})
     with pytest.raises(RefusedError, match="name the run; the server has: digits, another") as error:
-        fleet.desk.check_in(request)
+        fleet.api.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN
 
 
@@ -244,7 +244,7 @@ def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> Non
         ("soon", Code.NOT_READY, "run 'soon' is being prepared"),
     ):
         with pytest.raises(RefusedError) as error:
-            fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity(run=run)))
+            fleet.api.check_in(service_pb2.CheckInRequest(identity=make_identity(run=run)))
         assert (error.value.code, str(error.value)) == (code, text)
 
 
@@ -253,7 +253,7 @@ def test_who_names_no_run_costs_little(fleet: Fleet, monkeypatch: pytest.MonkeyP
     counted: list[str] = []
     query = fleet.store.database.rows
     monkeypatch.setattr(fleet.store.database, "rows", lambda sql, *v: counted.append(sql) or query(sql, *v))
-    fleet.desk.check_in(service_pb2.CheckInRequest(identity=make_identity("d1", run="")))
+    fleet.api.check_in(service_pb2.CheckInRequest(identity=make_identity("d1", run="")))
     assert counted
     assert not [sql for sql in counted if "uploads" in sql or "devices" in sql]
 
@@ -291,14 +291,14 @@ def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
     assert error.value.code == Code.UNKNOWN_RUN
     assert fleet.store.devices.all(RUN) == []
     silence(fleet, "d1")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.history.events(RUN) == []
 
 
 def test_a_server_without_runs_is_not_ready() -> None:
-    desk = Desk(Store.in_memory())
+    api = DeviceApi(Store.in_memory())
     with pytest.raises(RefusedError) as error:
-        desk.check_in(service_pb2.CheckInRequest(identity=make_identity(run="")))
+        api.check_in(service_pb2.CheckInRequest(identity=make_identity(run="")))
     assert (error.value.code, str(error.value)) == (Code.NOT_READY, "name the run; the server has: none")
 
 
@@ -415,13 +415,13 @@ def test_of_two_devices_that_take_an_id_at_the_same_moment_one_is_refused(fleet:
     fleet.before_commit = quicker
     with pytest.raises(RefusedError, match="device id 'd1' belongs to another device"):
         fleet.check_in("d1")
-    fleet.desk.authenticate(make_identity("d1", secrets[0]))
+    fleet.api.authenticate(make_identity("d1", secrets[0]))
 
 
 def test_a_secret_that_the_server_lost_is_taken_up_again(fleet: Fleet) -> None:
     """A device that knows its secret can join a fresh store."""
     assert fleet.check_in("d1", b"s" * 32).secret == b""
-    fleet.desk.authenticate(make_identity("d1", b"s" * 32))
+    fleet.api.authenticate(make_identity("d1", b"s" * 32))
 
 
 @pytest.mark.parametrize("device", ["", "a b", "a/b", "é", "x" * 65, "d1\n", "../up"])
@@ -452,7 +452,7 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
         "download": service_pb2.DownloadRequest(identity=who),
     }
     with pytest.raises(RefusedError) as error:
-        getattr(fleet.desk, call)(requests[call])
+        getattr(fleet.api, call)(requests[call])
     assert (error.value.code, str(error.value)) == (
         Code.BAD_IDENTITY,
         f"device {who.device!r} is not checked in with this secret",
@@ -465,10 +465,10 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
 
 def test_an_ask_tells_what_to_do(fleet: Fleet) -> None:
     identity = fleet.join()
-    assert fleet.desk.next_ask(identity) is None
+    assert fleet.api.next_ask(identity) is None
     payload = make_payload()
     fleet.ask(payload=payload)
-    response = fleet.desk.next_ask(identity)
+    response = fleet.api.next_ask(identity)
     assert response is not None
     ask = response.ask
     assert (ask.round, ask.step_number, ask.step, ask.seed, ask.completed_rounds) == (1, 1, "train", 7, 0)
@@ -478,14 +478,14 @@ def test_an_ask_tells_what_to_do(fleet: Fleet) -> None:
 
 def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every idle device does this again and again."""
-    identity, read, looked_up = fleet.join(), fleet.desk.store.devices.get, list[str]()
+    identity, read, looked_up = fleet.join(), fleet.api.store.devices.get, list[str]()
 
     def device(run: str, name: str) -> Row | None:
         looked_up.append(name)
         return read(run, name)
 
-    monkeypatch.setattr(fleet.desk.store.devices, "get", device)
-    assert fleet.desk.next_ask(identity) is None
+    monkeypatch.setattr(fleet.api.store.devices, "get", device)
+    assert fleet.api.next_ask(identity) is None
     assert looked_up == ["d1"]
 
 
@@ -493,9 +493,9 @@ def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None
     identity = fleet.join()
     fleet.ask()
     fleet.store.runs.end(RUN, "finished", "30 rounds completed")
-    assert fleet.desk.next_ask(identity) is not None
+    assert fleet.api.next_ask(identity) is not None
     fleet.send(identity, make_payload())
-    response = fleet.desk.next_ask(identity)
+    response = fleet.api.next_ask(identity)
     assert response is not None
     assert response.finished == "finished: 30 rounds completed"
 
@@ -503,14 +503,14 @@ def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None
 def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times" + "!" * 5000)
-    response = fleet.desk.next_ask(identity)
+    response = fleet.api.next_ask(identity)
     assert response is not None
     come_back = response.come_back
     assert 0 < come_back.after_seconds < come_back.before_seconds <= 60
     assert come_back.reason.startswith("the run is stopped until its operator starts it again: the engine failed 6")
     assert len(come_back.reason) == 1000
     fleet.store.runs.end(RUN, "running", "started again")
-    assert fleet.desk.next_ask(identity) is None
+    assert fleet.api.next_ask(identity) is None
 
 
 @pytest.mark.parametrize("lease", [4.0, 60.0])
@@ -518,8 +518,8 @@ def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet
     """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
     identity = fleet.join()
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
-    fleet.desk.lease_seconds = lease
-    response = fleet.desk.next_ask(identity)
+    fleet.api.lease_seconds = lease
+    response = fleet.api.next_ask(identity)
     assert response is not None
     assert response.come_back.before_seconds <= lease / 2
 
@@ -528,7 +528,7 @@ def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fle
     identity = fleet.join()
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
     fleet.store.devices.ask_to_forget(RUN, identity.device)
-    response = fleet.desk.next_ask(identity)
+    response = fleet.api.next_ask(identity)
     assert response is not None
     assert "has it forgotten" in response.finished
 
@@ -537,16 +537,16 @@ def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     beat = service_pb2.HeartbeatRequest(identity=identity)
-    assert fleet.desk.heartbeat(beat).ask_open
+    assert fleet.api.heartbeat(beat).ask_open
     fleet.store.asks.close(1, "deadline passed")
-    assert not fleet.desk.heartbeat(beat).ask_open
+    assert not fleet.api.heartbeat(beat).ask_open
 
 
 # --- presence
 
 
 class Clock:
-    """The desk's, to be set forward."""
+    """The device API's, to be set forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
@@ -556,7 +556,7 @@ class Clock:
 def silence(fleet: Fleet, *devices: str) -> None:
     """Lets the leases of these devices run out."""
     for device in devices:
-        fleet.desk._leases[RUN, device] = time.monotonic() - 1
+        fleet.api._leases[RUN, device] = time.monotonic() - 1
 
 
 def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: Fleet) -> None:
@@ -565,13 +565,13 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     fleet.ask("d1", "d2")
     silence(fleet, "d1")
     wakes = fleet.wakes
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == ["d2"]
     assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
     (event,) = fleet.store.history.events(RUN, "lease-ended")
     assert (event["device"], event["text"]) == ("d1", "d1 was silent for 60 s")
     assert fleet.wakes > wakes
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert len(fleet.store.history.events(RUN)) == 1
 
 
@@ -581,14 +581,14 @@ def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: 
     identity = fleet.join("d1")
     fleet.join("d2")
     fleet.ask("d1", "d2")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     clock.now += 600
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1", "d2"]
     for _ in range(70):
         clock.now += 1
-        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
-        fleet.desk.end_leases()
+        fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+        fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
     assert fleet.ask_state("d2") == ("out", "lease ended")
 
@@ -598,14 +598,14 @@ def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(
 ) -> None:
     clock = Clock(monkeypatch)
     fleet.join("d1")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     clock.now += 6  # it is time to write down who called, and that takes long
 
     def hang() -> None:
         clock.now += 600
 
     fleet.before_commit = hang
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
@@ -619,10 +619,10 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
     def call() -> None:
         commits.append(1)
         if len(commits) == 1:
-            fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=joined["d3"]))
+            fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=joined["d3"]))
 
     fleet.before_commit = call
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert len(commits) == 1
     assert fleet.store.devices.present(RUN) == ["d3"]
     assert fleet.ask_state("d3") == ("open", None)
@@ -631,7 +631,7 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
 
 def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None:
     fleet.join("d1")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     silence(fleet, "d1")
 
     def fail() -> None:
@@ -640,8 +640,8 @@ def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None
 
     fleet.before_commit = fail
     with pytest.raises(StoreError):
-        fleet.desk.end_leases()
-    fleet.desk.end_leases()
+        fleet.api.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == []
 
 
@@ -651,12 +651,12 @@ def test_every_call_renews_the_lease(fleet: Fleet, call: str) -> None:
     fleet.ask()
     silence(fleet, "d1")
     if call == "next_ask":
-        fleet.desk.next_ask(identity)
+        fleet.api.next_ask(identity)
     elif call == "heartbeat":
-        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+        fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
     else:
         fleet.status(identity)
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
@@ -665,29 +665,29 @@ def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fle
     identity = fleet.join()
     fleet.ask()
     silence(fleet, "d1")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     wakes = fleet.wakes
-    assert fleet.desk.next_ask(identity) is None
+    assert fleet.api.next_ask(identity) is None
     assert fleet.store.devices.present(RUN) == ["d1"]
     assert fleet.wakes > wakes  # a run may wait for devices
     silence(fleet, "d1")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.devices.present(RUN) == []
 
 
 def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
-    fleet.desk.leave(service_pb2.LeaveRequest(identity=identity))
+    fleet.api.leave(service_pb2.LeaveRequest(identity=identity))
     assert fleet.store.devices.present(RUN) == []
     assert fleet.ask_state() == ("out", "device left")
-    fleet.desk.end_leases()
+    fleet.api.end_leases()
     assert fleet.store.history.events(RUN) == []  # leaving is nothing out of the ordinary
 
 
 @pytest.mark.parametrize("call", ["heartbeat", "check_in"])
 def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: Fleet, call: str) -> None:
-    """The guard lets it in, the revocation lands, and then the desk has its turn."""
+    """The guard lets it in, the revocation lands, and then the device API has its turn."""
     identity = fleet.join()
     fleet.store.devices.mark_gone(RUN, "d1", "lease ended")
 
@@ -696,7 +696,7 @@ def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: F
 
     fleet.before_commit = revoke
     if call == "heartbeat":
-        fleet.desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+        fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
     else:
         fleet.check_in(secret=identity.secret)
     assert fleet.store.devices.present(RUN) == []
@@ -709,23 +709,23 @@ def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fl
     fleet.ask()
     decline = service_pb2.DeclineRequest(identity=identity, round=1, step_number=1, reason="no teacher " * 1000)
     other = service_pb2.DeclineRequest(identity=identity, round=1, step_number=2, reason="of another ask")
-    fleet.desk.decline(other)
+    fleet.api.decline(other)
     assert fleet.ask_state() == ("open", None), "a device that is late must not close what it was asked since"
-    fleet.desk.decline(decline)
+    fleet.api.decline(decline)
     assert fleet.ask_state() == ("out", "declined")
     (event,) = fleet.store.history.events(RUN)
     assert (event["kind"], event["device"]) == ("declined", identity.device)
     assert event["text"].startswith("step 'train': no teacher no teacher")
     assert len(event["text"]) < 600
     assert fleet.store.devices.present(RUN) == [identity.device], "present all the time: the next round takes it"
-    assert fleet.desk.next_ask(identity) is None
-    fleet.desk.decline(decline)
+    assert fleet.api.next_ask(identity) is None
+    fleet.api.decline(decline)
     assert len(fleet.store.history.events(RUN)) == 1
 
 
 def test_after_a_restart_present_devices_have_a_fresh_lease(fleet: Fleet) -> None:
     fleet.join()
-    restarted = Desk(fleet.store, lease_seconds=0.0)
+    restarted = DeviceApi(fleet.store, lease_seconds=0.0)
     restarted.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
     restarted.adopt_present_devices()
@@ -977,7 +977,7 @@ def test_an_upload_survives_a_restart_of_the_front(any_fleet: Fleet) -> None:
     broken = any_fleet.begin(identity, payload)
     feed(broken, chunks[:5])
     broken.abandon()
-    any_fleet.desk = Desk(any_fleet.store)
+    any_fleet.api = DeviceApi(any_fleet.store)
     session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
     feed(session, chunks[5:])
     assert session.finish().sha256 == payload.sha256
@@ -1053,8 +1053,8 @@ def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pyt
     monkeypatch.setattr(f"fleetdistill_server.intake.device_api.Ingest.{where}", fail)
     with pytest.raises(MemoryError):
         any_fleet.send(identity, payload)
-    assert any_fleet.desk._uploads == {}
-    assert any_fleet.desk.limiter._calls.all == 0
+    assert any_fleet.api._uploads == {}
+    assert any_fleet.api.limiter._calls.all == 0
     monkeypatch.undo()
     session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
     feed(session, [one for one in in_pieces(payload, 16) if place_of(payload, one) >= session.held])
@@ -1079,7 +1079,7 @@ def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
     monkeypatch.setattr(Path, "unlink", fail)
     with pytest.raises(StoreError, match="deleting what is staged"):
         feed(session, in_pieces(make_payload(labels=i32([9, 0, 0, 0])), WHOLE))
-    assert fleet.desk._uploads == {}
+    assert fleet.api._uploads == {}
     fleet.store.close()
 
 
@@ -1310,7 +1310,7 @@ def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> Non
 
 def fetch(fleet: Fleet, identity: service_pb2.Identity, sha256: bytes, first_byte: int = 0) -> tuple[Payload, bytes]:
     request = service_pb2.DownloadRequest(identity=identity, sha256=sha256, first_byte=first_byte)
-    payload, chunks = fleet.desk.download(request)
+    payload, chunks = fleet.api.download(request)
     return payload, b"".join(chunk.data for chunk in chunks)
 
 

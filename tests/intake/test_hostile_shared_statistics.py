@@ -1,4 +1,4 @@
-"""Shared statistics that no honest device sends: what it hears of each from the checks, the desk and over real gRPC."""
+"""Shared statistics that no honest device sends: the answer of the checks, the device API and real gRPC to each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wir
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import CHUNK_BYTES, chunks
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
@@ -76,11 +76,11 @@ def to_checks(payload: Payload) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def to_desk() -> Iterator[Send]:
+def to_api() -> Iterator[Send]:
     store = Store.in_memory()
     store.runs.begin(RUN, {})
     store.runs.publish_contract(RUN, make_contract(uploads=uploads()).SerializeToString())
-    link = MemoryLink(Desk(store))
+    link = MemoryLink(DeviceApi(store))
 
     def send(payload: Payload) -> tuple[str, str]:
         identity = make_identity(f"d{next(_numbers)}")
@@ -133,7 +133,7 @@ def assert_nothing_is_kept(store: Store, device: str, payload: Payload) -> None:
         store.blobs.open(payload.sha256)
 
 
-@pytest.fixture(params=["checks", "desk", "front"])
+@pytest.fixture(params=["checks", "api", "front"])
 def send(request: pytest.FixtureRequest) -> Send:
     """One way after the other."""
     found: Send = to_checks if request.param == "checks" else request.getfixturevalue(f"to_{request.param}")

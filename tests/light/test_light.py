@@ -47,7 +47,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.links.links import as_toml, device_processes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -357,7 +357,7 @@ def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: P
     store.runs.begin(RUN, config_of().fixed_part())
     store.blobs.put(encode(offered.parts))
     store.runs.publish_contract(RUN, offered.contract.SerializeToString())
-    link = MemoryLink(Desk(store))
+    link = MemoryLink(DeviceApi(store))
     with Device(server=link, worker=light_worker(digits(0)), state_dir=tmp_path, export_onnx="never") as device:
         with pytest.raises(ModelError, match=r"no answer yet.*before the fleet's first space.*'delivered'"):
             _ = device.model
@@ -370,8 +370,8 @@ def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: P
 class CountingLink(MemoryLink):
     """Notes which payloads are asked for."""
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
+    def __init__(self, api: DeviceApi) -> None:
+        super().__init__(api)
         self.wanted: list[bytes] = []
 
     def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
@@ -392,7 +392,7 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
         "torch": {"model": build_model("digits_cnn_small"), "data": digits(0)},
     }
     for name, expected in (("light", contract.extractor_file), ("torch", contract.initial_weights)):
-        link = CountingLink(Desk(store))
+        link = CountingLink(DeviceApi(store))
         for fetched in ([expected], []):  # a new device; the same one started again
             link.wanted.clear()
             with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:

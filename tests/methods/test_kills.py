@@ -24,7 +24,7 @@ from support.forked import ForkedEngine, forked_device
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -44,7 +44,7 @@ class Fleet:
         self.engine = ForkedEngine(prepared)
         stack.callback(self.store.close)
         stack.callback(self.engine.kill)
-        link = MemoryLink(Desk(self.store, wake_engine=self.engine.pipe.poke))
+        link = MemoryLink(DeviceApi(self.store, wake_engine=self.engine.pipe.poke))
         self.devices: list[Device] = [stack.enter_context(make_device(spec, link)) for spec in prepared[1]]
 
     @property

@@ -28,7 +28,7 @@ from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
@@ -200,11 +200,11 @@ def bright_rows(seed: int, count: int = 48) -> tuple[np.ndarray, np.ndarray]:
 
 
 def devices_of(store: Store, blank: Any, features: int, directory: Path, stack: ExitStack) -> list[Device]:
-    desk = Desk(store)
+    api = DeviceApi(store)
     return [
         stack.enter_context(
             Device(
-                server=MemoryLink(desk),
+                server=MemoryLink(api),
                 model=AppModel(blank(), *predictor),
                 data=bright_rows(number),
                 state_dir=directory / f"d{number}",
@@ -280,7 +280,9 @@ def test_a_model_that_begins_otherwise_is_refused_at_check_in(case: Any, tmp_pat
     layers = nn.Sequential(nn.Flatten(), nn.Linear(768, features), nn.Unflatten(1, shape))
     other = AppModel(layers, *predictors(features)[0])
     with (
-        Device(server=MemoryLink(Desk(store)), model=other, data=bright_rows(0), state_dir=tmp_path / "d") as device,
+        Device(
+            server=MemoryLink(DeviceApi(store)), model=other, data=bright_rows(0), state_dir=tmp_path / "d"
+        ) as device,
         pytest.raises((RefusedError, ModelError), match="extractor"),
     ):
         device.step(0.0)

@@ -21,7 +21,7 @@ from support.fleets import (
 
 from fleetdistill import Device, Step
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
@@ -42,9 +42,9 @@ def run_with_a_new_engine_after_every_wait(prepared: Prepared) -> tuple[Store, i
     """The run's store, and how many engines it took."""
     config, specs, _ = prepared
     store = Store.in_memory()
-    desk = Desk(store)
+    api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
         engines = _drive(store, config, devices)
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:

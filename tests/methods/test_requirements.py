@@ -22,7 +22,7 @@ from fleetdistill.wire.v1 import contract_pb2, tensor_pb2
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays, make_device
@@ -51,7 +51,7 @@ def open_run(prepared: Prepared) -> tuple[Store, Contract]:
 
 def fitting_profile(store: Store, spec: DeviceSpec) -> Profile:
     """What a device that fits says of itself; it has checked in."""
-    with make_device(spec, MemoryLink(Desk(store))) as device:
+    with make_device(spec, MemoryLink(DeviceApi(store))) as device:
         device.step(0.0)
     row = store.devices.get(RUN, spec.name)
     assert row is not None
@@ -152,10 +152,10 @@ def test_what_a_method_does_not_declare_may_differ(name: str, tmp_path: Path) ->
     store.close()
 
 
-def an_app(spec: DeviceSpec, desk: Desk, **changes: Any) -> Device:
+def an_app(spec: DeviceSpec, api: DeviceApi, **changes: Any) -> Device:
     data = load_arrays(spec.data_file)
     settings: dict[str, Any] = {"model": lambda: build_device_model(spec, data[0].shape[1:])}
-    settings |= {"server": MemoryLink(desk), "data": data, "state_dir": spec.state_dir, "device_id": spec.name}
+    settings |= {"server": MemoryLink(api), "data": data, "state_dir": spec.state_dir, "device_id": spec.name}
     return Device(**{**settings, "export_onnx": "never", **changes})
 
 
@@ -167,9 +167,9 @@ def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) 
     config = config.model_copy(update={"server": server})
     allowed = list(build_method(config).requirements().columns)
     store = Store.in_memory()
-    desk = Desk(store)
+    api = DeviceApi(store)
     with ExitStack() as stack:
-        devices = [stack.enter_context(an_app(spec, desk, allow=allowed)) for spec in specs]
+        devices = [stack.enter_context(an_app(spec, api, allow=allowed)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
     parts = [part for row in store.asks.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
     assert {column for part in parts for column in part.columns()} == set(allowed)
@@ -185,7 +185,9 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     needs = contract.requirements
-    with an_app(prepared[1][0], Desk(store), model=another_model, model_name="mine", allow=needs.columns) as device:
+    with an_app(
+        prepared[1][0], DeviceApi(store), model=another_model, model_name="mine", allow=needs.columns
+    ) as device:
         if needs.same_architecture or needs.same_extractor or contract.features:
             with pytest.raises(RefusedError, match=r"the device has .*, run 'simulation' has .*; (build|give|'mine')"):
                 device.step(0.0)
@@ -203,6 +205,6 @@ def test_an_app_that_keeps_everything_back_is_told_what_the_method_sends(name: s
     store, contract = open_run(prepared)
     sent = ", ".join(contract.requirements.columns)
     sentence = rf"^{contract.method} sends {sent}; the app keeps back {sent}; allow them with Device\(allow=...\)"
-    with an_app(prepared[1][0], Desk(store), allow=()) as device, pytest.raises(RefusedError, match=sentence):
+    with an_app(prepared[1][0], DeviceApi(store), allow=()) as device, pytest.raises(RefusedError, match=sentence):
         device.step(0.0)
     store.close()

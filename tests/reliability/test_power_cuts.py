@@ -23,7 +23,7 @@ from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.store import Store
 
 Work = Callable[[RecordedDisk], None]
@@ -131,15 +131,15 @@ def serve(disk: RecordedDisk) -> None:
         store.blobs.put(initial)  # it is there, but not yet for good
         store.runs.publish_contract(RUN, make_contract(run=RUN, initial_weights=initial.sha256).SerializeToString())
         store.runs.set_checkpoint(RUN, store.blobs.put_state(b"state 0"))
-        desk = Desk(store)
+        api = DeviceApi(store)
         profile = make_profile()
         identity = make_identity(secret=b"s" * 32)
-        desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
+        api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
         number = store.runs.start_round(RUN, ["d1"])
         store.blobs.put(asked)
         store.asks.write([ask_row(number, asked.sha256)])
         name = service_pb2.UploadName(round=number, step_number=1, attempt=1)
-        session = desk.begin_upload(
+        session = api.begin_upload(
             service_pb2.UploadHeader(identity=identity, name=name, payload=PAYLOAD.header(), samples=4)
         )
         for chunk in wire.chunks(PAYLOAD.source, PAYLOAD.slots, 0):

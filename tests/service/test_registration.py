@@ -18,7 +18,7 @@ from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, completed_part, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -212,8 +212,8 @@ def run_on(store: Store, prepared: Prepared, rounds: int) -> None:
     """Serves a run until so many rounds are completed, with devices that are started anew, as apps are."""
     settings = prepared[0].model_copy(update={"run": prepared[0].run.model_copy(update={"rounds": rounds})})
     with contextlib.ExitStack() as stack:
-        desk = Desk(store)
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in prepared[1]]
+        api = DeviceApi(store)
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in prepared[1]]
         engine = Engine(store, settings, DriveDevices(devices, lambda: None), most_short_rounds=3)
         asyncio.run(engine.run())
         for device in devices:

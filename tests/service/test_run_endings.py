@@ -30,7 +30,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.engine.cancelling import cancel
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
@@ -129,14 +129,14 @@ def test_cancelling_again_changes_nothing(store: Store) -> None:
 
 
 def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
-    desk = Desk(store)
+    api = DeviceApi(store)
     identity = service_pb2.Identity(device="d2")
     identity.run = RUN
     profile = contract_pb2.DeviceProfile(knowledge_types=[FLOAT16], samples=1)
-    identity.secret = desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
-    assert desk.next_ask(identity) is None
+    identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
+    assert api.next_ask(identity) is None
     cancel(store, RUN)
-    told = desk.next_ask(identity)
+    told = api.next_ask(identity)
     assert told is not None
     assert told.finished == "cancelled: by the operator, after 1 rounds"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetdistill_server.front import server as front
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 
 LEAKED_BYTES = 200_000
 
@@ -28,5 +28,5 @@ def leaking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    Desk.authenticate = leaking(Desk.authenticate)  # type: ignore[method-assign]
+    DeviceApi.authenticate = leaking(DeviceApi.authenticate)  # type: ignore[method-assign]
     sys.exit(front.main())

@@ -24,7 +24,7 @@ from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import build_method, make_contract
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
@@ -78,7 +78,7 @@ def test_a_device_goes_on_with_it(state_dir: Path) -> None:
     store = _server(state_dir)
     events: list[Event] = []
     with Device(
-        server=MemoryLink(Desk(store)),
+        server=MemoryLink(DeviceApi(store)),
         model=linear,
         model_name="linear",
         data=DATA,

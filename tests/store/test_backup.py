@@ -21,7 +21,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, Sto
 from fleetdistill.knowledge import NetworkFile
 from fleetdistill.state import failpoints
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
@@ -35,12 +35,12 @@ class Interrupt(BaseException):
 
 
 class Server:
-    """An engine and its desk over a store on the disk; the engine's `Waker`."""
+    """An engine and its device API over a store on the disk; the engine's `Waker`."""
 
     def __init__(self, directory: Path, devices: list[ParrotDevice] | None = None) -> None:
         self.directory = directory
         self.store = Store.open(directory)
-        self.link = MemoryLink(Desk(self.store))
+        self.link = MemoryLink(DeviceApi(self.store))
         self.devices = devices or [ParrotDevice(self.link, RUN, name) for name in DEVICES]
         for device in self.devices:
             device.link = self.link
@@ -118,7 +118,7 @@ def test_a_backup_has_what_the_contract_names(tmp_path: Path, monkeypatch: pytes
     made.store.close()
     restore(tmp_path / "backup", tmp_path / "restored")
     store = Store.open(tmp_path / "restored")
-    contract = Desk(store).contract(RUN)
+    contract = DeviceApi(store).contract(RUN)
     for sha256 in (contract.initial_weights, contract.extractor_file):
         assert store.blobs.open(sha256, verify=True).sha256 == sha256
     store.close()
@@ -155,12 +155,12 @@ def test_a_device_of_the_sdk_checks_in_again_where_a_restored_server_does_not_kn
     engine = Engine(before, config, _Nobody())
     engine._prepare()
     backup(work / "store", tmp_path / "backup")
-    link = MemoryLink(Desk(before))
+    link = MemoryLink(DeviceApi(before))
     with make_device(spec, link) as device:
         assert device.step(0.0) is Step.WAITED
         restore(tmp_path / "backup", tmp_path / "restored")
         after = Store.open(tmp_path / "restored")
-        link._desk = Desk(after)
+        link._api = DeviceApi(after)
         with pytest.raises(LinkError, match="is not checked in with this secret"):
             device.step(0.0)
         assert device.step(0.0) is Step.WAITED

@@ -23,7 +23,7 @@ from fleetdistill.errors import NoSpaceError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
@@ -34,29 +34,29 @@ SIZE = PAYLOAD.data_bytes
 
 
 class Sender:
-    """Devices with an open ask each at a desk that has a budget."""
+    """Devices with an open ask each at a device API that has a budget."""
 
     def __init__(self, directory: Path, room_for: float, make_room: Callable[[], object] = lambda: None) -> None:
         self.store = Store.open(directory)
         self.store.runs.begin("digits", {})
         self.store.runs.publish_contract("digits", make_contract().SerializeToString())
-        self.desk = Desk(self.store)
+        self.api = DeviceApi(self.store)
         self.secrets = {}
         number = open_round(self.store, "d1", "d2")
         write_asks(self.store, number, "d1", "d2")
         for device in ("d1", "d2"):
             request = service_pb2.CheckInRequest(identity=make_identity(device), profile=make_profile())
-            self.secrets[device] = self.desk.check_in(request).secret
+            self.secrets[device] = self.api.check_in(request).secret
         taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         bounds = Bounds(disk_budget_bytes=int(taken + room_for * SIZE + 400_000))  # the database grows too
-        self.desk.space = DiskSpace(directory, self.store.blobs, bounds, make_room)
+        self.api.space = DiskSpace(directory, self.store.blobs, bounds, make_room)
 
     def begin(self, device: str, payload: Payload = PAYLOAD) -> UploadSession:
         name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
         identity = make_identity(device, self.secrets[device])
         request = service_pb2.UploadStatusRequest(identity=identity, name=name)
-        first = self.desk.upload_status(request).next_byte
-        return self.desk.begin_upload(
+        first = self.api.upload_status(request).next_byte
+        return self.api.begin_upload(
             service_pb2.UploadHeader(
                 identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
             )
@@ -102,8 +102,8 @@ def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError):
         sender.begin("d2", LARGE)
     first.abandon()
-    assert sender.desk.space is not None
-    sender.desk.space._looked = -1e9  # the next look at the disk
+    assert sender.api.space is not None
+    sender.api.space._looked = -1e9  # the next look at the disk
     sender.begin("d2", LARGE).abandon()
     assert len(sender.events()) == 1
     sender.store.close()
@@ -164,8 +164,8 @@ def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> N
     for chunk in in_pieces(LARGE, 1 << 20)[:-1]:
         session.feed(chunk)
     session.abandon()
-    assert sender.desk.space is not None
-    sender.desk.space._looked = -1e9
+    assert sender.api.space is not None
+    sender.api.space._looked = -1e9
     sender.begin("d1", LARGE).abandon()
     sender.store.close()
 
@@ -208,8 +208,8 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     store = Store.open(directory)
     ballast = directory / "ballast"
-    desk = Desk(store)
-    devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
+    api = DeviceApi(store)
+    devices = [ParrotDevice(MemoryLink(api), RUN, name) for name in DEVICES]
     waited = 0
 
     class Driver:

@@ -12,7 +12,7 @@ import pytest
 from support.parroting import ParrotDevice
 from support.record_schema import DEVICES, RUN, recorded_config
 
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
@@ -103,8 +103,8 @@ def test_the_run_of_an_old_store_goes_on_to_its_end(recorded: Path, tmp_path: Pa
     store = Store.open(directory)
     old = {row["receipt"]: row["status"] for row in store.asks.uploads(RUN)}
     assert sorted(old.values()) == ["acknowledged", "used", "used", "used", "used"]
-    desk = Desk(store)
-    devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
+    api = DeviceApi(store)
+    devices = [ParrotDevice(MemoryLink(api), RUN, name) for name in DEVICES]
     asyncio.run(Engine(store, recorded_config(directory), _Driver(devices)).run())
     uploads = store.asks.uploads(RUN)
     assert {row["receipt"]: row["status"] for row in uploads if row["receipt"] in old} == dict.fromkeys(old, "used")

@@ -18,7 +18,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import free_after_round, needed, prune, sweep
 from fleetdistill_server.store.rollback import roll_back
@@ -37,7 +37,7 @@ class Retention(RuleBasedStateMachine):
     @initialize(keep=st.integers(1, 2), states=st.integers(1, 3))
     def start(self, keep: int, states: int) -> None:
         self.store = Store.in_memory()
-        self.desk = Desk(self.store)
+        self.api = DeviceApi(self.store)
         self.secrets: dict[tuple[str, str], bytes] = {}
         self.lost: set[bytes] = set()
         self.codes: list[str] = []
@@ -49,7 +49,7 @@ class Retention(RuleBasedStateMachine):
             self.store.runs.set_checkpoint(run, self.store.blobs.put_state(b"state of the start"))
             for device in DEVICES:
                 request = service_pb2.CheckInRequest(identity=make_identity(device, run=run), profile=make_profile())
-                self.secrets[run, device] = self.desk.check_in(request).secret
+                self.secrets[run, device] = self.api.check_in(request).secret
 
     @rule(run=runs, payload=payloads)
     def ask_a_step(self, run: str, payload: Any) -> None:
@@ -70,17 +70,17 @@ class Retention(RuleBasedStateMachine):
         ask = self.store.asks.next_open(run, device)
         if ask is None:
             return  # the round has as many steps as this test gives it
-        commit = self.desk._commit
+        commit = self.api._commit
         if struck:
-            self.desk._commit = self._sweep_first(commit)
+            self.api._commit = self._sweep_first(commit)
         for _ in range(3):
             try:
                 self._upload(run, ask, payload)
                 break
             except RefusedError as refusal:
                 self.codes.append(refusal.code)
-                self.desk._commit = commit
-        self.desk._commit = commit
+                self.api._commit = commit
+        self.api._commit = commit
         assert self.store.asks.upload_of(ask["id"]) is not None
         assert set(self.codes) <= {Code.INCOMPLETE, Code.OUT_OF_STEP}
         self.lost.discard(payload.sha256)
@@ -89,11 +89,11 @@ class Retention(RuleBasedStateMachine):
         """Goes on where the server stands, as a device does."""
         identity = make_identity(ask["device"], self.secrets[run, ask["device"]], run)
         name = service_pb2.UploadName(round=ask["round"], step_number=ask["step_number"], attempt=1)
-        first = self.desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
+        first = self.api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
         header = service_pb2.UploadHeader(
             identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
         )
-        session = self.desk.begin_upload(header)
+        session = self.api.begin_upload(header)
         try:
             for chunk in wire.chunks(payload.source, payload.slots, first):
                 session.feed(chunk)

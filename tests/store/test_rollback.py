@@ -25,7 +25,7 @@ from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.usable import reason_not_usable
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
@@ -41,9 +41,9 @@ from fleetdistill_server.store.store import Store
 def play(prepared: Prepared, store: Store) -> None:
     """Engine and devices until the run is finished; a second call goes on with the devices' state directories."""
     config, specs, _ = prepared
-    desk = Desk(store)
+    api = DeviceApi(store)
     with ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
 
 
@@ -184,9 +184,9 @@ def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tup
 def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_path: Path) -> None:
     config, specs, _ = prepare(RUNS["fedavg"], tmp_path / "work")
     store = Store.in_memory()
-    desk = Desk(store)
+    api = DeviceApi(store)
     with ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, MemoryLink(desk))) for spec in specs]
+        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
 
         def operator() -> None:
             if row_of(store)["completed_rounds"] == 1 and store.asks.uploads(RUN)[-1]["round"] == 2:

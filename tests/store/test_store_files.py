@@ -34,7 +34,7 @@ from fleetdistill.errors import StoreError
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
@@ -401,19 +401,19 @@ def fill(directory: Path) -> Path:
 
 
 class _Sender:
-    """A device at a desk, with one ask and an answer to it."""
+    """A device at a device API, with one ask and an answer to it."""
 
     def __init__(self, store: Store, payload: Payload) -> None:
-        self.desk = Desk(store)
+        self.api = DeviceApi(store)
         store.runs.publish_contract(RUN, make_contract(max_upload_bytes=8 << 20).SerializeToString())
         request = service_pb2.CheckInRequest(identity=make_identity(), profile=make_profile())
-        self.identity = make_identity(secret=self.desk.check_in(request).secret)
+        self.identity = make_identity(secret=self.api.check_in(request).secret)
         ask_device(store)
         self.name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
         self.payload = payload
 
     def status(self) -> service_pb2.UploadStatusResponse:
-        return self.desk.upload_status(service_pb2.UploadStatusRequest(identity=self.identity, name=self.name))
+        return self.api.upload_status(service_pb2.UploadStatusRequest(identity=self.identity, name=self.name))
 
     def send(self) -> service_pb2.Receipt:
         """Goes on where the server stands."""
@@ -421,7 +421,7 @@ class _Sender:
         header = service_pb2.UploadHeader(
             identity=self.identity, name=self.name, payload=self.payload.header(), samples=1, first_byte=first
         )
-        session = self.desk.begin_upload(header)
+        session = self.api.begin_upload(header)
         try:
             for chunk in in_pieces(self.payload, 100_000):
                 start = self.payload.slots[chunk.tensor].start + chunk.offset

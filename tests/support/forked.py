@@ -21,7 +21,7 @@ from support.processes import wait_until
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.links import as_toml
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
@@ -131,7 +131,7 @@ def _run_engine(points: str, config: Path, store: str, pipe: Path, front_pipe: P
 
 
 def forked_device(spec: DeviceSpec, store: str, pipe: Pipe) -> Forked:
-    """A device that reaches the store on the disk through a desk of its own."""
+    """A device that reaches the store on the disk through a device API of its own."""
     return Forked(_run_device, spec, store, pipe.path)
 
 
@@ -141,9 +141,9 @@ def _run_device(points: str, spec: DeviceSpec, store: str, pipe: Path) -> None:
     def wake_engine() -> None:
         os.write(end, b"x")
 
-    desk = Desk(Store.open(Path(store)), wake_engine=wake_engine)
+    api = DeviceApi(Store.open(Path(store)), wake_engine=wake_engine)
     failpoints.switch_on(points)
-    with make_device(spec, MemoryLink(desk)) as device:
+    with make_device(spec, MemoryLink(api)) as device:
         while device.step(0.0) is not Step.FINISHED:
             select.select([], [], [], 0.005)
 

@@ -23,7 +23,7 @@ from support.parroting import ParrotDevice
 
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
@@ -67,8 +67,8 @@ class _Driver:
 def make_store(directory: Path) -> None:
     """Writes two closed rounds, a third with one answer of two, a refusal and a lease that ended."""
     store = Store.open(directory)
-    desk = Desk(store)
-    devices = [ParrotDevice(MemoryLink(desk), RUN, name) for name in DEVICES]
+    api = DeviceApi(store)
+    devices = [ParrotDevice(MemoryLink(api), RUN, name) for name in DEVICES]
     engine = Engine(store, recorded_config(directory), _Driver(store, devices))
     with contextlib.suppress(PowerCut):
         asyncio.run(engine.run())

@@ -1,4 +1,4 @@
-"""Small contracts, payloads and chunks that the tests of codec, ingest, store and desk share."""
+"""Small contracts, payloads and chunks that the tests of codec, ingest, store and device API share."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fleetdistill_server.front.errors import abort, ended, in_pool
 from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.intake.device_api import Commit
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.security.tokens import EnrolmentDesk
+from fleetdistill_server.security.tokens import EnrolmentApi
 from fleetdistill_server.store.store import Store
 
 
@@ -22,9 +22,9 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
     """Gives devices their certificates."""
 
     def __init__(
-        self, desk: EnrolmentDesk, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
+        self, api: EnrolmentApi, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
     ) -> None:
-        self._desk = desk
+        self._api = api
         self._store = store
         self._commit = commit
         self._pool = pool
@@ -45,14 +45,14 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
         return await in_pool(self._pool, context, partial(self._renew, request, holder))
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:
-        self._desk.check_token(self._store, request.secret)
+        self._api.check_token(self._store, request.secret)
         given = (request.secret, request.device, request.signing_request)
-        certificate = self._commit(lambda store: self._desk.enrol(store, *given))
+        certificate = self._commit(lambda store: self._api.enrol(store, *given))
         return enrolment_pb2.EnrolResponse(certificate=certificate, authorities=self._authorities())
 
     def _renew(self, request: enrolment_pb2.RenewRequest, holder: Any) -> enrolment_pb2.RenewResponse:
-        certificate = self._commit(lambda store: self._desk.renew(store, holder, request.signing_request))
+        certificate = self._commit(lambda store: self._api.renew(store, holder, request.signing_request))
         return enrolment_pb2.RenewResponse(certificate=certificate, authorities=self._authorities())
 
     def _authorities(self) -> bytes:
-        return (self._desk.directory / AUTHORITIES).read_bytes()
+        return (self._api.directory / AUTHORITIES).read_bytes()

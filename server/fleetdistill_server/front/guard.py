@@ -90,7 +90,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         revocations: A store for reading them, used in the event loop and by nobody else. It is one look into an index,
             which in WAL mode waits for no writer.
         tls: Whether the server speaks TLS. On plain text the device that a request names stands for its caller; that
-            it is this device is the business of the desk, which knows the secrets.
+            it is this device is the business of the device API, which knows the secrets.
         limits: How requests are read, and how many calls of people may stay open.
     """
 

@@ -16,7 +16,7 @@ from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.front.errors import in_pool
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
@@ -54,8 +54,8 @@ _SHORT: dict[str, type[Any]] = {
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     """What operators do and viewers see."""
 
-    def __init__(self, desk: Desk, directory: Path, pool: ThreadPoolExecutor, pki: Path, enrol_port: int) -> None:
-        self._store, self._commit = desk.store, desk.commit
+    def __init__(self, api: DeviceApi, directory: Path, pool: ThreadPoolExecutor, pki: Path, enrol_port: int) -> None:
+        self._store, self._commit = api.store, api.commit
         self._directory = directory
         self._pool = pool
         self._pki = pki

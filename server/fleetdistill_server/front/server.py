@@ -1,7 +1,7 @@
 """The gRPC front: speaks to devices, writes to the store, and knows neither torch nor any method.
 
-Run by `fleetdistill serve` as `python -m fleetdistill_server.front`. The event loop only moves messages; the desk's
-work (checks, file writes, waiting for commits) happens in a pool of threads, so no call stalls the others.
+Run by `fleetdistill serve` as `python -m fleetdistill_server.front`. The event loop only moves messages; the work of
+the device API (checks, file writes, waiting for commits) happens in a pool of threads, so no call stalls the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fleetdistill_server.front.interceptors import RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
-from fleetdistill_server.intake.device_api import Desk, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
 from fleetdistill_server.intake.limiter import Who
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
@@ -88,10 +88,10 @@ OPTIONS = [
 
 
 class DeviceService(service_pb2_grpc.DeviceServiceServicer):
-    """The device calls over gRPC; each hands its work to the desk.
+    """The device calls over gRPC; each hands its work to the device API.
 
     Args:
-        desk: Answers them.
+        api: Answers them.
         pool: Where the work is done.
         commits: Where calls that only check and commit are done, by default in the pool too.
         limits: How slow a stream may be.
@@ -100,13 +100,13 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     def __init__(
         self,
-        desk: Desk,
+        api: DeviceApi,
         pool: ThreadPoolExecutor,
         commits: CommitThread | None = None,
         limits: Limits | None = None,
         uploads: ThreadPoolExecutor | None = None,
     ) -> None:
-        self._desk = desk
+        self._api = api
         self._pool = pool
         self._uploads = uploads or pool
         self._commits = commits
@@ -116,28 +116,28 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
         address = str(context.peer()).rpartition(":")[0]
-        return await self._durable_call(context, lambda: self._desk.check_in(request, address))
+        return await self._durable_call(context, lambda: self._api.check_in(request, address))
 
     async def Heartbeat(self, request: service_pb2.HeartbeatRequest, context: Any) -> service_pb2.HeartbeatResponse:
-        return await self._call(context, lambda: self._desk.heartbeat(request))
+        return await self._call(context, lambda: self._api.heartbeat(request))
 
     async def Leave(self, request: service_pb2.LeaveRequest, context: Any) -> service_pb2.LeaveResponse:
-        return await self._call(context, lambda: self._desk.leave(request))
+        return await self._call(context, lambda: self._api.leave(request))
 
     async def Decline(self, request: service_pb2.DeclineRequest, context: Any) -> service_pb2.DeclineResponse:
-        return await self._call(context, lambda: self._desk.decline(request))
+        return await self._call(context, lambda: self._api.decline(request))
 
     async def UploadStatus(
         self, request: service_pb2.UploadStatusRequest, context: Any
     ) -> service_pb2.UploadStatusResponse:
-        return await self._call(context, lambda: self._desk.upload_status(request))
+        return await self._call(context, lambda: self._api.upload_status(request))
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
         found, who = await self._call(context, lambda: self._look(request.identity))
         if found is None:
             async with self._open_call(context, who):
                 await self._wait_for_work(who, request.wait_seconds)
-            found = await self._call(context, lambda: self._desk.next_ask(request.identity))
+            found = await self._call(context, lambda: self._api.next_ask(request.identity))
         if found is None:
             come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=self._spread())
             found = service_pb2.NextAskResponse(come_back=come_back)
@@ -145,14 +145,14 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, Who]:
         """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
-        return self._desk.next_ask(identity), (self._desk.run_name(identity.run), identity.device)
+        return self._api.next_ask(identity), (self._api.run_name(identity.run), identity.device)
 
     async def _wait_for_work(self, who: Who, wait_seconds: float) -> None:
         """Waits for a wake-up; who calls has shown that it is this device."""
         event = asyncio.Event()
         self._waiting[event] = who
         # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
-        longest = min(LONGEST_WAIT_SECONDS, self._desk.lease_seconds / 2)
+        longest = min(LONGEST_WAIT_SECONDS, self._api.lease_seconds / 2)
         try:
             await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
             await asyncio.sleep(random.uniform(0, self._spread()))
@@ -175,21 +175,21 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
                     event.set()
 
     async def _work_of(self, run: str) -> tuple[dict[str, Any] | None, set[str]]:
-        store = self._desk.store
+        store = self._api.store
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: (store.runs.get(run), store.asks.devices_with_open(run)))
 
     async def Upload(
         self, request_iterator: AsyncIterator[service_pb2.UploadRequest], context: Any
     ) -> service_pb2.UploadResponse:
-        upload = _Upload(self._desk)
+        upload = _Upload(self._api)
         try:
             timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
             async with contextlib.aclosing(in_batches(timely)) as batches:
                 async for batch in batches:
                     await in_pool(self._uploads, context, partial(upload.take, batch))
             return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
-        except RefusedError as refusal:  # the stream's own; one of the desk has ended the call already
+        except RefusedError as refusal:  # the stream's own; one of the device API's has ended the call already
             await abort(context, refusal)
         finally:
             # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
@@ -230,7 +230,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], Who]:
         identity = request.identity
-        return self._desk.download(request), (self._desk.run_name(identity.run), identity.device)
+        return self._api.download(request), (self._api.run_name(identity.run), identity.device)
 
     async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
         """The chunks as messages; the next ones are made while these are sent."""
@@ -262,7 +262,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def _open_call(self, context: Any, who: Who) -> AsyncIterator[None]:
         """Counts a call that stays open, of a device that has shown who it is, or ends it as one too many."""
         try:
-            place = self._desk.limiter.open_call(who)
+            place = self._api.limiter.open_call(who)
         except RefusedError as refusal:
             await abort(context, refusal)
         with place:
@@ -272,8 +272,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 class _Upload:
     """What one stream brings: a header and then chunks."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, api: DeviceApi) -> None:
+        self._api = api
         self._lock = threading.Lock()
         self._session: UploadSession | None = None
 
@@ -286,7 +286,7 @@ class _Upload:
     def _take(self, request: service_pb2.UploadRequest) -> None:
         message = request.WhichOneof("message")
         if message == "header" and self._session is None:
-            self._session = self._desk.begin_upload(request.header)
+            self._session = self._api.begin_upload(request.header)
         elif message == "chunk" and self._session is not None:
             self._session.feed(request.chunk)
         else:
@@ -322,22 +322,22 @@ class _DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def open_desk(
+def open_api(
     directory: Path,
     wake_engine: Callable[[], None],
     lease_seconds: float,
     compression: knowledge_pb2.Compression.ValueType = RAW,
     bounds: Bounds = Bounds(),  # noqa: B008  (it is frozen)
     limits: Limits | None = None,
-) -> Iterator[tuple[Desk, CommitThread]]:
-    """A desk over the store in a directory, reading with one connection and writing with a commit thread."""
+) -> Iterator[tuple[DeviceApi, CommitThread]]:
+    """A device API over the store in a directory, reading with one connection and writing with a commit thread."""
     reader, writer = Store.open(directory), Store.open(directory)
     commits = CommitThread(writer)
     try:
         wake = partial(commits.afterwards, wake_engine)
-        desk = Desk(reader, commits.commit, wake, lease_seconds, compression, limits)
-        desk.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
-        yield desk, commits
+        api = DeviceApi(reader, commits.commit, wake, lease_seconds, compression, limits)
+        api.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
+        yield api, commits
     finally:
         commits.close()
         reader.close()
@@ -365,12 +365,12 @@ async def serve(
     def wake_engine() -> None:
         loop.call_soon_threadsafe(wakeups.wake_other)
 
-    opened = open_desk(directory, wake_engine, lease_seconds, compression, bounds, limits)
+    opened = open_api(directory, wake_engine, lease_seconds, compression, bounds, limits)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
-    with opened as (desk, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
-        desk.adopt_present_devices()
-        service = DeviceService(desk, pool, commits, limits, uploads)
+    with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
+        api.adopt_present_devices()
+        service = DeviceService(api, pool, commits, limits, uploads)
         status = health.aio.HealthServicer()
         server, enrolment = await _make_server(service, guard, limits, status), _bare_enrolment_server(guard, limits)
         try:
@@ -384,13 +384,13 @@ async def serve(
             logger.error("cannot listen on %s: %s", listen, error)
             return EXIT_CANNOT_LISTEN
         if tls is not None:
-            add_services(server, enrolment, directory, desk, pool, tls, ports)
+            add_services(server, enrolment, directory, api, pool, tls, ports)
             await enrolment.start()
         await server.start()
         ready(ports)
-        tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(desk, pool))]
+        tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         tasks.append(asyncio.create_task(_delete_what_nobody_needs(directory, pool)))
-        tasks.append(asyncio.create_task(_tell_of_the_engine(status, directory, desk, pool)))
+        tasks.append(asyncio.create_task(_tell_of_the_engine(status, directory, api, pool)))
         await stop.wait()
         for task in tasks:
             task.cancel()
@@ -428,14 +428,14 @@ async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:
         await _guarded(service.wake_waiting())
 
 
-async def _sweep(desk: Desk, pool: ThreadPoolExecutor) -> None:
+async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        await _guarded(loop.run_in_executor(pool, desk.end_leases))
+        await _guarded(loop.run_in_executor(pool, api.end_leases))
 
 
-async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path, desk: Desk, pool: Any) -> None:
+async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
     """Keeps the health of the engine: it gives signs of life, or its run is over, so that none is needed."""
     loop, beats = asyncio.get_running_loop(), Beats(directory)
 
@@ -443,7 +443,7 @@ async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path
         if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
             return True
         run = served_run(directory)
-        return run is not None and (desk.store.runs.get(run) or {}).get("status") in OVER
+        return run is not None and (api.store.runs.get(run) or {}).get("status") in OVER
 
     async def look() -> None:
         well, answer = await loop.run_in_executor(pool, is_well), health_pb2.HealthCheckResponse

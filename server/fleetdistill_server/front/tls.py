@@ -16,9 +16,9 @@ import grpc
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill_server.config.tls import Tls
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import SERVER, Authority
-from fleetdistill_server.security.tokens import EnrolmentDesk
+from fleetdistill_server.security.tokens import EnrolmentApi
 from fleetdistill_server.service.enrol_port import note_enrol_port
 
 logger = logging.getLogger("fleetdistill.server.tls")
@@ -48,15 +48,15 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Port
 
 
 def add_services(
-    server: Any, enrolment: Any, store: Path, desk: Desk, pool: ThreadPoolExecutor, tls: Tls, ports: Ports
+    server: Any, enrolment: Any, store: Path, api: DeviceApi, pool: ThreadPoolExecutor, tls: Tls, ports: Ports
 ) -> None:
     """Adds what is offered with TLS only: enrolment, and the calls of people. `store` is the store's directory."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
     from fleetdistill_server.front.enrolment_service import EnrolmentService
     from fleetdistill_server.front.operations_service import OperationsService  # loads rich, which plain text needs not
 
-    certificates = EnrolmentDesk(tls.directory, tls.certificate_days)
-    service = EnrolmentService(certificates, desk.store, desk.commit, pool, desk.limiter)
+    certificates = EnrolmentApi(tls.directory, tls.certificate_days)
+    service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
     for one in (server, enrolment):  # to enrol on one, to renew on the other; `roles.py` says which
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
     assert ports.enrol is not None
@@ -64,7 +64,7 @@ def add_services(
         note_enrol_port(store, ports.enrol)
     except StoreError as error:  # the disk may be full; devices are served all the same
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
-    operations = OperationsService(desk, store, pool, tls.directory, ports.enrol)
+    operations = OperationsService(api, store, pool, tls.directory, ports.enrol)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 
 

@@ -43,7 +43,7 @@ from fleetdistill_server.store.states import DEADLINE_PASSED, OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted, Sending, tensor_bytes
 
-logger = logging.getLogger("fleetdistill.server.desk")
+logger = logging.getLogger("fleetdistill.server.intake")
 T = TypeVar("T")
 _LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
 _NOTE_SECONDS = 5.0
@@ -75,7 +75,7 @@ class _DirectCommit:
             return job(self._store)
 
 
-class Desk:
+class DeviceApi:
     """Answers devices. See the module's docstring.
 
     Args:
@@ -125,7 +125,7 @@ class Desk:
 
     @property
     def commit(self) -> Commit:
-        """Runs a job in a durable transaction, for services beside this desk."""
+        """Runs a job in a durable transaction, for services beside this one."""
         return self._commit
 
     # --- presence
@@ -156,7 +156,7 @@ class Desk:
         return answer
 
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
-        if store.runs.get(run) is None:  # it was deleted after this desk had read its contract
+        if store.runs.get(run) is None:  # it was deleted after this object had read its contract
             self._contracts.pop(run, None)
             self._sizes.forget(run)
             raise _unknown_run(run)
@@ -540,8 +540,8 @@ class Desk:
 class UploadSession:
     """One stream of one upload. `feed` its chunks, then `finish` for the receipt; `abandon` when the stream breaks."""
 
-    def __init__(self, desk: Desk, run: str, ask: Row, header: service_pb2.UploadHeader, key: str) -> None:
-        self._desk = desk
+    def __init__(self, api: DeviceApi, run: str, ask: Row, header: service_pb2.UploadHeader, key: str) -> None:
+        self._api = api
         self._run = run
         self.ask = ask
         self._header = header
@@ -557,11 +557,11 @@ class UploadSession:
     def open(self) -> None:
         """Takes over from an older session of the same upload, once that has let go of what is staged."""
         with self._lock:
-            older = self._desk.take_over(self)
+            older = self._api.take_over(self)
             if older is not None:
                 older.places.close()
                 older.abandon()
-            self._accepted = self._desk.store.asks.upload_of(self.ask["id"])
+            self._accepted = self._api.store.asks.upload_of(self.ask["id"])
             if self._accepted is None:
                 self._refusing(self._open)
             else:
@@ -572,16 +572,16 @@ class UploadSession:
             raise _closed(self.ask)
         declared = self._declared_samples()
         self._check_weight(declared)
-        contract, expects = self._desk.contract(self._run), json.loads(self.ask["expects"])
+        contract, expects = self._api.contract(self._run), json.loads(self.ask["expects"])
         self._ingest = Ingest(self.ask["device"], self._header.payload, contract, expects, declared)
         if self._header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
-            self._desk.discard_other_attempts(self.ask, self._key)
+            self._api.discard_other_attempts(self.ask, self._key)
         size = self._header.payload.data_bytes
-        self.places.enter_context(self._desk.limiter.hold_bytes((self._run, self.ask["device"]), size))
-        give_back = self._desk.reserve(self._run, self.ask, self._key, size)
+        self.places.enter_context(self._api.limiter.hold_bytes((self._run, self.ask["device"]), size))
+        give_back = self._api.reserve(self._run, self.ask, self._key, size)
         self.places.callback(lambda: give_back(self._stored))
-        self._staging = self._desk.store.blobs.stage(self._key, self._header.payload.parts)
-        held = self._ingest.start(self._staging, self._desk.take_checked(self._key))
+        self._staging = self._api.store.blobs.stage(self._key, self._header.payload.parts)
+        held = self._ingest.start(self._staging, self._api.take_checked(self._key))
         # What an earlier stream brought counts as it is, whether it was packed or not.
         self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
@@ -600,7 +600,7 @@ class UploadSession:
 
     def _declared_samples(self) -> int | None:
         """What the device said at its last check-in; it may have fewer by now, not more."""
-        row = self._desk.store.devices.get(self._run, self.ask["device"])
+        row = self._api.store.devices.get(self._run, self.ask["device"])
         return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
 
     @property
@@ -627,8 +627,8 @@ class UploadSession:
             self._assert_open()
             self._refusing(self._store)
             self._abandoned = True
-        self._desk.forget(self)
-        receipt = self._desk.accept(self._run, self.ask, self._header, self._counted)
+        self._api.forget(self)
+        receipt = self._api.accept(self._run, self.ask, self._header, self._counted)
         of = {"round": self.ask["round"], "device": self.ask["device"], "ask": self.ask["id"]}
         logger.debug("step %r is answered", self.ask["step"], extra=about(run=self._run, **of))
         return receipt
@@ -643,15 +643,15 @@ class UploadSession:
         with self._lock:
             if not self._abandoned and self._accepted is None and hasattr(self, "_staging"):
                 self._staging.close()
-                self._desk.keep_checked(self._key, self._ingest)
+                self._api.keep_checked(self._key, self._ingest)
             self._abandoned = True
         self._end_again()
 
     def _end_again(self) -> None:
         """Ends a session; what it brought of an answer that is accepted already has travelled in vain."""
-        self._desk.forget(self)
+        self._api.forget(self)
         again, self._again = self._again, 0
-        self._desk.count_refused(self.ask, again)
+        self._api.count_refused(self.ask, again)
 
     def _assert_open(self) -> None:
         if self._abandoned:
@@ -670,7 +670,7 @@ class UploadSession:
             came = len(chunk.data) if chunk is not None else 0
             came += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
             self._end(keep=keep)
-            raise self._desk.refuse(self._run, self.ask, refusal, came) from refusal
+            raise self._api.refuse(self._run, self.ask, refusal, came) from refusal
         except BaseException:
             self._end(keep=True)
             raise
@@ -681,10 +681,10 @@ class UploadSession:
             if hasattr(self, "_staging"):
                 self._staging.close() if keep else self._staging.discard()
                 if keep:
-                    self._desk.keep_checked(self._key, self._ingest)
+                    self._api.keep_checked(self._key, self._ingest)
         finally:
             self._abandoned = True
-            self._desk.forget(self)
+            self._api.forget(self)
 
 
 def _come_back_later(reason: str, seconds: float) -> service_pb2.NextAskResponse:

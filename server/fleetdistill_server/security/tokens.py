@@ -77,7 +77,7 @@ def state_of(token: Row, now: float) -> str:
 
 
 @dataclass(frozen=True)
-class EnrolmentDesk:
+class EnrolmentApi:
     """Gives certificates to devices.
 
     Attributes:

@@ -68,7 +68,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.classstats.averaged import _least_recognised
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -287,7 +287,7 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
             raise Refused
 
     with ExitStack() as stack:
-        engine = Engine(store, prepared[0], DriveDevices(devices_of(prepared, stack, Desk(store)), stop))
+        engine = Engine(store, prepared[0], DriveDevices(devices_of(prepared, stack, DeviceApi(store)), stop))
         with pytest.raises(Refused):
             asyncio.run(engine.run())
     (event,) = store.history.events(RUN, "refused")
@@ -924,7 +924,7 @@ class Forgetting:
 
     def run(self, ask_in_round: int) -> None:
         with ExitStack() as stack:
-            devices = devices_of(self.prepared, stack, Desk(self.store))
+            devices = devices_of(self.prepared, stack, DeviceApi(self.store))
             waker = DriveDevices(devices, lambda: self._look(ask_in_round))
             asyncio.run(Engine(self.store, self.prepared[0], waker).run())
 
@@ -972,7 +972,7 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
     run.run(ask_in_round=3)
     said: list[str] = []
     with ExitStack() as stack:
-        device = devices_of(run.prepared, stack, Desk(run.store))[0]
+        device = devices_of(run.prepared, stack, DeviceApi(run.store))[0]
         device._guard._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
         assert run.store.asks.of_step(RUN, 4, 1)
         assert run.store.asks.next_open(RUN, run.device) is None
@@ -1087,8 +1087,8 @@ def test_the_personal_answer_is_the_product_of_both_predictors() -> None:
     assert np.abs(general - personal).max() > 1e-3
 
 
-def devices_of(prepared: Any, stack: ExitStack, desk: Desk) -> list[Device]:
-    return [stack.enter_context(make_simulated(spec, MemoryLink(desk))) for spec in prepared[1]]
+def devices_of(prepared: Any, stack: ExitStack, api: DeviceApi) -> list[Device]:
+    return [stack.enter_context(make_simulated(spec, MemoryLink(api))) for spec in prepared[1]]
 
 
 def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_path: Path) -> None:
@@ -1096,7 +1096,7 @@ def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_
     store = Store.in_memory()
     delivered: list[tuple[dict[str, Any], nn.Module]] = []
     with ExitStack() as stack:
-        devices = devices_of(prepared, stack, Desk(store))
+        devices = devices_of(prepared, stack, DeviceApi(store))
 
         def note(event: Event) -> None:
             if event.kind == "delivered":
@@ -1112,7 +1112,7 @@ def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_
             assert_both_in_one(device)
         found = [_outputs(device, load_arrays(prepared[1][0].test_file)[0]) for device in devices]
     with ExitStack() as stack:
-        again = devices_of(prepared, stack, Desk(store))
+        again = devices_of(prepared, stack, DeviceApi(store))
         inputs = load_arrays(prepared[1][0].test_file)[0]
         for device, before in zip(again, found, strict=True):
             after = _outputs(device, inputs)

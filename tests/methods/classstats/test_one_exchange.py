@@ -60,7 +60,7 @@ from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
@@ -723,13 +723,13 @@ def run_of(store: Store, **method: Any) -> Any:
     return run_config(values)
 
 
-def apps(desk: Desk, folder: Path, events: list[Event], **changes: Any) -> list[Device]:
+def apps(api: DeviceApi, folder: Path, events: list[Event], **changes: Any) -> list[Device]:
     made = []
     for number, counts in enumerate(([20, 12, 6, 0], [0, 9, 14, 8])):
         data = images_of(counts, number + 1)
         made.append(
             Device(
-                server=MemoryLink(desk),
+                server=MemoryLink(api),
                 model=lambda: build_model("digits_linear", classes=CLASSES),
                 data=(data.inputs, data.labels),
                 state_dir=folder / f"d{number}",
@@ -742,7 +742,7 @@ def apps(desk: Desk, folder: Path, events: list[Event], **changes: Any) -> list[
 
 
 def play(store: Store, folder: Path, events: list[Event], method: dict[str, Any], **changes: Any) -> list[Device]:
-    found = apps(Desk(store), folder, events, **changes)
+    found = apps(DeviceApi(store), folder, events, **changes)
     asyncio.run(Engine(store, run_of(store, **method), DriveDevices(found, lambda: None)).run())
     for device in found:
         while device.step(0.0) is not Step.FINISHED:
@@ -786,7 +786,7 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
         }
     )
     changes = {"validation_data": (rows.inputs, rows.labels)} if judged else {}
-    found = apps(Desk(store), tmp_path, events, export_onnx="never", **changes)
+    found = apps(DeviceApi(store), tmp_path, events, export_onnx="never", **changes)
     given = [build_model("digits_linear", classes=CLASSES) for _ in found]
     for device, model in zip(found, given, strict=True):
         device._model = copy.deepcopy(model)
@@ -815,7 +815,7 @@ def test_both_answers_are_there_after_a_restart(tmp_path: Path) -> None:
     for device in play(store, tmp_path, events, {}):
         before.append({name: extract(model, unseen) for name, model in device.models.items()})
         device.close()
-    for device, expected in zip(apps(Desk(store), tmp_path, events), before, strict=True):
+    for device, expected in zip(apps(DeviceApi(store), tmp_path, events), before, strict=True):
         assert device.models.keys() == expected.keys()
         for name, model in device.models.items():
             assert torch.equal(extract(model, unseen), expected[name])
@@ -842,7 +842,7 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.predict(x)
 
-    found = apps(Desk(store), tmp_path, events, validation_data=shuffled, export_onnx="never")
+    found = apps(DeviceApi(store), tmp_path, events, validation_data=shuffled, export_onnx="never")
     found[0]._model = Zero
     asyncio.run(Engine(store, run_of(store), DriveDevices(found, lambda: None)).run())
     assert isinstance(found[0].model, Zero)
@@ -883,10 +883,10 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
 
         return split_sequential(nn.Sequential(nn.Identity(), nn.Linear(16, CLASSES)), after=1)
 
-    desk = Desk(store)
+    api = DeviceApi(store)
     found = [
         Device(
-            server=MemoryLink(desk),
+            server=MemoryLink(api),
             model=model,
             data=(rows[part::2], labels[part::2]),
             state_dir=tmp_path / f"d{part}",

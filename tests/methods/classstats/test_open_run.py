@@ -20,7 +20,7 @@ from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
@@ -55,7 +55,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.store, self.folder = Store.in_memory(), folder
-        self.desk = Desk(self.store)
+        self.api = DeviceApi(self.store)
         self.devices: dict[str, Device] = {}
         self.acts: list[Callable[[], None]] = []
         self.spaces: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ class Fleet:
 
     def come(self, name: str) -> None:
         self.devices[name] = Device(
-            server=MemoryLink(self.desk),
+            server=MemoryLink(self.api),
             model=lambda: build_model("digits_linear", classes=CLASSES),
             data=data_of(COUNTS[name], ord(name)),
             state_dir=self.folder / name,

@@ -51,7 +51,7 @@ from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import MethodContext
@@ -1217,8 +1217,8 @@ def test_the_order_of_the_replies_does_not_change_the_result(tmp_path: Path) -> 
     for order in (1, -1):
         config, specs, _ = prepare(small(rounds=1), tmp_path / str(order))
         store = Store.in_memory()
-        desk = Desk(store)
-        devices = [make_simulated_device(spec, MemoryLink(desk)) for spec in specs][::order]
+        api = DeviceApi(store)
+        devices = [make_simulated_device(spec, MemoryLink(api)) for spec in specs][::order]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:

@@ -17,7 +17,7 @@ from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
@@ -55,8 +55,8 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
     from fleetdistill_server.engine.engine import Engine
 
     store = Store.open(Path(config.server.store))
-    desk = Desk(store, compression=compression_of(config.server.compression))
-    with _closed_on_failure(store), _open_devices(specs, desk) as devices:
+    api = DeviceApi(store, compression=compression_of(config.server.compression))
+    with _closed_on_failure(store), _open_devices(specs, api) as devices:
         engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
         # Not asyncio.run: that makes of Ctrl-C a request which nothing here ever waits for.
         with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -78,13 +78,13 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_devices(specs: list[DeviceSpec], desk: Desk) -> Iterator[list[Device]]:
+def _open_devices(specs: list[DeviceSpec], api: DeviceApi) -> Iterator[list[Device]]:
     """The devices. Whatever interrupts them, they do not say goodbye: the open round waits for them."""
     devices: list[Device] = []
     finished = False
     try:
         for spec in specs:
-            devices.append(make_device(spec, MemoryLink(desk)))
+            devices.append(make_device(spec, MemoryLink(api)))
         yield devices
         finished = True
     finally:

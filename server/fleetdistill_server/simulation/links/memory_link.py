@@ -1,4 +1,4 @@
-"""The in-memory link: a device's calls go straight to the desk, through the same checks as over gRPC."""
+"""The in-memory link: a device's calls go straight to the device API, through the same checks as over gRPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
-from fleetdistill_server.intake.device_api import Desk
+from fleetdistill_server.intake.device_api import DeviceApi
 
 
 class MemoryLink:
@@ -15,34 +15,34 @@ class MemoryLink:
 
     remote = False
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, api: DeviceApi) -> None:
+        self._api = api
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
     ) -> service_pb2.CheckInResponse:
-        return self._desk.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
+        return self._api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         nothing = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
-        return self._desk.next_ask(identity) or nothing
+        return self._api.next_ask(identity) or nothing
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
-        self._desk.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
+        self._api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
 
     def leave(self, identity: service_pb2.Identity) -> None:
-        self._desk.leave(service_pb2.LeaveRequest(identity=identity))
+        self._api.leave(service_pb2.LeaveRequest(identity=identity))
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
-        self._desk.decline(request)
+        self._api.decline(request)
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
-        return self._desk.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+        return self._api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
-        session = self._desk.begin_upload(header)
+        session = self._api.begin_upload(header)
         try:
             for chunk in chunks:
                 session.feed(chunk)
@@ -56,7 +56,7 @@ class MemoryLink:
         request = service_pb2.DownloadRequest(
             identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
         )
-        payload, chunks = self._desk.download(request)
+        payload, chunks = self._api.download(request)
         return payload.header(), chunks
 
     def interrupt(self) -> None:
