@@ -123,7 +123,7 @@ def _defaults(model: type[BaseModel], section: str = "") -> dict[tuple[str, str]
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             found |= _defaults(inner, name)
         elif section:
-            found[section, name] = "required" if field.is_required() else field.default
+            found[section, field.alias or name] = "required" if field.is_required() else field.default
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -14,6 +15,7 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))
+    sys.path.append(os.getcwd())  # last: own models and methods are found, and no file here hides an installed module
     try:
         from fleetdistill_server.cli.app import app
     except KeyboardInterrupt:

@@ -107,7 +107,7 @@ UNKNOWN = {
         with_setting("run", "round", 3),
         "[run] round: unknown setting; did you mean 'rounds'? Known are name, method, rounds, seed, min_devices, "
         "devices_per_round, over_selection, quorum, deadline_seconds, threads, "
-        "start_from",
+        "start_from, import",
     ),
     "in contract": (
         with_setting("contract", "labels", 3),

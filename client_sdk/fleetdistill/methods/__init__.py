@@ -1,7 +1,8 @@
 """The table of methods, device side. Each is a file or a folder of its name, with a configuration and a device half.
 
-An app adds a method of its own with `register`. Nothing else does: a contract only names a method, so a server can
-never make a device import code.
+A method of others comes from `register`, which an app or its modules call, or from an installed package that declares
+it (`fleetdistill.methods.outside`). A contract only names a method, so a server can never make a device import code
+that is not installed there for this purpose.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Plan
 from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods.outside import installed_methods, load_installed, note_registration
 from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
@@ -56,6 +58,24 @@ def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None
     if method in METHODS or _registered.get(method, (config, device)) != (config, device):
         raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
     _registered[method] = (config, device)
+    note_registration(device)
+    note_registration(config)
+
+
+def known_methods() -> list[str]:
+    """Names of all methods that this process can have: built-in, registered, and of installed packages; sorted."""
+    return sorted({*METHODS, *_registered, *installed_methods()})
+
+
+def is_registered(method: str) -> bool:
+    """Whether a method from outside is registered, after a look at the installed packages.
+
+    Raises:
+        ConfigurationError: An installed package declares it and does not register it.
+    """
+    if method not in METHODS and method not in _registered:
+        load_installed(method, _registered.__contains__)
+    return method in _registered
 
 
 def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type[Any]:
@@ -68,13 +88,13 @@ def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type
     Raises:
         ConfigurationError: The method is unknown, or it has no such form.
     """
-    usual: type[LocalTraining] = _registered[method][0] if method in _registered else _load(method, 0)
+    usual: type[LocalTraining] = _half(method, 0)
     return usual.form(settings or {})
 
 
 def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
     """The device half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
-    usual: type[DeviceMethod] = _registered[method][1] if method in _registered else _load(method, 1)
+    usual: type[DeviceMethod] = _half(method, 1)
     return usual if config is None else usual.form(config)
 
 
@@ -108,8 +128,10 @@ def config_of_contract(contract: contract_pb2.Contract) -> Any:
     return found
 
 
-def _load(method: str, half: int) -> Any:
+def _half(method: str, half: int) -> Any:
+    if is_registered(method):
+        return _registered[method][half]
     if method not in METHODS:
-        raise ConfigurationError(unknown_name("method", method, sorted({*METHODS, *_registered})))
+        raise ConfigurationError(unknown_name("method", method, known_methods()))
     module, name = METHODS[method][half].split(":")
     return getattr(import_module(f"fleetdistill.methods.{module}"), name)

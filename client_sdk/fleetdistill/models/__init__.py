@@ -8,8 +8,10 @@ statistics are in `PREDICTORS`; `fleetdistill.methods.classstats.space_model` bu
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +152,47 @@ def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[
     if not callable(factory):
         raise ConfigurationError(f"{kind} {name_or_path!r}: {module_name!r} has no function {factory_name!r}")
     return factory  # type: ignore[no-any-return]
+
+
+def path_of(factory: str | Callable[..., Any]) -> str:
+    """The name or path of a factory, under which another process finds it.
+
+    Args:
+        factory: A name or `package.module:factory`, which is returned as it is; or a function at the top level of a
+            module or of the script that runs.
+
+    Raises:
+        ConfigurationError: The function has no such place, as a lambda or one within another function.
+    """
+    if isinstance(factory, str):
+        return factory
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
+    if not module or not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not factory:
+        raise ConfigurationError(
+            f"{factory!r} is no function at the top level of a module, which other processes could import; define it "
+            "there, or give its path as package.module:factory"
+        )
+    return f"{module_name(module)}:{name}"
+
+
+def module_name(module: str) -> str:
+    """The name under which another process can import a module of this one; the script that runs has its file's.
+
+    Raises:
+        ConfigurationError: It is an interactive session.
+    """
+    main = sys.modules[module] if module == "__main__" else None
+    if main is None:
+        return module
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return str(spec.name)
+    if getattr(main, "__file__", None) is None:
+        raise ConfigurationError(
+            "other processes cannot import what an interactive session defines; put it in a module"
+        )
+    name = Path(str(main.__file__)).stem
+    sys.modules.setdefault(name, main)  # so that an import in this process does not run the script a second time
+    return name
 
 
 def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:

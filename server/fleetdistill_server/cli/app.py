@@ -15,10 +15,12 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
+    ImportOption,
     JsonOption,
     ServerOption,
     StoreOption,
@@ -60,7 +62,12 @@ app.add_typer(devices_app, name="devices")
 devices_app.command("revoke")(devices_revoke)
 
 _SIZES = Sizes()
-_FIELDS = {"model": ("models",), "set_": ("settings",), "controls": ("with_alone", "with_fedavg")}
+_FIELDS = {
+    "model": ("models",),
+    "set_": ("settings",),
+    "import_": ("modules",),
+    "controls": ("with_alone", "with_fedavg"),
+}
 """Options of `simulate` that have another name in `Simulation`."""
 
 
@@ -79,6 +86,7 @@ app.command("serve")(serve)
 def simulate(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
+    import_: ImportOption = None,
     link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
     dataset: Annotated[
         str, typer.Option(help="digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits.")
@@ -136,6 +144,7 @@ def simulate(
         raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
     wanted = Simulation(
         method=method,
+        modules=tuple(import_ or ()),
         settings=dict(_setting(one) for one in set_ or []),
         dataset=dataset,
         data_dir=data_dir,
@@ -223,10 +232,13 @@ def methods(
     knowledge_type: Annotated[
         str, typer.Option(help="float16, float32 or uint8, for features and logits.")
     ] = "float16",
+    import_: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Lists the methods: what leaves, what they need, bytes. Example: fleetdistill methods --parameters 25000"""
     from fleetdistill_server.cli.method_table import methods as methods_view
+
+    import_modules(import_ or (), "--import")
 
     sizes = Sizes(
         samples=samples,

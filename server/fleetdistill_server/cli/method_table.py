@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS
-from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods import config_class, known_methods
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.traffic import (
@@ -65,7 +65,7 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsV
     """
     if rounds < 1:
         raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
-    rows = [method_row(name, sizes, _checked(knowledge_type), rounds) for name in sorted(METHODS)]
+    rows = [method_row(name, sizes, _checked(knowledge_type), rounds) for name in known_methods()]
     facts = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": sizes.numbers()}
     return MethodsView({"methods": rows}, facts)
 

@@ -26,6 +26,10 @@ ServerOption = Annotated[
 IdentityOption = Annotated[
     Path | None, typer.Option("--identity", help="Your identity for --server, from `fleetdistill pki issue`.")
 ]
+ImportOption = Annotated[
+    list[str] | None,
+    typer.Option("--import", help="A module, package.module, that registers methods of your own; repeatable."),
+]
 DEFAULT_STORE = Path("fleetdistill-store")
 _PIPED_WIDTH = 240
 _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}

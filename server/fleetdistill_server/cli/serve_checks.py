@@ -14,6 +14,7 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill_server.config.run_config import RunConfig, ServerSection
 from fleetdistill_server.front.tls import check_files
+from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.store import Store
@@ -59,7 +60,10 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
         if store is not None and is_prepared(store, config):
             return
     command = [sys.executable, "-m", "fleetdistill_server.engine.preflight", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    environment = child_environment()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as process:
         while process.poll() is None and not stopped.wait(_LOOK_SECONDS):
             pass
         if process.poll() is None:

@@ -23,6 +23,7 @@ from pydantic import (
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.methods import config_class
 from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.setting_errors import sentences
@@ -51,7 +52,16 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 """`host:port`; port 0 takes a free one."""
 
 
-OPERATORS = ("rounds", "min_devices", "devices_per_round", "over_selection", "quorum", "deadline_seconds", "threads")
+OPERATORS = (
+    "rounds",
+    "min_devices",
+    "devices_per_round",
+    "over_selection",
+    "quorum",
+    "deadline_seconds",
+    "threads",
+    "import",
+)
 """Settings of [run] that may change between starts of one run, because they say how it is operated, not what it is."""
 
 
@@ -69,6 +79,8 @@ class RunSection(_Section):
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
     start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
+    modules: Annotated[list[str], Field(alias="import")] = []
+    """Modules to import, which register methods; `import` is no name for it in Python."""
 
     @model_validator(mode="after")
     def _check_start(self) -> RunSection:
@@ -224,7 +236,7 @@ class RunConfig(_Section):
         A proxy set may move; its digest is in the contract.
         """
         fixed = self.model_dump(
-            mode="json", exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
+            mode="json", by_alias=True, exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
         )
         return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
 
@@ -269,7 +281,7 @@ def completed_part(known: dict[str, Any]) -> dict[str, Any]:
     completed = {}
     for name, values in known.items():
         fields = sections[name].model_fields if name in sections else {}
-        defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+        defaults = {field.alias or key: field.default for key, field in fields.items() if not field.is_required()}
         completed[name] = {**defaults, **values}
     return completed
 
@@ -303,13 +315,14 @@ def run_config(values: dict[str, Any]) -> RunConfig:
         checked = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(sentences(error, _SETTINGS)) from error
+    import_modules(checked.run.modules, "[run] import")
     checked.method_config().check_rounds(checked.run.rounds)
     return checked
 
 
 _SETTINGS = {
     "": list(RunConfig.model_fields),
-    "run": list(RunSection.model_fields),
+    "run": [field.alias or name for name, field in RunSection.model_fields.items()],
     "contract": list(ContractSection.model_fields),
     "model": list(ModelSection.model_fields),
     "proxy": list(ProxySection.model_fields),

@@ -51,6 +51,7 @@ from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.service.heartbeat import begin_beats
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
 from fleetdistill_server.service.registration import check_not_edited, register
+from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
@@ -432,14 +433,25 @@ async def _main(given: _Arguments) -> None:
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    config = load_run_config(given.config)
     store = Store.open(given.store)
     try:
+        config = _load(store, given)
         await _run(store, config, given)
     except asyncio.CancelledError:
         return
     finally:
         store.close()
+
+
+def _load(store: Store, given: _Arguments) -> RunConfig:
+    """The run.toml. Why it cannot be read is noted for the run that is served, so that the supervisor can say it."""
+    try:
+        return load_run_config(given.config)
+    except ConfigurationError as error:
+        run = served_run(given.store)
+        if run is not None:
+            _note_failure(store, run, str(error))
+        raise
 
 
 async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:

@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import config_class, device_class, is_registered, known_methods
+from fleetdistill.methods.outside import installed_methods, note_registration
+from fleetdistill.models import module_name
 from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ def register(method: str, server: type[ServerMethod]) -> None:
     if method in SERVER_METHODS or _registered.get(method, server) is not server:
         raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
     _registered[method] = server
+    note_registration(server)
 
 
 def server_class(method: str, config: Any = None) -> type[ServerMethod]:
@@ -48,9 +52,27 @@ def server_class(method: str, config: Any = None) -> type[ServerMethod]:
 
 
 def _usual_class(method: str) -> type[ServerMethod]:
+    has_device_half = is_registered(method)  # imports the installed package that declares it, if one does
     if method in _registered:
         return _registered[method]
+    if has_device_half:
+        raise ConfigurationError(
+            f"method {method!r} has no server half: the module that registers its device half must also call "
+            f"fleetdistill_server.methods.register({method!r}, ...)"
+        )
     if method not in SERVER_METHODS:
-        raise ConfigurationError(unknown_name("method", method, sorted({*SERVER_METHODS, *_registered})))
+        raise ConfigurationError(unknown_name("method", method, sorted({*known_methods(), *_registered})))
     module, name = SERVER_METHODS[method].split(":")
     return getattr(import_module(f"fleetdistill_server.methods.{module}"), name)  # type: ignore[no-any-return]
+
+
+def modules_of(method: str) -> list[str]:
+    """Modules that register a method which only this process knows, for another process to import; none for others.
+
+    Raises:
+        ConfigurationError: The method was defined in an interactive session.
+    """
+    if method not in _registered or method in installed_methods():
+        return []
+    halves = (_registered[method], config_class(method), device_class(method))
+    return list(dict.fromkeys(module_name(half.__module__) for half in halves))

@@ -23,7 +23,12 @@ from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.heartbeat import Beats, forget_beats
-from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.processes import (
+    EXIT_CANNOT_LISTEN,
+    EXIT_CONFIGURATION,
+    EXIT_NO_SPACE,
+    child_environment,
+)
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.states import OVER
@@ -90,7 +95,7 @@ class Child:
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
             # gRPC's own lines on standard error would stand before our sentence.
-            env={"GRPC_VERBOSITY": "NONE", **os.environ},
+            env={"GRPC_VERBOSITY": "NONE", **child_environment()},
             text=True,
             start_new_session=True,
         )

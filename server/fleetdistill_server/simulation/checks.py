@@ -9,6 +9,7 @@ import torch
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
 from fleetdistill.printable import printable
@@ -25,6 +26,7 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 def check_settings(wanted: Simulation) -> None:
     """Raises ConfigurationError for a setting that is out of range, the method's settings included."""
+    import_modules(wanted.modules, "import")
     wanted.configuration()
     if wanted.link not in ("memory", "grpc"):
         raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")

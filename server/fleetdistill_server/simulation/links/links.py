@@ -18,6 +18,7 @@ from fleetdistill.errors import RunError
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
@@ -137,7 +138,8 @@ def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subpro
     command += ["--parent", str(os.getpid())]
     files = [str(save_spec(spec)) for spec in specs]
     groups = [files] if sys.platform == "linux" else [[file] for file in files]
-    processes = [subprocess.Popen([*command, *group], start_new_session=True) for group in groups]
+    environment = child_environment()
+    processes = [subprocess.Popen([*command, *group], start_new_session=True, env=environment) for group in groups]
     try:
         yield processes
     finally:
@@ -176,6 +178,6 @@ def _refuse_stopped(store: Store, run: str) -> None:
 def as_toml(config: RunConfig) -> str:
     """A configuration as run.toml; JSON's strings, numbers and lists are TOML's too."""
     lines: list[str] = []
-    for section, values in config.model_dump(mode="json").items():
+    for section, values in config.model_dump(mode="json", by_alias=True).items():
         lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)

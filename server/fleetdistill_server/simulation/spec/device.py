@@ -21,6 +21,7 @@ import numpy as np
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
@@ -42,6 +43,7 @@ class DeviceSpec:
         validation_file: The data that decide whether its model is replaced; empty for none.
         predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train one behind fixed features.
         attack: What a hostile device does, a name in `hostile.ATTACKS`; empty for an honest one.
+        modules: What its process imports, which registers the method.
     """
 
     name: str
@@ -55,6 +57,7 @@ class DeviceSpec:
     validation_file: str = ""
     predictor: str = USUAL_PREDICTOR
     attack: str = ""
+    modules: tuple[str, ...] = ()
 
     @property
     def scores_file(self) -> Path:
@@ -150,6 +153,11 @@ def main() -> int:
     parser.add_argument("--parent", type=int, help="process that they end with; by default the one that started this")
     given = parser.parse_args()
     specs = [DeviceSpec(**json.loads(path.read_text())) for path in given.specs]
+    try:
+        import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")
+    except FleetDistillError as error:
+        print(error, file=sys.stderr)
+        return 1
     if len(specs) == 1:
         end_with_parent(given.parent)
         return _run(specs[0], given.server)

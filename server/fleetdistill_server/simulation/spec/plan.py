@@ -14,7 +14,7 @@ from fleetdistill.knowledge import ModelParameters
 from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.training.model import parameter_count
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods import modules_of, server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.simulation.data.datasets import Dataset, stratified_rows
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation, proxy_rows
@@ -89,6 +89,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "run": {
                 "name": RUN,
                 "method": wanted.method,
+                "import": _modules(wanted),
                 "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
                 "min_devices": wanted.devices,
@@ -137,9 +138,17 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 test_file=str(test_file),
                 state_dir=str(work / name),
                 run=RUN,
+                modules=tuple(_modules(wanted)),
             )
         )
     return specs
+
+
+def _modules(wanted: Simulation) -> list[str]:
+    """What other processes must import to have the method."""
+    if wanted.modules or wanted.link == "memory":
+        return list(wanted.modules)
+    return modules_of(wanted.method)
 
 
 def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:

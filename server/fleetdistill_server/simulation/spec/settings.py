@@ -19,6 +19,8 @@ class Simulation:
 
     Attributes:
         method: Name of the method.
+        modules: Modules to import, which register methods of your own. Over gRPC the processes of server and devices
+            import them too. A method that this process has registered needs none.
         settings: The method's settings, as under [method] in run.toml.
         dataset: A name in `datasets.DATASETS`.
         data_dir: Where the data sets lie; see `load_dataset`.
@@ -55,6 +57,7 @@ class Simulation:
     """
 
     method: str = "feddkc"
+    modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     dataset: str = "digits"
     data_dir: Path | None = None

@@ -1,0 +1,107 @@
+"""A method of your own in one file: FedProx, which keeps local training near the global model.
+
+    python examples/fedprox.py                    # in this process
+    python examples/fedprox.py --link grpc        # server and devices in processes of their own
+    cd examples && fleetdistill simulate --import fedprox --method fedprox --set mu=0.1
+
+In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app of a device imports this module, or installs a
+package that declares it as an entry point (docs/explanation/architecture.md, "A method of your own").
+
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, algorithm 2: in round t device k minimises
+h_k(w; w_t) = F_k(w) + mu/2 ||w - w_t||^2, and the server averages. With mu = 0 it is FedAvg.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fleetdistill import methods as device_methods
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.base import Answer, Ask, answers, check_range
+from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.training.local_training import train_epochs
+from fleetdistill.training.parameters import model_parameters, take_weights
+from fleetdistill_server import Simulation, register, simulate
+from fleetdistill_server.methods.fedavg import FedAvgServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProxConfig(FedAvgConfig):
+    """FedAvg's settings, and the weight of the proximal term: the paper tunes it over 0.001, 0.01, 0.1 and 1."""
+
+    mu: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("mu", self.mu, 0)
+
+
+def proximal_term(model: nn.Module, start: list[Tensor], mu: float) -> Tensor:
+    """mu/2 ||w - w_t||^2 over the trainable parameters; `start` are those of the global model."""
+    return mu / 2 * sum(((w - w_t) ** 2).sum() for w, w_t in zip(model.parameters(), start, strict=True))
+
+
+class FedProxDevice(FedAvgDevice):
+    """Device half: local training with the proximal term."""
+
+    config: FedProxConfig
+
+    @answers("train")
+    def train(self, ask: Ask) -> Answer:
+        """One round on this device, from the global model that the ask brings."""
+        model, data = self.local.model, self.local.data
+        take_weights(model, ask.part("parameters", ModelParameters))
+        start = [w.detach().clone() for w in model.parameters()]
+        self.trained = train_epochs(
+            model,
+            data,
+            epochs=self.config.local_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=make_local_optimizer(self.config, model.parameters()),
+            loss=lambda logits_bc, labels_b, rows_b: (
+                functional.cross_entropy(logits_bc, labels_b) + proximal_term(model, start, self.config.mu)
+            ),
+            generator=torch.Generator().manual_seed(ask.seed),
+            device=self.local.torch_device,
+        )
+        return Answer(parts={"parameters": model_parameters(model)}, samples=len(data))
+
+
+class FedProxServer(FedAvgServer):
+    """Server half: FedAvg's weighted mean."""
+
+    summary = "FedAvg with a proximal term in local training"
+
+
+device_methods.register("fedprox", FedProxConfig, FedProxDevice)
+register("fedprox", FedProxServer)
+
+
+def main() -> None:
+    """FedAvg, and FedProx with several mu, on the same fleet: mu = 0 gives FedAvg's figures to the bit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--link", choices=["memory", "grpc"], default="memory")
+    parser.add_argument("--out", type=Path, default=Path("out/fedprox"))
+    given = parser.parse_args()
+    fleet = {"devices": 4, "alpha": 0.1, "models": ("digits_mlp_small",), "rounds": given.rounds, "link": given.link}
+    for name, method, settings in (
+        ("FedAvg", "fedavg", {"local_epochs": 5}),
+        *((f"FedProx, mu = {mu:g}", "fedprox", {"local_epochs": 5, "mu": mu}) for mu in (0.0, 0.1, 1.0)),
+    ):
+        wanted = Simulation(
+            method=method, settings=settings, with_alone=False, with_fedavg=False, out=given.out / name, **fleet
+        )
+        report = simulate(wanted, if_there="overwrite")
+        print(f"{name:18} global model {report.global_accuracy_by_round[-1]:.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Methods from outside: modules that a configuration names, and installed packages; over both links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.outside import EXAMPLES, fresh_process, install, write_module
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.methods import config_class, config_of_contract, known_methods, outside
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server import Simulation, simulate
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.run_config import load_run_config, run_config
+from fleetdistill_server.methods import modules_of, server_class
+
+OPTIONS = ["--devices", "2", "--rounds", "2", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
+OPTIONS += ["--model", "digits_linear", "--no-controls"]
+NOTES_ITSELF = "from pathlib import Path\nPath(__file__).with_suffix('.imported').touch()\n"
+
+
+@pytest.fixture(autouse=True)
+def process(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    with fresh_process("fedprox", "spy", "broken", "silent", "half") as patch:
+        patch.syspath_prepend(str(tmp_path))
+        yield patch
+
+
+@pytest.fixture
+def with_fedprox(process: pytest.MonkeyPatch) -> None:
+    process.syspath_prepend(str(EXAMPLES))
+
+
+def simulated(out: Path, *options: str) -> dict[str, Any]:
+    told = CliRunner().invoke(app, ["simulate", "--out", str(out), *OPTIONS, *options])
+    assert told.exit_code == 0, told.stderr
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report
+
+
+# --- [run] import and --import
+
+
+@pytest.mark.slow
+def test_an_imported_method_gives_the_same_over_both_links(with_fedprox: None, tmp_path: Path) -> None:
+    options = ["--import", "fedprox", "--method", "fedprox", "--set", "mu=0.1"]
+    memory, grpc = (simulated(tmp_path / link, "--link", link, *options) for link in ("memory", "grpc"))
+    assert memory["method"] == "fedprox"
+    assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]
+    assert memory["global_accuracy_by_round"] == grpc["global_accuracy_by_round"]
+    assert all(len(curve) == 2 for curve in grpc["accuracy_by_round"].values())
+
+
+def test_a_simulation_of_an_imported_method_resumes_without_naming_it_again(with_fedprox: None, tmp_path: Path) -> None:
+    before = simulated(tmp_path / "out", "--import", "fedprox", "--method", "fedprox")
+    with fresh_process("fedprox"):
+        after = simulated(tmp_path / "out", "--resume")
+    assert after["accuracy_by_round"] == before["accuracy_by_round"]
+
+
+def test_the_table_of_methods_has_imported_ones(with_fedprox: None) -> None:
+    told = CliRunner().invoke(app, ["methods", "--import", "fedprox", "--json"])
+    rows = {row["method"]: row for row in json.loads(told.stdout)["methods"]}
+    assert rows["fedprox"]["summary"] == "FedAvg with a proximal term in local training"
+    assert rows["fedprox"]["bytes_up"] == rows["fedavg"]["bytes_up"]
+
+
+RUN_TOML = """
+[run]
+name = "own"
+method = "{method}"
+import = {modules}
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[model]
+device = "digits_linear"
+[server]
+store = "{store}"
+listen = "127.0.0.1:0"
+"""
+
+
+def run_toml(tmp_path: Path, modules: list[str], method: str = "fedprox") -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN_TOML.format(method=method, modules=json.dumps(modules), store=tmp_path / "store"))
+    return file
+
+
+def test_run_toml_names_modules_that_register_methods(with_fedprox: None, tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, ["fedprox"]))
+    assert config.run.modules == ["fedprox"]
+    assert config.method_config().mu == 0.1
+    assert config.fixed_part()["run"]["import"] == ["fedprox"], "export builds the method from what the store has"
+    assert server_class("fedprox").__name__ == "FedProxServer"
+
+
+def test_serve_check_covers_imports(with_fedprox: None, tmp_path: Path) -> None:
+    write_module(tmp_path, "silent", "x = 1\n")
+    told = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, ["fedprox"]))])
+    assert told.exit_code == 0, told.stderr
+    assert "fedprox, 30 rounds" in told.stdout
+    for modules, sentence in WRONG_MODULES.items():
+        told = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, [modules]))])
+        assert (told.exit_code, told.stdout) == (1, "")
+        assert f"[run] import: {sentence}" in told.stderr
+        assert not (tmp_path / "store").exists()
+
+
+WRONG_MODULES = {
+    "not_there": "cannot import 'not_there': ModuleNotFoundError: No module named 'not_there'; install its package, or",
+    "silent": "module 'silent' registers no method; call fleetdistill.methods.register and",
+    "../silent.py": "'../silent.py' is no module; name one as in Python's import, package.module",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MODULES)
+@pytest.mark.parametrize("command", ["simulate", "methods"])
+def test_a_module_that_is_not_there_or_registers_nothing_is_refused(name: str, command: str, tmp_path: Path) -> None:
+    write_module(tmp_path, "silent", "x = 1\n")
+    out = ["--out", str(tmp_path / "out")] if command == "simulate" else []
+    told = CliRunner().invoke(app, [command, *out, "--import", name])
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert WRONG_MODULES[name] in told.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_module_raises_is_one_sentence(tmp_path: Path) -> None:
+    write_module(tmp_path, "broken", "1 / 0\n")
+    with pytest.raises(ConfigurationError, match=r"cannot import 'broken': ZeroDivisionError: division by zero; "):
+        outside.import_modules(["broken"], "--import")
+
+
+def test_a_method_without_a_server_half_is_refused_with_the_call_that_is_missing(tmp_path: Path) -> None:
+    text = "from fleetdistill import methods\nfrom fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice\n"
+    write_module(tmp_path, "half", f"{text}methods.register('half', FedAvgConfig, FedAvgDevice)\n")
+    outside.import_modules(["half"], "--import")
+    with pytest.raises(ConfigurationError, match=r"'half' has no server half: .*fleetdistill_server.methods.register"):
+        server_class("half")
+
+
+@pytest.mark.slow
+def test_a_method_that_only_this_process_registered_runs_over_grpc(with_fedprox: None, tmp_path: Path) -> None:
+    import fedprox  # noqa: F401
+
+    assert modules_of("fedprox") == ["fedprox"]
+    assert modules_of("fedavg") == []
+    small = Simulation(
+        method="fedprox",
+        link="grpc",
+        devices=2,
+        rounds=1,
+        train_limit=60,
+        test_limit=20,
+        models=("digits_linear",),
+        with_alone=False,
+        with_fedavg=False,
+        out=tmp_path / "out",
+    )
+    assert simulate(small).completed_rounds == 1
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+    fails = "import sys\nif 'engine' in sys.argv[0]: raise RuntimeError('not in the engine')\n"
+    write_module(tmp_path, "broken", fails + (EXAMPLES / "fedprox.py").read_text().replace("from __future__", "#"))
+    small = Simulation(
+        method="fedprox",
+        modules=("broken",),
+        link="grpc",
+        devices=2,
+        rounds=1,
+        train_limit=60,
+        test_limit=20,
+        models=("digits_linear",),
+        with_fedavg=False,
+        out=tmp_path / "out",
+    )
+    with pytest.raises(RunError, match=r"cannot run this configuration: .*'broken': RuntimeError: not in the engine"):
+        simulate(small)
+
+
+# --- installed packages
+
+
+@pytest.mark.slow
+def test_an_installed_method_runs_over_both_links_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
+    install(tmp_path, "own-methods", {"fedprox": "fedprox"})
+    memory, grpc = (
+        simulated(tmp_path / link, "--link", link, "--method", "fedprox", "--set", "mu=0.1")
+        for link in ("memory", "grpc")
+    )
+    assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]
+    told = CliRunner().invoke(app, ["methods", "--json"])
+    assert "fedprox" in [row["method"] for row in json.loads(told.stdout)["methods"]]
+    checked = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, []))])
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_an_entry_point_may_name_a_function_that_registers(with_fedprox: None, tmp_path: Path) -> None:
+    write_module(tmp_path, "half", "def add():\n    import fedprox\n")
+    install(tmp_path, "own-methods", {"fedprox": "half:add"})
+    assert config_class("fedprox").__name__ == "FedProxConfig"
+    assert server_class("fedprox").__name__ == "FedProxServer"
+    assert modules_of("fedprox") == [], "other processes find it themselves"
+
+
+def contract(method: str) -> contract_pb2.Contract:
+    return contract_pb2.Contract(method=method, classes=["a", "b"])
+
+
+def test_a_contract_makes_a_device_import_nothing_that_is_not_declared_under_that_name(tmp_path: Path) -> None:
+    write_module(tmp_path, "spy", NOTES_ITSELF)
+    install(tmp_path, "others", {"another": "spy"})
+    for name in ("spy", "spy:main", "others", f"{outside.GROUP}.another", "another:spy"):
+        with pytest.raises(ConfigurationError, match="unknown method"):
+            config_of_contract(contract(name))
+    assert "another" in known_methods()
+    assert not (tmp_path / "spy.imported").exists()
+    assert "spy" not in sys.modules
+
+
+def test_a_built_in_method_is_never_taken_from_a_package(tmp_path: Path) -> None:
+    write_module(tmp_path, "spy", NOTES_ITSELF)
+    install(tmp_path, "others", {"fedavg": "spy"})
+    assert config_class("fedavg").__module__ == "fleetdistill.methods.fedavg"
+    assert not (tmp_path / "spy.imported").exists()
+
+
+def test_a_package_that_does_not_do_what_it_declares_is_named(tmp_path: Path) -> None:
+    write_module(tmp_path, "silent", "x = 1\n")
+    install(tmp_path, "silent-methods", {"quiet": "silent", "gone": "not_there:add"})
+    with pytest.raises(ConfigurationError, match=r"package 'silent-methods' declares method 'quiet' as 'silent'"):
+        config_class("quiet")
+    with pytest.raises(ConfigurationError, match=r"'gone' of package 'silent-methods': cannot load .* or uninstall"):
+        run_config({"run": {"name": "r", "method": "gone"}, "contract": {"classes": 2, "input_shape": [1]}})
+    install(tmp_path, "more-methods", {"quiet": "spy"})
+    with pytest.raises(ConfigurationError, match=r"several packages declare method 'quiet' \(package 'more-methods', "):
+        config_class("quiet")
