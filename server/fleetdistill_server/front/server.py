@@ -196,7 +196,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             with contextlib.suppress(RuntimeError):
                 self._uploads.submit(upload.abandon)
 
-    async def Download(  # type: ignore[override]  # of messages as bytes, see `_DownloadsAreBytes`
+    async def Download(  # type: ignore[override]  # of messages as bytes, see `DownloadsAreBytes`
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncIterator[bytes]:
         async with contextlib.aclosing(self._responses(request, context)) as responses:
@@ -313,7 +313,7 @@ def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
     return [framed(chunk) for chunk in itertools.islice(chunks, BATCH)]
 
 
-class _DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Sends what `Download` gives as it is: it has its messages serialised already."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
@@ -402,7 +402,7 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
     """A server with what it offers on plain text too."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
-        interceptors=[guard, RefuseUndecodable(), _DownloadsAreBytes()],
+        interceptors=[guard, RefuseUndecodable(), DownloadsAreBytes()],
         options=options,
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )
