@@ -116,7 +116,7 @@ def make_pipes(place: Place) -> tuple[Pipe, Pipe]:
 
 
 def _run_front(points: str, place: Place, port: int, lease_seconds: float) -> None:
-    from fleetdistill_server.front.server import main
+    from fleetdistill_server.front.process import main
 
     _begin("front", points, place)
     ends = f"{_open(place.pipe('front'))},{_open(place.pipe('engine'))}"

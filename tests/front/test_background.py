@@ -17,7 +17,8 @@ from support.wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.front.server import DeviceService, _guarded
+from fleetdistill_server.front.device_service import DeviceService
+from fleetdistill_server.front.server import _guarded
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import sweep

@@ -37,7 +37,7 @@ from support.wire_samples import data_of, in_pieces, make_chunk, make_payload, m
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_server.front.server import DeviceService
+from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store

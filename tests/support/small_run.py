@@ -152,7 +152,7 @@ class Place:
 
 
 def _front(points: str, place: Place) -> None:
-    from fleetdistill_server.front.server import main
+    from fleetdistill_server.front.process import main
 
     failpoints.switch_on(points)
     where = ["--store", str(place.store), "--listen", f"127.0.0.1:{place.port}"]

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill_server.front.errors import abort
+from fleetdistill_server.front.interceptors import RefuseUndecodable
 
 _NO_MESSAGE = object()
 _SENTENCE = "the request's bytes are no message of this protocol"
@@ -88,3 +89,14 @@ async def _messages(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 async def _refuse(context: Any) -> NoReturn:
     await abort(context, RefusedError(Code.BAD_MESSAGE, _SENTENCE))
+
+
+_DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
+
+
+class DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Sends what `Download` gives as it is: it has its messages serialised already."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
+        handler = await continuation(call_details)
+        return handler._replace(response_serializer=None) if call_details.method == _DOWNLOAD else handler

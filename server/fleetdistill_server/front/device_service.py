@@ -1,0 +1,259 @@
+"""The devices' calls over gRPC: each hands its work to the device API, in a pool of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.framing import framed
+from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
+from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.front.errors import abort, ended, in_pool
+from fleetdistill_server.front.server import T
+from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
+from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
+from fleetdistill_server.intake.limiter import Who
+from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.traffic import Sending
+
+LONGEST_WAIT_SECONDS = 60.0
+# After a wake-up the devices spread over [0, waiting / this] seconds.
+WAKES_PER_SECOND = 1000
+
+
+class DeviceService(service_pb2_grpc.DeviceServiceServicer):
+    """The device calls over gRPC; each hands its work to the device API.
+
+    Args:
+        api: Answers them.
+        pool: Where the work is done.
+        commits: Where calls that only check and commit are done, by default in the pool too.
+        limits: How slow a stream may be.
+        uploads: Where uploads are worked on, by default in the pool too.
+    """
+
+    def __init__(
+        self,
+        api: DeviceApi,
+        pool: ThreadPoolExecutor,
+        commits: CommitThread | None = None,
+        limits: Limits | None = None,
+        uploads: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self._api = api
+        self._pool = pool
+        self._uploads = uploads or pool
+        self._commits = commits
+        self._limits = limits or Limits()
+        # By call and not by device: a device may call again before its broken call is noticed.
+        self._waiting: dict[asyncio.Event, Who] = {}
+
+    async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
+        address = str(context.peer()).rpartition(":")[0]
+        return await self._durable_call(context, lambda: self._api.check_in(request, address))
+
+    async def Heartbeat(self, request: service_pb2.HeartbeatRequest, context: Any) -> service_pb2.HeartbeatResponse:
+        return await self._call(context, lambda: self._api.heartbeat(request))
+
+    async def Leave(self, request: service_pb2.LeaveRequest, context: Any) -> service_pb2.LeaveResponse:
+        return await self._call(context, lambda: self._api.leave(request))
+
+    async def Decline(self, request: service_pb2.DeclineRequest, context: Any) -> service_pb2.DeclineResponse:
+        return await self._call(context, lambda: self._api.decline(request))
+
+    async def UploadStatus(
+        self, request: service_pb2.UploadStatusRequest, context: Any
+    ) -> service_pb2.UploadStatusResponse:
+        return await self._call(context, lambda: self._api.upload_status(request))
+
+    async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
+        found, who = await self._call(context, lambda: self._look(request.identity))
+        if found is None:
+            async with self._open_call(context, who):
+                await self._wait_for_work(who, request.wait_seconds)
+            found = await self._call(context, lambda: self._api.next_ask(request.identity))
+        if found is None:
+            come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=self._spread())
+            found = service_pb2.NextAskResponse(come_back=come_back)
+        return found
+
+    def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, Who]:
+        """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
+        return self._api.next_ask(identity), (self._api.run_name(identity.run), identity.device)
+
+    async def _wait_for_work(self, who: Who, wait_seconds: float) -> None:
+        """Waits for a wake-up; who calls has shown that it is this device."""
+        event = asyncio.Event()
+        self._waiting[event] = who
+        # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
+        longest = min(LONGEST_WAIT_SECONDS, self._api.lease_seconds / 2)
+        try:
+            await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
+            await asyncio.sleep(random.uniform(0, self._spread()))
+        except TimeoutError:
+            pass
+        finally:
+            del self._waiting[event]
+
+    def _spread(self) -> float:
+        return len(self._waiting) / WAKES_PER_SECOND
+
+    async def wake_waiting(self) -> None:
+        """Ends the long poll of every device that has work, or whose run is over."""
+        runs = {run for run, _ in self._waiting.values()}
+        for run in runs:
+            row, ready = await self._work_of(run)
+            over = row is not None and row["status"] in AT_REST
+            for event, (its_run, device) in list(self._waiting.items()):
+                if its_run == run and (over or device in ready):
+                    event.set()
+
+    async def _work_of(self, run: str) -> tuple[dict[str, Any] | None, set[str]]:
+        store = self._api.store
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: (store.runs.get(run), store.asks.devices_with_open(run)))
+
+    async def Upload(
+        self, request_iterator: AsyncIterator[service_pb2.UploadRequest], context: Any
+    ) -> service_pb2.UploadResponse:
+        upload = _Upload(self._api)
+        try:
+            timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
+            async with contextlib.aclosing(in_batches(timely)) as batches:
+                async for batch in batches:
+                    await in_pool(self._uploads, context, partial(upload.take, batch))
+            return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
+        except RefusedError as refusal:  # the stream's own; one of the device API's has ended the call already
+            await abort(context, refusal)
+        finally:
+            # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
+            with contextlib.suppress(RuntimeError):
+                self._uploads.submit(upload.abandon)
+
+    async def Download(  # type: ignore[override]  # of messages as bytes, see `DownloadsAreBytes`
+        self, request: service_pb2.DownloadRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(self._responses(request, context)) as responses:
+            async for response in responses:
+                await self._write(context, response)
+        nothing: bytes
+        for nothing in ():  # written above, where a device that does not take it is noticed
+            yield nothing
+
+    async def _write(self, context: Any, response: bytes) -> None:
+        """Sends a message of a stream, to a device that takes it in good time."""
+        seconds = self._limits.stall_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(response)
+        except TimeoutError:
+            text = f"the device did not take a chunk within {seconds:g} s; go on from what has come"
+            await abort(context, RefusedError(Code.INCOMPLETE, text))
+
+    async def _responses(self, request: service_pb2.DownloadRequest, context: Any) -> AsyncGenerator[bytes, None]:
+        (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
+        async with self._open_call(context, who):
+            try:
+                yield service_pb2.DownloadResponse(header=payload.header()).SerializeToString()
+                async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                with contextlib.suppress(RuntimeError):  # at shutdown the pool is gone
+                    self._pool.submit(chunks.end)
+
+    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], Who]:
+        identity = request.identity
+        return self._api.download(request), (self._api.run_name(identity.run), identity.device)
+
+    async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
+        """The chunks as messages; the next ones are made while these are sent."""
+        make = partial(_next_responses, chunks)
+        making = asyncio.ensure_future(self._call(context, make))
+        try:
+            while batch := await making:
+                making = asyncio.ensure_future(self._call(context, make))
+                for response in batch:
+                    yield response
+        finally:
+            making.cancel()
+
+    async def _call(self, context: Any, work: Callable[[], T]) -> T:
+        return await in_pool(self._pool, context, work)
+
+    async def _durable_call(self, context: Any, work: Callable[[], T]) -> T:
+        """As `_call`, for work that mostly waits for its commit: no thread of the pool waits with it."""
+        if self._commits is None:
+            return await self._call(context, work)
+        future = asyncio.wrap_future(self._commits.call(work))
+
+        async def outcome() -> T:
+            return (await future)()
+
+        return await ended(context, outcome())
+
+    @contextlib.asynccontextmanager
+    async def _open_call(self, context: Any, who: Who) -> AsyncIterator[None]:
+        """Counts a call that stays open, of a device that has shown who it is, or ends it as one too many."""
+        try:
+            place = self._api.limiter.open_call(who)
+        except RefusedError as refusal:
+            await abort(context, refusal)
+        with place:
+            yield
+
+
+class _Upload:
+    """What one stream brings: a header and then chunks."""
+
+    def __init__(self, api: DeviceApi) -> None:
+        self._api = api
+        self._lock = threading.Lock()
+        self._session: UploadSession | None = None
+
+    def take(self, requests: list[service_pb2.UploadRequest]) -> None:
+        """Takes the next messages. Raises RefusedError, as `UploadSession` does too."""
+        with self._lock:
+            for request in requests:
+                self._take(request)
+
+    def _take(self, request: service_pb2.UploadRequest) -> None:
+        message = request.WhichOneof("message")
+        if message == "header" and self._session is None:
+            self._session = self._api.begin_upload(request.header)
+        elif message == "chunk" and self._session is not None:
+            self._session.feed(request.chunk)
+        else:
+            raise RefusedError(Code.BAD_MESSAGE, "an upload is one header and then chunks")
+
+    def held(self) -> int:
+        """Bytes that the server has of the upload by now."""
+        return self._session.held if self._session is not None else 0
+
+    def finish(self) -> service_pb2.Receipt:
+        """Ends the upload with its receipt."""
+        if self._session is None:
+            raise RefusedError(Code.BAD_MESSAGE, "an upload must begin with its header")
+        return self._session.finish()
+
+    def abandon(self) -> None:
+        """Ends the stream, once nothing of it is worked on any more."""
+        with self._lock:
+            if self._session is not None:
+                self._session.abandon()
+
+
+def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
+    return [framed(chunk) for chunk in itertools.islice(chunks, BATCH)]
