@@ -127,7 +127,7 @@ def _run_front(points: str, place: Place, port: int, lease_seconds: float) -> No
 def _run_engine(points: str, place: Place) -> None:
     from chaos import counting_server
 
-    from fleetdistill_server.engine.engine import main
+    from fleetdistill_server.engine.process import main
 
     _begin("engine", points, place)
     counting_server.register()

@@ -122,7 +122,7 @@ class ForkedEngine(Forked):
 
 
 def _run_engine(points: str, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
-    from fleetdistill_server.engine.engine import main
+    from fleetdistill_server.engine.process import main
 
     ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]
     failpoints.switch_on(points)

@@ -161,7 +161,7 @@ def _front(points: str, place: Place) -> None:
 
 
 def _engine(points: str, place: Place) -> None:
-    from fleetdistill_server.engine.engine import main
+    from fleetdistill_server.engine.process import main
 
     failpoints.switch_on(points)
     sys.argv = ["engine", str(place.config), "--store", str(place.store)]

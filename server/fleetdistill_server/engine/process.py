@@ -1,0 +1,125 @@
+"""The engine as a process of its own, with its exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetdistill.errors import (
+    ConfigurationError,
+    NoSpaceError,
+    RunError,
+    StoreError,
+)
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.engine.engine import Engine, logger
+from fleetdistill_server.event_kinds import ENGINE_FAILED
+from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
+from fleetdistill_server.service.heartbeat import begin_beats
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
+from fleetdistill_server.service.registration import check_not_edited
+from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.wakeups import Ends, Wakeups
+from fleetdistill_server.store.disk_space import Bounds, DiskSpace
+from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.store import Store
+
+_LONGEST_FAILURE = 1000
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    config: Path
+    store: Path
+    wakeups: Ends
+    most_short_rounds: int | None
+
+
+async def _main(given: _Arguments) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    store = Store.open(given.store)
+    try:
+        config = _load(store, given)
+        await _run(store, config, given)
+    except asyncio.CancelledError:
+        return
+    finally:
+        store.close()
+
+
+def _load(store: Store, given: _Arguments) -> RunConfig:
+    """The run.toml. Why it cannot be read is noted for the run that is served, so that the supervisor can say it."""
+    try:
+        return load_run_config(given.config)
+    except ConfigurationError as error:
+        run = served_run(given.store)
+        if run is not None:
+            _note_failure(store, run, str(error))
+        raise
+
+
+async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
+    bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
+    store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
+    try:
+        check_not_edited(store, config)
+        await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
+    except NoSpaceError:
+        raise
+    except (ConfigurationError, RunError) as error:
+        if _is_cancelled(store, config.run.name):
+            logger.info("the engine stops: %s", error, extra=about(run=config.run.name))
+            return
+        _note_failure(store, config.run.name, str(error))
+        raise
+    except Exception as error:
+        _note_failure(store, config.run.name, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _is_cancelled(store: Store, run: str) -> bool:
+    row = store.runs.get(run)
+    return row is not None and row["status"] == "cancelled"
+
+
+def _note_failure(store: Store, run: str, why: str) -> None:
+    """Says in the store why the engine ended, for the supervisor and whoever reads why the run was stopped."""
+    with contextlib.suppress(StoreError):
+        store.history.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
+
+
+def main() -> int:
+    """Entry point of the engine's process."""
+    parser = argparse.ArgumentParser(prog="fleetdistill-engine", description="The engine of one run.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--most-short-rounds", type=int)
+    parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
+    parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
+    given = parser.parse_args()
+    configure("engine", given.log_format, given.log_level)
+    end_with_parent(given.parent)
+    allow_open_files()  # the answers that a mean is made of are all mapped at the same time
+    begin_beats(given.store)
+    try:
+        asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
+    except (ConfigurationError, RunError) as error:
+        logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))
+        return EXIT_CONFIGURATION
+    except NoSpaceError as error:
+        logger.warning("%s", error)
+        return EXIT_NO_SPACE
+    except Exception:  # whatever it is: it belongs into the log, and the supervisor starts the engine again
+        logger.exception("the engine failed", extra=about(event=ENGINE_FAILED))
+        return 1
+    return 0
