@@ -77,7 +77,8 @@ def secured(wanted: bool) -> Iterator[Secured | None]:
         yield None
         return
     from fleetdistill.link import x509
-    from fleetdistill_server.security.pki import make_authority, read_request
+    from fleetdistill_server.security.certificates import read_request
+    from fleetdistill_server.security.pki import make_authority
 
     with tempfile.TemporaryDirectory() as name:
         authority = make_authority(Path(name) / "pki")

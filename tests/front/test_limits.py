@@ -65,7 +65,7 @@ from fleetdistill_server.config.run_config import LimitsSection, run_config
 from fleetdistill_server.front.streams import with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import Allowance, Limiter, Place
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
 ONE, OTHER = ("run", "d1"), ("run", "d2")

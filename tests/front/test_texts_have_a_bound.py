@@ -23,7 +23,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import operations_pb2, service_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import PAGE_BYTES, pages
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import LONGEST, shortened
 

@@ -27,7 +27,8 @@ from support.wire_samples import make_identity, make_profile
 from fleetdistill.wire import v1
 from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
-from fleetdistill_server.security.pki import Authority, Role
+from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store
 
 _SECONDS = PATIENCE_SECONDS

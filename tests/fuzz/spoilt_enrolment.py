@@ -12,7 +12,8 @@ from support.secured import make_pki
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.enrolment import Enrolment, write_token
 from fleetdistill.wire.v1 import enrolment_pb2
-from fleetdistill_server.security.pki import Authority, read_request
+from fleetdistill_server.security.certificates import read_request
+from fleetdistill_server.security.pki import Authority
 
 _TOKEN = write_token(enrolment_pb2.EnrolmentToken(secret=b"s" * 32, ca=b"ca", port=1))
 

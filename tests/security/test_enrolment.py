@@ -34,7 +34,8 @@ from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.enrolment import Enrolment, read_token, write_token
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.security.pki import Authority, Role, holder_of
+from fleetdistill_server.security.certificates import Role, holder_of
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.store.store import Store

@@ -25,14 +25,8 @@ from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.enrolment import PREFIX, read_token
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.tls import ENROL_PORT
-from fleetdistill_server.security.pki import (
-    Authority,
-    Role,
-    forget_old_authority,
-    holder_of,
-    make_authority,
-    rotate_authority,
-)
+from fleetdistill_server.security.certificates import Role, holder_of
+from fleetdistill_server.security.pki import Authority, forget_old_authority, make_authority, rotate_authority
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 

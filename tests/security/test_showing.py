@@ -24,7 +24,8 @@ from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.front.operations_service import MOST_ROWS
-from fleetdistill_server.security.pki import Authority, Role
+from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import MOST_ROWS
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 

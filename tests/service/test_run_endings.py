@@ -31,7 +31,7 @@ from fleetdistill_server.cli.remote import RemoteServer
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete

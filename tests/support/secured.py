@@ -23,7 +23,8 @@ from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.security.pki import SERVER, Authority, Role, make_authority, read_request
+from fleetdistill_server.security.certificates import Role, read_request
+from fleetdistill_server.security.pki import SERVER, Authority, make_authority
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.store.store import Store
 

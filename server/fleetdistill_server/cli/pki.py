@@ -27,12 +27,11 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.config.tls import ENROL_PORT
+from fleetdistill_server.security.certificates import Role, check_hosts
 from fleetdistill_server.security.pki import (
     PERSON_DAYS,
     SERVER_DAYS,
     Authority,
-    Role,
-    check_hosts,
     forget_old_authority,
     make_authority,
     rotate_authority,

@@ -24,7 +24,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.security.pki import Holder, Role, holder_of
+from fleetdistill_server.security.certificates import Holder, Role, holder_of
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")

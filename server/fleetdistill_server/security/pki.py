@@ -14,26 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
-import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fleetdistill.errors import ConfigurationError, RefusedError, in_words
+from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import is_name
-from fleetdistill.wire.codes import Code
+from fleetdistill_server.security.certificates import _URI, Issued, Role, _host, fingerprint
 
 CA_KEY = "ca-key.pem"
 SERVER = "server.pem"
@@ -41,117 +35,9 @@ CA_DAYS = 3650.0
 SERVER_DAYS = 365.0
 PERSON_DAYS = 365.0
 _ALWAYS = ("localhost", "127.0.0.1")
-_URI = "fleetdistill"
-_LARGEST_REQUEST = 4096
 # Clocks of devices differ: a certificate is valid from a little before its issue, but never by much of its life.
 _BACKDATED_SECONDS = 300.0
 _DAY_SECONDS = 86_400.0
-_REMEMBERED = 20_000
-
-
-class Role(StrEnum):
-    """What a certificate makes of its holder."""
-
-    DEVICE = "device"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Whom a certificate names.
-
-    Attributes:
-        role, name: From the certificate's URI.
-        run: The run that a device is confined to, empty for all.
-        serial: Of the certificate, hex.
-        expires_at: Seconds since 1970.
-        public_key: As `fingerprint` says.
-    """
-
-    role: Role
-    name: str
-    run: str = ""
-    serial: str = ""
-    expires_at: float = math.inf
-    public_key: bytes = b""
-
-    @property
-    def subjects(self) -> tuple[str, str]:
-        """What a revocation may name: the holder, or this certificate alone."""
-        return f"{self.role}:{self.name}", f"serial:{self.serial}"
-
-
-@dataclass(frozen=True)
-class Issued:
-    """A certificate that was just signed. Times in seconds since 1970, `public_key` as `fingerprint` says."""
-
-    pem: bytes
-    serial: str
-    public_key: bytes
-    issued_at: float
-    expires_at: float
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def holder_of(pem: bytes) -> Holder | None:
-    """Reads whom a certificate is for; None if it names no role of ours. Its signature was checked by TLS."""
-    try:
-        certificate = x509.load_pem_x509_certificate(pem)
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound):
-        return None
-    said = dict(
-        uri.split(":", 2)[1:] for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if _ours(uri)
-    )
-    roles = [Role(word) for word in said if word in set(Role)]
-    if len(roles) != 1:
-        return None
-    key = certificate.public_key()
-    return Holder(
-        role=roles[0],
-        name=said[roles[0]],
-        run=said.get("run", ""),
-        serial=f"{certificate.serial_number:x}",
-        expires_at=certificate.not_valid_after_utc.timestamp(),
-        public_key=fingerprint(key) if isinstance(key, ec.EllipticCurvePublicKey) else b"",
-    )
-
-
-def _ours(uri: str) -> bool:
-    return uri.startswith(f"{_URI}:") and uri.count(":") == 2
-
-
-def check_hosts(names: Sequence[str]) -> None:
-    """Raises ConfigurationError if a server certificate cannot be for one of these host names and addresses."""
-    for name in names:
-        _host(name)
-
-
-def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
-    """The public key of a signing request, whose signature proves that the sender has the private one.
-
-    Raises:
-        RefusedError: It is no such request, or of another kind of key.
-    """
-    try:
-        if len(der) > _LARGEST_REQUEST:
-            raise ValueError(f"it has {len(der)} bytes, at most {_LARGEST_REQUEST} are taken")
-        request = x509.load_der_x509_csr(der)
-        key = request.public_key()
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise ValueError("its key is not ECDSA P-256")
-        if not request.is_signature_valid:
-            raise ValueError("its signature is not by its key")
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
-        raise RefusedError(Code.BAD_MESSAGE, f"the signing request cannot be used: {error}") from error
-    return key
-
-
-def fingerprint(key: ec.EllipticCurvePublicKey) -> bytes:
-    """SHA-256 of a public key."""
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return sha256(key.public_bytes(serialization.Encoding.DER, form)).digest()
 
 
 class Authority:
@@ -377,19 +263,6 @@ def _link_name(certificate: x509.Certificate) -> str:
 
 def _uri(kind: str, name: str) -> str:
     return f"{_URI}:{kind}:{name}"
-
-
-def _host(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        pass
-    try:
-        if not name:
-            raise ValueError("it is empty")
-        return x509.DNSName(name)
-    except ValueError as error:
-        raise ConfigurationError(f"--names: {name!r} is no host name or address: {error}") from error
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

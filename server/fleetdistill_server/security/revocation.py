@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.names import is_name
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
 _LONGEST_REASON = 512

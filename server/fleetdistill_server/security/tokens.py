@@ -16,7 +16,8 @@ from fleetdistill.link.enrolment import write_token
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
-from fleetdistill_server.security.pki import Authority, Holder, Issued, Role, fingerprint, read_request
+from fleetdistill_server.security.certificates import Holder, Issued, Role, fingerprint, read_request
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 

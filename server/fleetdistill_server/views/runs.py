@@ -17,7 +17,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
 from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.security.pki import Role
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOBODY, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import guards_by_round, verdict_rows, verdicts
