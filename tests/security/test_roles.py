@@ -46,11 +46,12 @@ from fleetdistill.wire.v1 import (
     tensor_pb2,
 )
 from fleetdistill_server.cli.method_table import methods as methods_view
-from fleetdistill_server.front.guard import WHO_MAY, Caller, Guard
+from fleetdistill_server.front.guard import Guard
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.roles import WHO_MAY, Caller
 from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,60 +24,10 @@ from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
+from fleetdistill_server.security.roles import _STAYS_OPEN, WHO_MAY, Caller
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
-
-
-class Caller(StrEnum):
-    """What a connection proves of whoever calls."""
-
-    PLAIN = "plain text"
-    ANONYMOUS = "TLS without a certificate"
-    DEVICE = "device"
-    OPERATOR = "operator"
-    VIEWER = "viewer"
-
-
-_DEVICE = "/fleetdistill.wire.v1.DeviceService/"
-_ENROLMENT = "/fleetdistill.wire.v1.EnrolmentService/"
-_OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
-_DEVICES = frozenset({Caller.DEVICE, Caller.PLAIN})  # on plain text the secret of the first check-in tells the device
-_PEOPLE = frozenset({Caller.OPERATOR, Caller.VIEWER})
-_INSIDE = _DEVICES | _PEOPLE
-
-WHO_MAY: dict[str, frozenset[Caller]] = {
-    f"{_DEVICE}CheckIn": _DEVICES,
-    f"{_DEVICE}NextAsk": _DEVICES,
-    f"{_DEVICE}Heartbeat": _DEVICES,
-    f"{_DEVICE}Leave": _DEVICES,
-    f"{_DEVICE}Decline": _DEVICES,
-    f"{_DEVICE}UploadStatus": _DEVICES,
-    f"{_DEVICE}Upload": _DEVICES,
-    f"{_DEVICE}Download": _DEVICES,
-    f"{_ENROLMENT}Enrol": frozenset({Caller.ANONYMOUS}),
-    f"{_ENROLMENT}Renew": frozenset({Caller.DEVICE}),
-    f"{_OPERATIONS}ListRuns": _PEOPLE,
-    f"{_OPERATIONS}ShowRun": _PEOPLE,
-    f"{_OPERATIONS}WatchRun": _PEOPLE,
-    f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),
-    f"{_OPERATIONS}CancelRun": frozenset({Caller.OPERATOR}),
-    f"{_OPERATIONS}CreateTokens": frozenset({Caller.OPERATOR}),
-    "/grpc.health.v1.Health/Check": _INSIDE,
-    "/grpc.health.v1.Health/Watch": _INSIDE,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
-}
-"""Every method that the server has, and its callers."""
-
-
-_STAYS_OPEN = frozenset(
-    {
-        f"{_OPERATIONS}WatchRun",
-        "/grpc.health.v1.Health/Watch",
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    }
-)
-"""Calls beside those of devices that stay open as long as their caller wants."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
