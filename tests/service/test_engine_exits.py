@@ -13,7 +13,7 @@ import pytest
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.engine import engine
+from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import supervisor
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE
@@ -45,10 +45,10 @@ def end_of(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> i
 
 
 def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(engine, "end_with_parent", lambda parent: None)
-    monkeypatch.setattr(engine, "begin_beats", lambda directory: None)
+    monkeypatch.setattr(process, "end_with_parent", lambda parent: None)
+    monkeypatch.setattr(process, "begin_beats", lambda directory: None)
     monkeypatch.setattr(sys, "argv", ["engine", str(config), "--store", str(config.parent / "store")])
-    return engine.main()
+    return process.main()
 
 
 def failures(config: Path) -> list[str]:
@@ -123,7 +123,7 @@ def test_what_nobody_foresaw_in_a_configuration_is_not_hidden(
     def fail(path: Path) -> RunConfig:
         raise RecursionError("so deep")
 
-    monkeypatch.setattr(engine, "load_run_config", fail)
+    monkeypatch.setattr(process, "load_run_config", fail)
     assert engine_main(config, monkeypatch) == 1
     assert "RecursionError: so deep" in capfd.readouterr().err
 

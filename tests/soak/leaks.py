@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from fleetdistill_server.front import server as front
+from fleetdistill_server.front import process as front
 from fleetdistill_server.intake.device_api import DeviceApi
 
 LEAKED_BYTES = 200_000

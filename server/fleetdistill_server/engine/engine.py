@@ -17,12 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill.errors import (
-    DamagedError,
-    KnowledgeError,
-    QuorumNotReached,
-    RunError,
-)
+from fleetdistill.errors import DamagedError, KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state

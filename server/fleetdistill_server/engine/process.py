@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill.errors import (
-    ConfigurationError,
-    NoSpaceError,
-    RunError,
-    StoreError,
-)
+from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
-from fleetdistill_server.engine.engine import Engine, logger
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.service.heartbeat import begin_beats
@@ -28,6 +24,7 @@ from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
 
+logger = logging.getLogger("fleetdistill.server.engine")
 _LONGEST_FAILURE = 1000
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codec import Payload
@@ -20,13 +20,14 @@ from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort, ended, in_pool
-from fleetdistill_server.front.server import T
 from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
 from fleetdistill_server.intake.limiter import Who
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.traffic import Sending
+
+T = TypeVar("T")
 
 LONGEST_WAIT_SECONDS = 60.0
 # After a wake-up the devices spread over [0, waiting / this] seconds.

@@ -24,7 +24,7 @@ from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
-from fleetdistill_server.security.roles import _STAYS_OPEN, WHO_MAY, Caller
+from fleetdistill_server.security.roles import STAYS_OPEN, WHO_MAY, Caller
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
     def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
         """A place for a call, where it is one that stays open. Raises RefusedError if its caller has too many."""
-        return self._limiter.open_call(("", caller)) if method in _STAYS_OPEN else contextlib.nullcontext()
+        return self._limiter.open_call(("", caller)) if method in STAYS_OPEN else contextlib.nullcontext()
 
     def still_good(self, holder: Holder | None) -> None:
         """Raises RefusedError if a certificate has expired or was revoked, it or its holder."""

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill_server.front.errors import abort
-from fleetdistill_server.front.interceptors import RefuseUndecodable
 
 _NO_MESSAGE = object()
 _SENTENCE = "the request's bytes are no message of this protocol"

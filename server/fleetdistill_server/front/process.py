@@ -12,11 +12,7 @@ from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.front.server import serve
 from fleetdistill_server.front.tls import Ports
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
-from fleetdistill_server.service.processes import (
-    allow_open_files,
-    end_with_parent,
-    keep_freed_memory,
-)
+from fleetdistill_server.service.processes import allow_open_files, end_with_parent, keep_freed_memory
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.disk_space import Bounds
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -33,9 +33,7 @@ from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYT
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
-from fleetdistill_server.service.processes import (
-    EXIT_CANNOT_LISTEN,
-)
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
@@ -44,7 +42,6 @@ from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
-T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.front")
 
 POOL_THREADS = 16

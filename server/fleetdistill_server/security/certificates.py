@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 
-_URI = "fleetdistill"
+URI_SCHEME = "fleetdistill"
 _LARGEST_REQUEST = 4096
 _REMEMBERED = 20_000
 
@@ -93,13 +93,13 @@ def holder_of(pem: bytes) -> Holder | None:
 
 
 def _ours(uri: str) -> bool:
-    return uri.startswith(f"{_URI}:") and uri.count(":") == 2
+    return uri.startswith(f"{URI_SCHEME}:") and uri.count(":") == 2
 
 
 def check_hosts(names: Sequence[str]) -> None:
     """Raises ConfigurationError if a server certificate cannot be for one of these host names and addresses."""
     for name in names:
-        _host(name)
+        general_name(name)
 
 
 def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
@@ -128,7 +128,7 @@ def fingerprint(key: ec.EllipticCurvePublicKey) -> bytes:
     return sha256(key.public_bytes(serialization.Encoding.DER, form)).digest()
 
 
-def _host(name: str) -> x509.GeneralName:
+def general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import is_name
-from fleetdistill_server.security.certificates import _URI, Issued, Role, _host, fingerprint
+from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, fingerprint, general_name
 
 CA_KEY = "ca-key.pem"
 SERVER = "server.pem"
@@ -107,7 +107,7 @@ class Authority:
             ConfigurationError: A name cannot be one, or the file cannot be written.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        wanted = [_host(name) for name in dict.fromkeys([*names, *_ALWAYS])]
+        wanted = [general_name(name) for name in dict.fromkeys([*names, *_ALWAYS])]
         signed = self._sign(key.public_key(), "fleetdistill server", wanted, days, ExtendedKeyUsageOID.SERVER_AUTH)
         with _readable(self.directory):
             write_private(self.directory / SERVER, _key_pem(key) + _pem(signed) + self._link())
@@ -262,7 +262,7 @@ def _link_name(certificate: x509.Certificate) -> str:
 
 
 def _uri(kind: str, name: str) -> str:
-    return f"{_URI}:{kind}:{name}"
+    return f"{URI_SCHEME}:{kind}:{name}"
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

@@ -43,7 +43,7 @@ WHO_MAY: dict[str, frozenset[Caller]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
 }
 """Every method that the server has, and its callers."""
-_STAYS_OPEN = frozenset(
+STAYS_OPEN = frozenset(
     {
         f"{_OPERATIONS}WatchRun",
         "/grpc.health.v1.Health/Watch",
