@@ -32,7 +32,13 @@ PAGES = sorted(
     if not {part for part in path.relative_to(ROOT).parts if part.startswith(".")} and "out" not in path.parts
 )
 # Pages whose Python blocks are meant to be copied.
-COPIED = ("README.md", "docs/reference/device.md", "docs/reference/models.md", "docs/how-to/tls.md")
+COPIED = (
+    "README.md",
+    "docs/reference/device.md",
+    "docs/reference/models.md",
+    "docs/how-to/test-your-app.md",
+    "docs/how-to/tls.md",
+)
 
 
 def _text(name: str) -> str:
@@ -259,6 +265,11 @@ def test_the_readmes_app_fits_the_runs_extractor() -> None:
     images, labels = names["data"]
     check_local_model(model, torch.from_numpy(images[:3]).float(), 10)
     assert len(images) == len(labels)
+
+
+def test_the_example_of_testing_an_app_runs() -> None:
+    (block,) = _blocks("docs/how-to/test-your-app.md", "python")
+    exec(block, {"__name__": "example"})
 
 
 def test_the_sdk_pages_model_runs() -> None:

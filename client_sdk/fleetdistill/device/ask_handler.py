@@ -107,7 +107,7 @@ class AskHandler:
 
     def _work(self, worker: DeviceWorker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
         """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
-        with time_limit(self._max_seconds):
+        with time_limit(self._max_seconds, self._session.clock.now):
             work = worker.answer(ask, parts, self._allow)
         answer = work.answer
         check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
@@ -129,7 +129,7 @@ class AskHandler:
         """
         if self._session.worker is not None:
             self._session.worker.forget_state()
-        self._stopped.wait(self._declines.note(ask, reason))
+        self._session.clock.wait(self._stopped, self._declines.note(ask, reason))
         request = service_pb2.DeclineRequest(
             identity=self._session.identity, round=ask.round, step_number=ask.step_number
         )

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
@@ -97,6 +98,7 @@ class Device:
             `fleetdistill.models.PREDICTORS`, or a function of (inputs, classes) that makes a module.
         max_threads: Most threads that the run may have this device compute with, at least 1.
         max_seconds_per_ask: Most seconds of work on one ask, above 0; one that takes longer is declined.
+        clock: For tests of an app: what the device waits by, such as `fleetdistill.testing.ManualClock`.
         on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
             about an answer may come a second time, never not at all.
 
@@ -128,6 +130,7 @@ class Device:
         predictor: str | MakePredictor = USUAL_PREDICTOR,
         max_threads: int = MAX_THREADS,
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
+        clock: Clock | None = None,
     ) -> None:
         check_columns(allow)
         check_computes(
@@ -149,7 +152,7 @@ class Device:
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
-            self._session = self._open_session(server, enrolment, run, device_id)
+            self._session = self._open_session(server, enrolment, run, device_id, clock or SystemClock())
         except FleetDistillError:
             self._storage.close()
             raise
@@ -187,13 +190,13 @@ class Device:
         self._closed = False
 
     def _open_session(
-        self, server: str | Link, enrolment: str | Path | None, run: str, device_id: str | None
+        self, server: str | Link, enrolment: str | Path | None, run: str, device_id: str | None, clock: Clock
     ) -> Session:
         identity = load_identity(self._storage, run, device_id)
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             server = open_link(server, enrolment, self._storage.directory, identity.device)
-        return Session(self._storage, server, identity, self._guard)
+        return Session(self._storage, server, identity, self._guard, clock)
 
     @property
     def device_id(self) -> str:
@@ -276,7 +279,7 @@ class Device:
                 if str(error) != trouble:  # said once, not at every try
                     trouble = str(error)
                     self._events.tell("lost-contact", 0, f"{trouble}; the device keeps trying")
-                self._stopped.wait(error.after_seconds + random.uniform(pause / 2, pause))
+                self._session.clock.wait(self._stopped, error.after_seconds + random.uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
@@ -322,7 +325,7 @@ class Device:
                 return self._finish(response.finished)
             case _:
                 self._events.tell_reason(response.come_back.reason)
-                self._stopped.wait(pause_of(response.come_back, self._session.link.remote))
+                self._session.clock.wait(self._stopped, pause_of(response.come_back, self._session.link.remote))
                 return Step.WAITED
 
     def stop(self) -> None:

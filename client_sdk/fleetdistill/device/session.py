@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fleetdistill.clock import Clock
 from fleetdistill.device.guard import Guard
 from fleetdistill.link.base import Link
 from fleetdistill.state.directory import Storage
@@ -24,6 +25,7 @@ class Session:
         link: The connection to the server.
         identity: Run, device id and secret.
         guard: Held while the worker or the identity is used.
+        clock: What the device waits by.
         terms: The server's reply to the check-in; None before it, and when the device has to check in again.
         worker: Computes for the device; None until it is needed.
         computed: The answer whose state the worker holds.
@@ -33,6 +35,7 @@ class Session:
     link: Link
     identity: service_pb2.Identity
     guard: Guard
+    clock: Clock
     terms: service_pb2.CheckInResponse | None = None
     worker: DeviceWorker | None = None
     computed: Pending | None = None
