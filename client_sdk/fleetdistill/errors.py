@@ -6,6 +6,27 @@ message names the value, where it was found, what was expected and what to do.
 
 from __future__ import annotations
 
+__all__ = [
+    "CannotAnswer",
+    "ConfigurationError",
+    "DamagedError",
+    "DataError",
+    "ExportError",
+    "FleetDistillError",
+    "KnowledgeError",
+    "LinkError",
+    "ModelError",
+    "NoRoomError",
+    "NoSpaceError",
+    "PayloadTooLargeError",
+    "QuorumNotReached",
+    "RefusedError",
+    "RunError",
+    "StateError",
+    "StoreError",
+    "WireError",
+]
+
 
 def in_words(error: Exception) -> str:
     """What the operating system or a library says, without a number that nobody knows: `No such file (NAME)`."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
+__all__ = ["DeviceWorker", "MakeWorker", "NamesRows", "Work", "faults_decline"]
+
 logger = logging.getLogger(__name__)
 
 _FAULTS = (

@@ -8,6 +8,8 @@ from typing import Protocol
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
+__all__ = ["Link"]
+
 
 class Link(Protocol):
     """The calls of `DeviceService`. Each raises `RefusedError` or `LinkError`, never anything of the transport.

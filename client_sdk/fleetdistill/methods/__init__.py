@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
     from fleetdistill.wire.v1 import contract_pb2
 
+__all__ = ["METHODS", "config_class", "device_class", "is_registered", "known_methods", "register"]
+
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "cdkt": ("cdkt.config:CDKTConfig", "cdkt.device:CDKTDevice"),

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from fleetdistill.training.local_training import TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
 
+__all__ = [
+    "Answer",
+    "Ask",
+    "DeviceMethod",
+    "Local",
+    "answers",
+    "check_choice",
+    "check_range",
+    "check_share",
+    "check_types",
+    "with_parameters",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:

@@ -15,6 +15,8 @@ from fleetdistill.methods.local import LocalTraining, make_local_optimizer
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["FedAvgConfig", "FedAvgDevice"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgConfig(LocalTraining):

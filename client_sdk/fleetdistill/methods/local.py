@@ -11,6 +11,8 @@ from fleetdistill.methods.base import check_choice, check_range, check_share, ch
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["LocalTraining", "make_local_optimizer"]
+
 OPTIMIZERS = ("sgd", "adam")
 ROBUST = ("gross", "strict", "off")
 """How far the server distrusts single devices; `off` takes everything as it is sent."""

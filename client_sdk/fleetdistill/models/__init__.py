@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from fleetdistill.models.dafkd import NoiseGenerator
 
+__all__ = ["GENERATORS", "MODELS", "PREDICTORS", "USUAL_PREDICTOR", "build_generator", "build_model"]
+
 MODELS: Mapping[str, str] = MappingProxyType(
     {
         name: f"fleetdistill.models.{file}:{name}"

@@ -24,6 +24,18 @@ from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import in_mode
 from fleetdistill.training.time_limit import check_time
 
+__all__ = [
+    "TensorData",
+    "TrainingReport",
+    "as_tensor_data",
+    "evaluate",
+    "extract",
+    "make_optimizer",
+    "smallest_batch",
+    "train_epochs",
+    "train_steps",
+]
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logits [b, classes], labels [b], rows [b]) -> scalar mean over the mini-batch."""
 BatchLosses = Callable[[int, Tensor], Iterable[Tensor]]

@@ -20,6 +20,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.errors import ModelError
 
+__all__ = [
+    "FeatureModel",
+    "SplitModel",
+    "check_local_model",
+    "embedding_tap",
+    "evaluating",
+    "fingerprint",
+    "frozen_batch_norm",
+    "in_mode",
+    "logits_and_embedding",
+    "output_shape",
+    "parameter_count",
+    "split_sequential",
+]
+
 Cut: TypeAlias = str | int
 """A place in a chain of stages: the name of the stage it comes after, or how many stages lie below it (from 1)."""
 

@@ -14,6 +14,16 @@ from fleetdistill.knowledge import Array, Kind, ModelParameters
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.schema import TypedShape
 
+__all__ = [
+    "batch_norm_names",
+    "load_parameters",
+    "model_parameters",
+    "part_shapes",
+    "state_tensors",
+    "take_weights",
+    "tensors_of",
+]
+
 
 def model_parameters(module: nn.Module, scope: str = "model", without: Collection[str] = ()) -> ModelParameters:
     """A module's parameters and buffers as they travel, on the CPU, copied.

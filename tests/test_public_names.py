@@ -1,0 +1,66 @@
+"""What the SDK exports can be imported, is documented, and is all that its examples and pages use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "client_sdk" / "fleetdistill"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def has_all(path: Path) -> bool:
+    return re.search(r"^__all__ = ", path.read_text(), re.MULTILINE) is not None
+
+
+PUBLIC = sorted(module_name(path) for path in PACKAGE.rglob("*.py") if has_all(path))
+
+
+def uses() -> Iterator[tuple[str, str, str]]:
+    """Page or example, module and name of each import from the SDK in what people copy."""
+    pages = [path for folder in (ROOT, ROOT / "client_sdk", ROOT / "server") for path in folder.glob("*.md")]
+    for path in [*pages, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]:
+        text = path.read_text()
+        blocks = (
+            re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if path.suffix == ".md" else [text]
+        )
+        for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+            if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(\.|$)", node.module or ""):
+                yield from ((str(path.relative_to(ROOT)), node.module or "", one.name) for one in node.names)
+
+
+USES = sorted(set(uses()))
+
+
+def test_the_folders_of_the_sdk_have_public_names() -> None:
+    folders = {"", ".device", ".knowledge", ".light", ".link", ".methods", ".models", ".testing", ".training"}
+    assert {f"fleetdistill{one}" for one in folders} <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_exported_names_are_importable_and_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    assert len(set(module.__all__)) == len(module.__all__)
+    for one in module.__all__:
+        found = getattr(module, one)
+        if inspect.isclass(found) or inspect.isroutine(found):
+            assert inspect.getdoc(found), f"{name}.{one} has no docstring"
+
+
+@pytest.mark.parametrize(("page", "module", "name"), USES)
+def test_what_people_copy_uses_public_names(page: str, module: str, name: str) -> None:
+    if f"{module}.{name}" not in PUBLIC:
+        assert module in PUBLIC, f"{page} imports {name} from {module}, which has no __all__"
+        assert name in importlib.import_module(module).__all__, f"{page}: {module}.{name} is not public"
