@@ -40,6 +40,7 @@ from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
 from fleetdistill.state import failpoints
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Outbox
+from fleetdistill.testing import EventLog, Fault, FaultyLink, refused
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
@@ -112,15 +113,10 @@ def fleet() -> Iterator[Fleet]:
     made.store.close()
 
 
-class Events(list[Event]):
-    def kinds(self) -> list[str]:
-        return [event.kind for event in self]
-
-
 def make_device(
-    fleet: Fleet, state_dir: Path, events: Events | None = None, link: Any = None, **changes: Any
+    fleet: Fleet, state_dir: Path, events: EventLog | None = None, link: Any = None, **changes: Any
 ) -> Device:
-    noted = Events() if events is None else events
+    noted = EventLog() if events is None else events
     arguments: dict[str, Any] = {
         "server": link or MemoryLink(fleet.api),
         "model": tiny_model,
@@ -146,7 +142,7 @@ def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:
 
 
 def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         assert device.step(0) is Step.WAITED
         fleet.ask("d")
@@ -207,7 +203,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_verdict_is_reported_only_with_validation_data_and_metrics(
     fleet: Fleet, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events, **{"validation_data": tiny_data(), **changes}) as device:
         fleet.ask("d")
         device.step(0)
@@ -233,7 +229,7 @@ def unbeatable_data() -> tuple[np.ndarray, np.ndarray]:
 
 def test_the_model_that_joined_is_judged_too_and_survives_a_restart(fleet: Fleet, tmp_path: Path) -> None:
     unbeatable, joined = unbeatable_data(), tiny_model().state_dict()
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path / "d", events, validation_data=unbeatable) as device:
         assert equal(weights(device), joined), "and not with the run's initial extractor in it"
         for _ in range(3):
@@ -265,7 +261,7 @@ def trained_model() -> nn.Module:
 def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_better_one(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    events, own = Events(), trained_model()
+    events, own = EventLog(), trained_model()
     given = {"model": trained_model, "data": far_apart(6, seed=0), "validation_data": far_apart(60, seed=0)}
     with make_device(fleet, tmp_path, events, export_onnx="finish", **given) as device:
         for _ in range(2):
@@ -297,7 +293,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
 ) -> None:
     given = {"validation_data": tiny_data(30, seed=4)}
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.api, moment), **given)
+    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment), **given)
     joined = weights(crashing)
     with pytest.raises(Crash):
         crashing.step(0)
@@ -341,8 +337,8 @@ def test_a_disk_that_is_full_half_way_through_a_delivery_delivers_it_all_the_sam
 
 def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    events = Events()
-    link = StubbornLink(fleet.api, "bad-value", 1)
+    events = EventLog()
+    link = stubborn_link(fleet.api, "bad-value", 1)
     with make_device(fleet, tmp_path, events, link=link, validation_data=tiny_data()) as device:
         joined = weights(device)
         device.step(0)
@@ -372,7 +368,7 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
 
 
 def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         method = device._check_in.ready_worker()._method
@@ -409,7 +405,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
 
 def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fleet, tmp_path: Path) -> None:
     """After three rounds the teacher is wrong everywhere: training goes on, the app keeps its model."""
-    events = Events()
+    events = EventLog()
     inputs, labels = tiny_data(60)
     wrong = RefinedKnowledge(valid=True, sample_ids=np.arange(60), values=60 * np.eye(3, dtype=np.float32)[labels - 2])
     with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
@@ -432,7 +428,7 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
 def test_each_delivered_round_exports_an_onnx_model_of_it(fleet: Fleet, tmp_path: Path) -> None:
     import onnx
 
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events, export_onnx="round") as device:
         fleet.ask("d")
         device.step(0)
@@ -451,20 +447,13 @@ class Crash(Exception):
     """Not one of ours, so nothing in the SDK catches it."""
 
 
-class CrashingLink(MemoryLink):
-    """Dies at a named moment of the first upload."""
-
-    def __init__(self, api: DeviceApi, moment: str) -> None:
-        super().__init__(api)
-        self.moment = moment
-
-    def upload(self, header: Any, chunks: Any) -> Any:
-        if self.moment == "before sending":
-            raise Crash
-        receipt = super().upload(header, chunks)
-        if self.moment == "after the receipt was given":
-            raise Crash
-        return receipt
+def crashing_link(api: DeviceApi, moment: str) -> FaultyLink:
+    """The process dies at a named moment of the first upload."""
+    crash = {
+        "before sending": Fault("upload", Crash()),
+        "after the receipt was given": Fault("upload", Crash(), reply_only=True),
+    }
+    return FaultyLink(MemoryLink(api), *([crash[moment]] if moment in crash else []))
 
 
 def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
@@ -499,7 +488,7 @@ def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
     def diverge(*given: Any, **settings: Any) -> None:
         raise KnowledgeError("the loss is not finite")
 
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         fleet.ask("d")
         with monkeypatch.context() as patch:
@@ -521,7 +510,7 @@ def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path
             fleet.store.asks.expire(RUN, time.time() + 1e6)
             return super().upload_status(identity, name)
 
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events, link=TooLate(fleet.api)) as device:
         fleet.ask("d")
         device.step(0)
@@ -536,7 +525,7 @@ def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet
     with make_device(fleet, tmp_path, validation_data=easy) as device:
         fleet.ask("d")
         device.step(0)
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events, validation_data=hard) as device:
         assert device.step(0) is Step.WAITED
         fleet.ask("d")
@@ -588,11 +577,11 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
     fleet: Fleet, tmp_path: Path, moment: str
 ) -> None:
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=CrashingLink(fleet.api, moment))
+    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment))
     with pytest.raises(Crash):
         crashing.step(0)
     crashing._storage.close()  # what the end of the process does
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path / "a", events) as device:
         device.step(0)
         assert "ask" not in events.kinds(), "the answer is in the outbox: nothing is computed again"
@@ -623,8 +612,8 @@ def test_a_device_killed_while_training_trains_again_from_the_committed_state(fl
 
 def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    events = Events()
-    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.api, "before sending"))
+    events = EventLog()
+    crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
     with pytest.raises(Crash):
         crashing.step(0)
     crashing._storage.close()
@@ -646,7 +635,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     def die(*given: Any) -> None:
         raise Crash
 
-    first, events = Events(), Events()
+    first, events = EventLog(), EventLog()
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, first)
     with monkeypatch.context() as patch:
@@ -674,7 +663,7 @@ def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Flee
     with pytest.raises(Crash):
         failing.step(0)
     failing._storage.close()
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
     assert "answered" in events.kinds()
@@ -703,7 +692,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
 
 
 def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         assert device.model is not None
@@ -719,7 +708,7 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
 def test_a_full_disk_declines_the_ask_and_keeps_the_state(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         assert device.model is not None
@@ -741,7 +730,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
 def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: str
 ) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         if newer == "a step":
             fleet.ask("d", step="dream")
@@ -781,74 +770,36 @@ def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: 
 # --- refusals and unkind links
 
 
-class StubbornLink(MemoryLink):
-    """Refuses the first uploads with a code."""
-
-    def __init__(self, api: DeviceApi, code: str, times: int) -> None:
-        super().__init__(api)
-        self.code, self.times = code, times
-
-    def upload(self, header: Any, chunks: Any) -> Any:
-        if self.times > 0:
-            self.times -= 1
-            raise RefusedError(self.code, f"refused for {self.code}")
-        return super().upload(header, chunks)
-
-
-class DenyingLink(MemoryLink):
-    """Refuses one call with a code, once."""
-
-    def __init__(self, api: DeviceApi, call: str, code: str) -> None:
-        super().__init__(api)
-        self._call, self._code = call, code
-
-    def _once(self, call: str) -> None:
-        if call == self._call:
-            self._call = ""
-            raise RefusedError(self._code, f"{call} is refused for {self._code}", {"after_seconds": "7"})
-
-    def check_in(self, *given: Any) -> Any:
-        self._once("check_in")
-        return super().check_in(*given)
-
-    def next_ask(self, *given: Any) -> Any:
-        self._once("next_ask")
-        return super().next_ask(*given)
-
-    def upload_status(self, *given: Any) -> Any:
-        self._once("upload_status")
-        return super().upload_status(*given)
-
-    def download(self, *given: Any) -> Any:
-        self._once("download")
-        return super().download(*given)
+def stubborn_link(api: DeviceApi, code: str, times: int) -> FaultyLink:
+    """The server refuses the first uploads with a code."""
+    return FaultyLink(MemoryLink(api), *(refused("upload", code, nth) for nth in range(1, times + 1)))
 
 
 @pytest.mark.parametrize("call", ["check_in", "next_ask", "upload_status", "download"])
 @pytest.mark.parametrize("code", sorted(code for code in Code if not is_final(code)))
 def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: Path, call: str, code: Code) -> None:
     fleet.ask("d")
-    link = DenyingLink(fleet.api, call, code)
+    link = FaultyLink(MemoryLink(fleet.api), refused(call, code, after_seconds="7"))
     with make_device(fleet, tmp_path, link=link) as device:
         if call != "upload_status" or status_of(code) in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
-            with pytest.raises(LinkError, match="is refused for") as error:
+            with pytest.raises(LinkError, match="was refused with") as error:
                 device.step(0)
             assert error.value.after_seconds == 7.0
         assert device.step(0) is Step.ANSWERED, "sent again at once, or at the next turn"
-    assert link._call == ""
+    assert link.left == []
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    with make_device(fleet, tmp_path, link=StubbornLink(fleet.api, "checksum", 2)) as device:
+    with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "checksum", 2)) as device:
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
 def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    with make_device(fleet, tmp_path, link=StubbornLink(fleet.api, "no-space", 1)) as device:
+    with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "no-space", 1)) as device:
         with pytest.raises(LinkError, match="no-space"):
             device.step(0)
         assert device._storage.outbox.pending() is not None
@@ -861,7 +812,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """It was made of the data of before; what the device has now is told once it is settled."""
-    crashing = make_device(fleet, tmp_path, link=CrashingLink(fleet.api, "before sending"))
+    crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
     fleet.ask("d")
     with pytest.raises(Crash):
         crashing.step(0)
@@ -880,7 +831,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
 def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears_of_them(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         profile = profile_in(fleet)
@@ -905,8 +856,8 @@ def declared_samples(fleet: Fleet) -> int:
 
 def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
-    events = Events()
-    with make_device(fleet, tmp_path, events, link=StubbornLink(fleet.api, "bad-value", 1)) as device:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events, link=stubborn_link(fleet.api, "bad-value", 1)) as device:
         before = device.model.state_dict()["stages.0.weight"].clone()
         device.step(0)
         assert events[-1].kind == "refused"
@@ -1025,7 +976,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
 ) -> None:
     """`run` returns only once the run is finished; the app is told once why nothing happens."""
     monkeypatch.setattr(device_api, "_STOPPED_SECONDS", 0.0)
-    events, asked = Events(), 0
+    events, asked = EventLog(), 0
 
     class Operator(MemoryLink):
         """Starts the run again after three questions for work."""
@@ -1063,7 +1014,7 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
         def interrupt(self) -> None:
             self.interrupted.set()
 
-    events = Events()
+    events = EventLog()
     with make_device(fleet, tmp_path, events, link=Waiting(fleet.api)) as device:
         running = threading.Thread(target=device.run)
         running.start()

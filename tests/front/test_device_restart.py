@@ -12,13 +12,14 @@ from typing import Any
 
 from support.live_front import RUN, Client, LiveFront, open_round, write_asks
 from support.processes import PATIENCE_SECONDS, wait_until
-from support.small_device import Events, small_device
+from support.small_device import small_device
 from support.wire_samples import data_of, make_payload
 
 from fleetdistill import Step
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.state.directory import Storage
+from fleetdistill.testing import EventLog
 from fleetdistill_server.store.store import Store
 
 ROWS = 150_000
@@ -78,7 +79,7 @@ def fetch(port: int, folder: str, device: str, secret: str, sha256: str, chunks:
 
 def answer(port: int, state_dir: str, chunks: int) -> None:
     """A device's turn, until it dies in its upload."""
-    device = small_device(port, Path(state_dir), Events(), DyingLink(port, "up", chunks), rows=ROWS, device_id=PHONE)
+    device = small_device(port, Path(state_dir), EventLog(), DyingLink(port, "up", chunks), rows=ROWS, device_id=PHONE)
     device.step(0)
     device.step(0)
 
@@ -103,7 +104,7 @@ def test_a_download_goes_on_after_the_death_of_the_device(
 
 def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store: Store, tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
-    with small_device(front.port, state_dir, Events(), device_id=PHONE) as device:
+    with small_device(front.port, state_dir, EventLog(), device_id=PHONE) as device:
         assert device.step(0) is Step.WAITED
     store.devices.mark_present(RUN, PHONE)
     number = open_round(store, PHONE)
@@ -114,7 +115,7 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
     assert pending is not None
     assert (pending.name, kept.outbox.tries) == ((number, 1, 1), 1)
     kept.close()
-    events, link = Events(), DyingLink(front.port, "", -1)
+    events, link = EventLog(), DyingLink(front.port, "", -1)
     with small_device(front.port, state_dir, events, link, rows=ROWS, device_id=PHONE) as device:
         assert device.step(0) is Step.ANSWERED
     (first,) = link.first_bytes

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from support.live_front import RUN, LiveFront, live_front, open_round, prepare_store, refused, write_asks
 from support.previous_client import PreviousClient
-from support.small_device import Events, SmallWorker
+from support.small_device import SmallWorker
 from support.wire_samples import data_of, make_contract, make_payload
 
 from fleetdistill import COLUMNS, Device, Step
+from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.store.store import Store
 
@@ -210,7 +211,7 @@ class NewerServer:
 
 
 def test_fields_of_the_future_are_no_obstacle_to_the_sdk(tmp_path: Path) -> None:
-    events, server = Events(), NewerServer()
+    events, server = EventLog(), NewerServer()
     with Device(
         server=server,  # type: ignore[arg-type]
         worker=SmallWorker,

@@ -19,12 +19,13 @@ from typing import Any
 import grpc
 import pytest
 from support.live_front import RUN, Client, LiveFront, open_round, refused, upload_name, write_asks
-from support.small_device import Events, SmallWorker, small_device
+from support.small_device import SmallWorker, small_device
 from support.wire_samples import make_payload
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link.grpc_link import GrpcLink
+from fleetdistill.testing import EventLog
 from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.store import Store
 
@@ -63,7 +64,7 @@ class Case:
 
     def __init__(self, front: LiveFront, store: Store, directory: Path, name: str) -> None:
         self.front, self.store, self.directory, self.name = front, store, directory, name
-        self.events = Events()
+        self.events = EventLog()
         self.round = 0
 
     def device(self, moment: str = "", act: Callable[[], None] = lambda: None, **changes: Any) -> Device:

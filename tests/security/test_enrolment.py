@@ -23,7 +23,7 @@ from support.secured import (
     secured_front,
     server_key,
 )
-from support.small_device import Events, SmallWorker
+from support.small_device import SmallWorker
 from support.wire_samples import make_contract
 from typer.testing import CliRunner
 
@@ -32,6 +32,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, Sta
 from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.enrolment import Enrolment, read_token, write_token
+from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role, holder_of
@@ -92,7 +93,7 @@ def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
 ) -> None:
     token = tmp_path / "token"
     token.write_text(service.token() + "\n")
-    events = Events()
+    events = EventLog()
     with make_device(service, tmp_path / "state", device_id="app", enrolment=token, on_event=events.append) as device:
         assert device.step(0) is Step.WAITED
         ask(service.store, "app")

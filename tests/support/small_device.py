@@ -10,13 +10,14 @@ from typing import Any
 from support.live_front import RUN
 from support.wire_samples import make_knowledge, make_profile
 
-from fleetdistill import COLUMNS, Device, Event
+from fleetdistill import COLUMNS, Device
 from fleetdistill.device.compute import Work
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import Replacement
+from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 
@@ -78,19 +79,9 @@ class SmallWorker:
         raise ExportError("a small device has no model")
 
 
-class Events(list[Event]):
-    """What an app heard."""
-
-    def kinds(self) -> list[str]:
-        return [event.kind for event in self]
-
-    def of(self, kind: str) -> Event:
-        """The only event of a kind."""
-        (found,) = [event for event in self if event.kind == kind]
-        return found
-
-
-def small_device(port: int, state_dir: Path, events: Events, link: Any = None, rows: int = 4, **changes: Any) -> Device:
+def small_device(
+    port: int, state_dir: Path, events: EventLog, link: Any = None, rows: int = 4, **changes: Any
+) -> Device:
     """A device of `support.live_front`'s run, called d1 unless the changes say otherwise."""
     settings: dict[str, Any] = {
         "run": RUN,
