@@ -11,39 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
+from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
-    IdentityOption,
     ImportOption,
     JsonOption,
-    ServerOption,
     StoreOption,
-    counted,
     one_sentence,
     open_store,
-    seconds_of,
     show,
 )
-from fleetdistill_server.cli.pki import devices_revoke, enrol, pki_app
-from fleetdistill_server.cli.remote import connect
-from fleetdistill_server.cli.runs import runs_cancel, runs_delete
+from fleetdistill_server.cli.pki import enrol, pki_app
+from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
+from fleetdistill_server.cli.store import backup, restore
 from fleetdistill_server.methods.traffic import Sizes
-from fleetdistill_server.service.heartbeat import served
-from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.start import INTERRUPTED
-from fleetdistill_server.views import runs as views
-from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.spec.settings import Simulation
-    from fleetdistill_server.store.retention import Freed
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -52,14 +43,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # of every command: Rich would take [server] for markup and swallow it
 )
-runs_app = typer.Typer(help="What the runs of a store did.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
 app.add_typer(pki_app, name="pki")
 app.command("enrol")(enrol)
-devices_app = typer.Typer(invoke_without_command=True)
 app.add_typer(devices_app, name="devices")
-devices_app.command("revoke")(devices_revoke)
 
 _SIZES = Sizes()
 _FIELDS = {
@@ -257,166 +245,8 @@ def methods(
     show(methods_view(sizes, knowledge_type, rounds), as_json)
 
 
-@runs_app.command("list")
-@one_sentence
-def runs_list(
-    store: StoreOption = DEFAULT_STORE,
-    server: ServerOption = None,
-    identity: IdentityOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Lists the runs of a store, or of a server. Example: fleetdistill runs list --json"""
-    if server is not None:
-        with connect(server, identity) as remote:
-            show(remote.runs(), as_json)
-        return
-    show(views.runs(open_store(store), served(store)), as_json)
-
-
-@runs_app.command("show")
-@one_sentence
-def runs_show(
-    run: str,
-    store: StoreOption = DEFAULT_STORE,
-    server: ServerOption = None,
-    identity: IdentityOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Shows a run's rounds, figures and events. Example: fleetdistill runs show digits"""
-    if server is not None:
-        with connect(server, identity) as remote:
-            show(remote.run(run), as_json)
-        return
-    show(views.run(open_store(store), run, served(store)), as_json)
-
-
-@runs_app.command("prune")
-@one_sentence
-def runs_prune(
-    run: str,
-    store: StoreOption = DEFAULT_STORE,
-    keep_rounds: Annotated[
-        int | None, typer.Option(help="Closed rounds to keep, the newest first; by default [server] keep_rounds.")
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only rounds that ended so long ago: a number and d, h or m, such as 30d.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-) -> None:
-    """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
-    from fleetdistill_server.store.retention import prune
-
-    pruned = prune(
-        open_store(store),
-        run,
-        keep_rounds=keep_rounds,
-        older_than_seconds=None if older_than is None else seconds_of("--older-than", older_than),
-        dry_run=dry_run,
-        served=served_run(store),
-    )
-    what = f"{counted(pruned.rounds, 'round')} with {counted(pruned.events, 'event')}, "
-    what += f"{counted(pruned.figures, 'figure')}, {_payloads(pruned.freed)}"
-    typer.echo(f"would free {what}" if dry_run else f"freed {what}")
-    if pruned.later.payloads:
-        typer.echo(f"{_payloads(pruned.later)} written within the hour: left to the server, which deletes them later")
-
-
-@runs_app.command("rollback")
-@one_sentence
-def runs_rollback(
-    run: str,
-    to: Annotated[int, typer.Option("--to", help="The round whose end the run goes back to; 0: before the first.")],
-    store: StoreOption = DEFAULT_STORE,
-) -> None:
-    """Sets a run back to an earlier round's state. Example: fleetdistill runs rollback digits --to 12"""
-    from fleetdistill_server.service import serve_lock
-    from fleetdistill_server.store.rollback import roll_back
-
-    opened = open_store(store)
-    with serve_lock.take(store, run):  # no server may work on it meanwhile
-        done = roll_back(opened, run, to)
-    undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
-    typer.echo(f"run {run!r} is back after round {to}: {undone} undone, {completed} left; start it again to go on")
-
-
-@app.command()
-@one_sentence
-def backup(
-    out: Annotated[Path, typer.Argument(help="A directory that is not there yet, or empty.")],
-    store: StoreOption = DEFAULT_STORE,
-) -> None:
-    """Copies a store, also while it is served. Example: fleetdistill backup /backups/today"""
-    from fleetdistill_server.store.backup import backup as make_backup
-
-    made = make_backup(store, out)
-    for one in made.lost:
-        typer.echo(f"warning: not in the backup: {one}", err=True)
-    typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")
-
-
-@app.command()
-@one_sentence
-def restore(
-    backup: Annotated[Path, typer.Argument(help="What `fleetdistill backup` made.")],
-    store: StoreOption = DEFAULT_STORE,
-) -> None:
-    """Makes a store of a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
-    from fleetdistill_server.store.backup import restore as make_store
-
-    payloads = make_store(backup, store)
-    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")
-
-
-runs_app.command("cancel")(runs_cancel)
-runs_app.command("delete")(runs_delete)
-
-
-@runs_app.command("watch")
-@one_sentence
-def runs_watch(
-    run: str,
-    store: StoreOption = DEFAULT_STORE,
-    server: ServerOption = None,
-    identity: IdentityOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> None:
-    """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
-    from fleetdistill_server.views.watch import show_changes, watch
-
-    if server is not None:
-        with connect(server, identity) as remote:
-            show_changes(remote.follow(run), as_json=as_json, console=Console())
-        return
-    watch(open_store(store), run, as_json=as_json, console=Console())
-
-
-@devices_app.callback()
-@one_sentence
-def devices(
-    context: typer.Context,
-    store: StoreOption = DEFAULT_STORE,
-    run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Lists the devices that checked in. Example: fleetdistill devices --run digits"""
-    if context.invoked_subcommand is None:
-        show(views.devices(open_store(store), run), as_json)
-
-
-@devices_app.command("forget")
-@one_sentence
-def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
-    """Deletes a device's part and payloads in a run. Example: fleetdistill devices forget digits camera-7"""
-    from fleetdistill_server.engine.forgetting import ask_to_forget
-
-    done = ask_to_forget(open_store(store), run, device, served=served_run(store))
-    later = "are deleted before the run's next round; if the run is over, give this command again"
-    when = "are deleted" if done else later
-    typer.echo(
-        f"{device} takes no part in run {run!r} any more; its part in the method's state and its payloads {when}. "
-        "Its id, figures and byte counts stay in the run's history, and its share in what was averaged or learned of "
-        "many devices, if the method does either; backups keep what they have"
-    )
+app.command("backup")(backup)
+app.command("restore")(restore)
 
 
 @app.command()
@@ -431,10 +261,6 @@ def export(
 
     report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
     typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
-
-
-def _payloads(freed: Freed) -> str:
-    return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,0 +1,45 @@
+"""`fleetdistill backup | restore`: copies of a whole store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fleetdistill_server.cli.options import (
+    DEFAULT_STORE,
+    StoreOption,
+    counted,
+    one_sentence,
+)
+from fleetdistill_server.views.units import readable_bytes
+
+if TYPE_CHECKING:
+    pass
+
+
+@one_sentence
+def backup(
+    out: Annotated[Path, typer.Argument(help="A directory that is not there yet, or empty.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Copies a store, also while it is served. Example: fleetdistill backup /backups/today"""
+    from fleetdistill_server.store.backup import backup as make_backup
+
+    made = make_backup(store, out)
+    for one in made.lost:
+        typer.echo(f"warning: not in the backup: {one}", err=True)
+    typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")
+
+
+@one_sentence
+def restore(
+    backup: Annotated[Path, typer.Argument(help="What `fleetdistill backup` made.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Makes a store of a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
+    from fleetdistill_server.store.backup import restore as make_store
+
+    payloads = make_store(backup, store)
+    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")
