@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
+    IdentityOption,
     JsonOption,
+    ServerOption,
     StoreOption,
     one_sentence,
     open_store,
     show,
 )
-from fleetdistill_server.cli.pki import devices_revoke
+from fleetdistill_server.cli.pki import warn_without_server
+from fleetdistill_server.cli.remote import connect
+from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.views import runs as views
 
-if TYPE_CHECKING:
-    pass
-
 devices_app = typer.Typer(invoke_without_command=True)
-devices_app.command("revoke")(devices_revoke)
 
 
 @devices_app.callback()
@@ -36,6 +36,29 @@ def devices(
     """Lists the devices that checked in. Example: fleetdistill devices --run digits"""
     if context.invoked_subcommand is None:
         show(views.devices(open_store(store), run), as_json)
+
+
+@devices_app.command("revoke")
+@one_sentence
+def devices_revoke(
+    device: Annotated[str, typer.Argument(help="Its id.")],
+    reason: Annotated[str, typer.Option(help="Why; it stands in the store.")] = "",
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+) -> None:
+    """Shuts a device out, at its next call and for good. Example: fleetdistill devices revoke camera-7"""
+    if server is not None:
+        with connect(server, identity) as remote:
+            changed = remote.revoke(device, reason)
+    else:
+        opened = open_store(store)
+        warn_without_server(store)
+        if not opened.credentials.knows_device(device):
+            text = f"no device {device!r} has enrolled or called; it is shut out all the same, but is it the right one?"
+            typer.echo(f"warning: {text}", err=True)
+        changed = revoke_device(opened, device, reason)
+    typer.echo(f"device {device!r} {'is revoked' if changed else 'was revoked before'}")
 
 
 @devices_app.command("forget")

@@ -1,4 +1,4 @@
-"""`fleetdistill pki ...`, `enrol` and `devices revoke`: who may speak to the server."""
+"""`fleetdistill pki ...` and `enrol`: who may speak to the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from fleetdistill_server.security.pki import (
     make_authority,
     rotate_authority,
 )
-from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.tokens import create_tokens, state_of
 from fleetdistill_server.service.enrol_port import known_enrol_port
 from fleetdistill_server.service.serve_lock import served_run
@@ -137,7 +136,7 @@ def pki_revoke(
         raise ConfigurationError("devices are revoked with `fleetdistill devices revoke`")
     if not is_name(name):
         raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
-    _warn_without_server(store)
+    warn_without_server(store)
     changed = open_store(store).credentials.revoke(f"{role}:{name}", reason)
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was revoked before'}")
     if not (_folder(pki, role, name) / IDENTITY).exists():
@@ -197,29 +196,7 @@ def enrol(
     _hand_out(made, out)
 
 
-@one_sentence
-def devices_revoke(
-    device: Annotated[str, typer.Argument(help="Its id.")],
-    reason: Annotated[str, typer.Option(help="Why; it stands in the store.")] = "",
-    store: StoreOption = DEFAULT_STORE,
-    server: ServerOption = None,
-    identity: IdentityOption = None,
-) -> None:
-    """Shuts a device out, at its next call and for good. Example: fleetdistill devices revoke camera-7"""
-    if server is not None:
-        with connect(server, identity) as remote:
-            changed = remote.revoke(device, reason)
-    else:
-        opened = open_store(store)
-        _warn_without_server(store)
-        if not opened.credentials.knows_device(device):
-            text = f"no device {device!r} has enrolled or called; it is shut out all the same, but is it the right one?"
-            typer.echo(f"warning: {text}", err=True)
-        changed = revoke_device(opened, device, reason)
-    typer.echo(f"device {device!r} {'is revoked' if changed else 'was revoked before'}")
-
-
-def _warn_without_server(directory: Path) -> None:
+def warn_without_server(directory: Path) -> None:
     """Revocations hold for the server of the very store that they stand in."""
     if served_run(directory) is None:
         typer.echo(f"warning: no server works on the store {directory}; if another one does, name its store", err=True)
