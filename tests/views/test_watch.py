@@ -26,7 +26,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
-from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, watch
+from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, show_changes
 
 RUN = "r"
 DEVICES = ("a", "b", "c")
@@ -142,7 +142,7 @@ def test_following_ends_with_the_run_and_looks_only_between_moves(store: Store) 
 
 def shown(store: Store, **how: Any) -> str:
     console = Console(file=io.StringIO(), width=160, **how.pop("console", {}))
-    watch(store, RUN, console=console, as_json=False, **how)
+    show_changes(follow(store, RUN), console=console, as_json=False, **how)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,10 +22,12 @@ from fleetdistill_server.cli.options import (
     seconds_of,
     show,
 )
-from fleetdistill_server.cli.remote import connect
+from fleetdistill_server.cli.remote import RemoteServer, connect
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +36,34 @@ from fleetdistill_server.store.run_names import no_such_run
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 runs_app = typer.Typer(help="What the runs of a store did.", no_args_is_help=True)
+
+
+class _LocalStore:
+    """Reads the store in a directory as `RemoteServer` reads a server's."""
+
+    def __init__(self, directory: Path) -> None:
+        self._store, self._served = open_store(directory), served(directory)
+
+    def runs(self) -> View:
+        return views.runs(self._store, self._served)
+
+    def run(self, name: str) -> View:
+        return views.run(self._store, name, self._served)
+
+    def follow(self, name: str) -> Iterator[list[Row]]:
+        from fleetdistill_server.views.watch import follow
+
+        return follow(self._store, name)
+
+
+@contextlib.contextmanager
+def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_LocalStore | RemoteServer]:
+    """The runs of a server if one is named, else of the store in a directory."""
+    if server is None:
+        yield _LocalStore(store)
+        return
+    with connect(server, identity) as remote:
+        yield remote
 
 
 @runs_app.command("list")
@@ -42,11 +75,8 @@ def runs_list(
     as_json: JsonOption = False,
 ) -> None:
     """Lists the runs of a store, or of a server. Example: fleetdistill runs list --json"""
-    if server is not None:
-        with connect(server, identity) as remote:
-            show(remote.runs(), as_json)
-        return
-    show(views.runs(open_store(store), served(store)), as_json)
+    with reader(store, server, identity) as source:
+        show(source.runs(), as_json)
 
 
 @runs_app.command("show")
@@ -59,11 +89,8 @@ def runs_show(
     as_json: JsonOption = False,
 ) -> None:
     """Shows a run's rounds, figures and events. Example: fleetdistill runs show digits"""
-    if server is not None:
-        with connect(server, identity) as remote:
-            show(remote.run(run), as_json)
-        return
-    show(views.run(open_store(store), run, served(store)), as_json)
+    with reader(store, server, identity) as source:
+        show(source.run(run), as_json)
 
 
 @runs_app.command("prune")
@@ -150,10 +177,9 @@ def runs_delete(run: str, store: StoreOption = DEFAULT_STORE, yes: YesOption = F
         typer.echo(f"{no_such_run(run, opened.runs.names())}; nothing to delete")
         return
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
-    typer.echo(f"run {run!r} is deleted: {rows}, {_files(gone.freed.payloads, gone.freed.bytes)}")
+    typer.echo(f"run {run!r} is deleted: {rows}, {_payloads(gone.freed)}")
     if gone.later.payloads:
-        files = _files(gone.later.payloads, gone.later.bytes)
-        typer.echo(f"{files} written within the hour: left to the server, which deletes them later")
+        typer.echo(f"{_payloads(gone.later)} written within the hour: left to the server, which deletes them later")
 
 
 @runs_app.command("watch")
@@ -166,18 +192,11 @@ def runs_watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
-    from fleetdistill_server.views.watch import show_changes, watch
+    from fleetdistill_server.views.watch import show_changes
 
-    if server is not None:
-        with connect(server, identity) as remote:
-            show_changes(remote.follow(run), as_json=as_json, console=Console())
-        return
-    watch(open_store(store), run, as_json=as_json, console=Console())
+    with reader(store, server, identity) as source:
+        show_changes(source.follow(run), as_json=as_json, console=Console())
 
 
 def _payloads(freed: Freed) -> str:
     return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"
-
-
-def _files(payloads: int, size: int) -> str:
-    return f"{counted(payloads, 'payload')} ({readable_bytes(size)})"

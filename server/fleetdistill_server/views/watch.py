@@ -235,15 +235,6 @@ def _round_sentence(row: Row) -> str:
     return ", ".join([said, *figures, sent])
 
 
-def watch(store: Store, run: str, *, as_json: bool, console: Console) -> None:
-    """Follows a run of a store until it is over, as `show_changes` shows it.
-
-    Raises:
-        ConfigurationError: There is no run of that name.
-    """
-    show_changes(follow(store, run), as_json=as_json, console=console)
-
-
 def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
     """Shows what is new as it comes: a live table where `console` is a terminal, else lines; Ctrl-C ends it."""
     live = console.is_terminal and not as_json
