@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench protos protos-check venv clean fuzz chaos soak
+.PHONY: help demo test check docs format bench protos protos-check venv clean fuzz chaos soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ check: .venv/.installed  ## Lint, check formatting and types, and check the prot
 	@$(BIN)/mypy
 	@PYTHONPATH=client_sdk:server $(BIN)/lint-imports
 	@$(MAKE) --no-print-directory protos-check
+
+SERVE ?= 0
+
+docs: .venv/.installed  ## Build the documentation site in out/site (SERVE=1 shows it on 127.0.0.1:8000)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(filter 1,$(SERVE)),serve --dev-addr 127.0.0.1:8000,build --strict --quiet)
+	@$(if $(filter 1,$(SERVE)),,echo "open out/site/index.html")
 
 format: .venv/.installed  ## Format the code and mend what the linter can
 	@$(BIN)/ruff check --fix
