@@ -1,0 +1,193 @@
+"""Tutorials and how-tos run as they stand: their files are written, their commands and their Python are run, in order.
+
+Changed are ports and host names, and simulations are made tiny. A page that starts a server is slow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import PATIENCE_SECONDS, wait_until
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for kind in ("tutorials", "how-to")
+    for path in (ROOT / "docs" / kind).glob("*.md")
+]
+TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
+SERVE = "from fleetdistill_server.start import main; main()"
+SHELL_ONLY = (". .venv", "pip install", "make ")
+"""Lines that set up an environment: this one is set up already. Targets of make are looked up."""
+NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## End it or change it")}
+"""Pages about a store that another page makes, and the heading before which that one ends."""
+
+
+@dataclass
+class Block:
+    """A code block of a page; one with a title is a file."""
+
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks(page: str, until: str = "\0") -> list[Block]:
+    """The code blocks of a page in order."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(until)[0]
+    found = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    return [Block(language, title or None, text) for language, title, text in found]
+
+
+def serves(page: str) -> bool:
+    """Whether a page, or the one that it needs, starts a server."""
+    lines = [
+        line for one in (page, *NEEDS.get(page, ())[:1]) for block in blocks(one) for line in block.text.splitlines()
+    ]
+    return any(line.startswith("fleetdistill serve") and "--check" not in line for line in lines)
+
+
+@dataclass
+class Reader:
+    """Someone who follows a page in an empty folder."""
+
+    folder: Path
+    replaced: dict[str, str]
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page"})
+    servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def follow(self, found: list[Block]) -> None:
+        for block in found:
+            text = self.here(block.text)
+            if block.title:
+                (self.folder / block.title).write_text(text)
+            elif block.language == "python":
+                exec(compile(text, "page", "exec"), self.names)
+            elif block.language == "sh":
+                self.shell(text)
+            else:
+                assert block.language in ("", "toml", "json"), block.language
+
+    def here(self, text: str) -> str:
+        for written, mine in self.replaced.items():
+            text = text.replace(written, mine)
+        return text
+
+    def shell(self, text: str) -> None:
+        """Runs the lines of a block; scripts run side by side, as in terminals of their own."""
+        scripts = []
+        for line in text.splitlines():
+            words = shlex.split(line, comments=True)
+            if line.startswith("python "):
+                scripts.append(self.start(words[1:]))
+            elif words[:2] == ["fleetdistill", "serve"] and "--check" not in words:
+                self.serve(words)
+            elif words[:1] == ["fleetdistill"]:
+                self.command(words[1:])
+            elif words:
+                assert line.startswith(SHELL_ONLY), line
+                if words[0] == "make":
+                    assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), line
+        for script in scripts:
+            assert script.wait(PATIENCE_SECONDS) == 0, self.output(script)
+
+    def command(self, words: list[str]) -> None:
+        """A command in this process."""
+        if words[0] == "simulate":
+            words = [*words, *TINY.split()]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (words, result.output)
+
+    def serve(self, words: list[str]) -> None:
+        server = self.start(["-c", SERVE, *words[1:]])
+        self.servers.append(server)
+        port = int(self.replaced["50051"])
+        wait_until(lambda: server.poll() is not None or listens(port), "the server listens")
+        assert server.poll() is None, self.output(server)
+
+    def start(self, words: list[str]) -> subprocess.Popen[bytes]:
+        paths = [str(self.folder), str(ROOT / "client_sdk"), str(ROOT / "server")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        log = self.folder / f"log-{len(list(self.folder.glob('log-*')))}"
+        with log.open("wb") as out:
+            started = subprocess.Popen(
+                [sys.executable, *words], cwd=self.folder, env=environment, stdout=out, stderr=out
+            )
+        log.rename(self.folder / f"log-{started.pid}")
+        return started
+
+    def output(self, process: subprocess.Popen[bytes]) -> str:
+        return (self.folder / f"log-{process.pid}").read_text()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.send_signal(signal.SIGINT)
+            server.wait(PATIENCE_SECONDS)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports(number: int) -> list[str]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [str(one.getsockname()[1]) for one in taken]
+    for one in taken:
+        one.close()
+    return ports
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    ports = free_ports(2)
+    replaced = {"50051": ports[0], "50052": ports[1], "fleet.example.org": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+    one = Reader(tmp_path, replaced)
+    (tmp_path / "examples").mkdir()
+    for example in (ROOT / "examples").glob("*.*"):
+        (tmp_path / "examples" / example.name).write_text(one.here(example.read_text()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    try:
+        yield one
+    finally:
+        one.close()
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+                del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if serves(page) else []) for page in PAGES]
+)
+def test_a_page_runs_as_it_stands(page: str, reader: Reader) -> None:
+    if page in NEEDS:
+        reader.follow(blocks(*NEEDS[page]))
+        reader.close()
+        reader.servers.clear()
+    found = blocks(page)
+    assert found
+    reader.follow(found)
+
+
+@pytest.mark.slow
+def test_the_readmes_device_takes_part_in_a_run(reader: Reader) -> None:
+    described, served = blocks("docs/how-to/device-without-pytorch.md")[:2]  # a run of one device
+    (embedded,) = (block for block in blocks("README.md") if block.language == "python")
+    reader.follow([described, served, embedded])
+    assert (reader.folder / "my-device/model.onnx").is_file()
