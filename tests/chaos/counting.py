@@ -58,11 +58,13 @@ class CountingDevice(DeviceMethod):
     Its state is how many of its answers have a receipt; an answer's weight is its place among them, from 1.
     """
 
-    metrics_steps = ()
-
     def __init__(self, config: Any, local: Any = None) -> None:
         super().__init__(config, local)
         self.count = 0
+
+    @classmethod
+    def metrics_steps(cls, config: Any) -> Sequence[str]:
+        return ()
 
     @answers("count")
     def answer_count(self, ask: Ask) -> Answer:

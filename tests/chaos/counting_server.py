@@ -8,30 +8,28 @@ from typing import Any
 import numpy as np
 from chaos import counting
 
-from fleetdistill.knowledge import Kind, ModelParameters, Plan
+from fleetdistill.knowledge import Kind, ModelParameters, Plan, SampleKnowledge
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server import methods
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
 class CountingServer(ServerMethod):
     """Uses every answer by writing down whose it was."""
 
     summary = "counts answers, for tests"
-    steps = {"count": {"count": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self.used: list[list[Any]] = []
 
     @classmethod
-    def columns(cls, config: Any) -> Sequence[str]:
-        return ["features"]
-
-    def features(self) -> Mapping[str, tuple[int, ...]]:
-        return {counting.BALLAST: (counting.WIDTH,)}
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        rows = SampleKnowledge.schema(rows=sizes.samples, features={counting.BALLAST: (counting.WIDTH,)})
+        return [Exchange(step="count", up={"count": rows}, times=config.steps)]
 
     async def round(self, cohort: Cohort) -> None:
         for step in range(1, self.config.steps + 1):

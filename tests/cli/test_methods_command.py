@@ -33,8 +33,9 @@ from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
-    Content,
+    UP,
     Sizes,
+    answer_kinds,
     exchange_formula,
     in_round,
     mean_round_bytes,
@@ -250,37 +251,6 @@ def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
         assert all(a <= b for a, b in zip(single, predicted(method, large), strict=True))
 
 
-@given(
-    features=counts,
-    channels=counts,
-    knowledge=counts,
-    floats=counts,
-    labels=counts,
-    ids=counts,
-    weights=counts,
-    buffers=counts,
-)
-def test_a_messages_bytes_are_those_of_its_types(
-    features: int, channels: int, knowledge: int, floats: int, labels: int, ids: int, weights: int, buffers: int
-) -> None:
-    content = Content(
-        features=features,
-        channels=channels,
-        knowledge=knowledge,
-        float32=floats,
-        labels=labels,
-        ids=ids,
-        weights=[Weights(weights, buffers), Weights(1)],
-    )
-    fixed = 4 * floats + 4 * labels + 8 * ids + 4 * weights + buffers + 4
-    numbers = features + knowledge
-    assert [content.bytes(one) for one in KNOWLEDGE_TYPES] == [
-        2 * numbers + fixed,
-        4 * numbers + fixed,
-        features + 8 * channels + 2 * knowledge + fixed,
-    ]
-
-
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_feddkd_has_an_exchange_more_for_every_step(steps: int) -> None:
     exchanges = server_class("feddkd").exchanges(FedDKDConfig(dkd_steps=steps).for_classes(10), Sizes())
@@ -303,11 +273,11 @@ def test_a_method_describes_itself(method: str) -> None:
     assert 0 < len(half.summary) <= 66
     assert "\n" not in half.summary
     assert not half.summary.endswith(".")
-    steps = half.steps_for(config)
     exchanges = half.exchanges(config, Sizes())
+    steps = answer_kinds(exchanges)
     assert list(dict.fromkeys(one.step for one in exchanges if one.times)) == list(steps)
     for one in exchanges:
-        assert bool(steps[one.step]) == (one.up.bytes("float32") > 0), one.step
+        assert bool(steps[one.step]) == (one.nbytes(UP, "float32") > 0), one.step
 
 
 @every_method
@@ -316,7 +286,8 @@ def test_what_leaves_is_what_the_answers_hold(method: str) -> None:
     half, config = server_class(method), config_class(method)().for_classes(10)
     columns = set(half.columns(config))
     assert columns <= set(COLUMNS)
-    kinds = {KINDS[kind] for parts in half.steps_for(config).values() for kind in parts.values()}
+    steps = answer_kinds(half.exchanges(config, Sizes()))
+    kinds = {KINDS[kind] for parts in steps.values() for kind in parts.values()}
     assert {column for kind in kinds for column in kind.tells or () if len(kind.tells or ()) == 1} <= columns
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.record_schema import recorded_config
 
-from fleetdistill.knowledge import NetworkFile
+from fleetdistill.knowledge import NetworkFile, SharedStatistics, SoftPredictions, WeightedPredictions
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.methods.fedavg import FedAvgServer
+from fleetdistill_server.methods.traffic import Exchange
 
 
 def test_a_method_that_says_nothing_of_them_has_neither(tmp_path: Path) -> None:
@@ -25,17 +27,23 @@ def test_a_method_that_says_nothing_of_them_has_neither(tmp_path: Path) -> None:
 
 
 def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {"statistics": {"means": (4,), "variances": (4,)}, "other": {"means": (2,)}}
+    statistics: dict[str, Any] = {"classes": 3, "dimensions": 4, "directions": 2, "features": {}}
+    parts = {
+        "statistics": SharedStatistics.schema(**statistics, least_samples=5, most_rows=128, rows_per_direction=15),
+        "other": WeightedPredictions.schema(rows=6, classes=3),
+        "undeclared": SoftPredictions.schema(rows=6, classes=3),
+    }
     file = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
-    monkeypatch.setattr(FedAvgServer, "uploads", lambda self: shapes)
-    monkeypatch.setattr(FedAvgServer, "least_samples", lambda self: {"statistics": 5})
-    monkeypatch.setattr(FedAvgServer, "most_rows", lambda self: {"statistics": 128})
-    monkeypatch.setattr(FedAvgServer, "rows_per_direction", lambda self: {"statistics": 15})
+    exchanges = [Exchange(step="train", up=parts)]
+    monkeypatch.setattr(FedAvgServer, "exchanges", classmethod(lambda cls, config, sizes: exchanges))
     monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
     config = recorded_config(tmp_path)
     contract, _, extractor = make_contract(config, build_method(config))
     said = [(one.part, one.least_samples, one.most_rows, one.rows_per_direction) for one in contract.uploads]
     assert said == [("statistics", 5, 128, 15), ("other", 0, 0, 0)]
+    shapes = {one.part: {tensor.name: tuple(tensor.shape) for tensor in one.tensors} for one in contract.uploads}
+    assert shapes == {"statistics": {"means": (4,), "variances": (4,)}, "other": {"values": (6, 3)}}
+    assert list(contract.requirements.columns) == ["features", "counts", "logits"]
     assert extractor is not None
     assert contract.extractor_file == extractor.sha256
     (sent,) = decode(extractor).values()

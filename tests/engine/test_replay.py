@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from support.fragile import Crash, Fragile, Fuse
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import NoSpaceError, RefusedError, RunError
+from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
@@ -30,6 +31,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -195,7 +197,10 @@ def test_devices_that_are_restarted_in_every_round_change_nothing(tmp_path: Path
 class Adding(ServerMethod):
     """Changes its state with every answer, so that a round that falls short leaves something to take back."""
 
-    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012
+    @classmethod
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        rows = SampleKnowledge.schema(rows=sizes.samples, features={}, columns=())
+        return [Exchange(step="train", up={"knowledge": rows})]
 
     def __init__(self, other: ServerMethod) -> None:
         super().__init__(other.config, other.context)
@@ -526,8 +531,6 @@ def test_the_quorum_counts_the_devices_that_a_round_wants() -> None:
 
 def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> None:
     class Telling(Adding):
-        steps = {"train": {"knowledge": "sample_knowledge"}, "deliver": {}}  # noqa: RUF012
-
         async def finish(self, cohort: Cohort) -> None:
             told.extend(cohort.remaining)
 

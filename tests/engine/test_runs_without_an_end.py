@@ -26,6 +26,7 @@ from support.forked import ForkedEngine
 from support.fragile import Crash, Fragile, Fuse
 from support.processes import wait_until
 
+from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import engine as engine_module
@@ -34,6 +35,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import Notes, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.store import Store
@@ -46,7 +48,6 @@ _LOOKS = 5
 class Keeping(ServerMethod):
     """Keeps whose rows it has, in which version; asks everybody once more where somebody was forgotten."""
 
-    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012
     picks_devices = True
 
     def __init__(self, other: ServerMethod) -> None:
@@ -56,8 +57,9 @@ class Keeping(ServerMethod):
         self.looks = 0
 
     @classmethod
-    def columns(cls, config: Any) -> Sequence[str]:
-        return []
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        rows = SampleKnowledge.schema(rows=sizes.samples, features={}, columns=())
+        return [Exchange(step="train", up={"knowledge": rows})]
 
     def is_due(self, present: Mapping[str, str]) -> bool:
         self.looks += 1

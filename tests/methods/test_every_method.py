@@ -20,7 +20,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.methods import SERVER_METHODS, server_class
-from fleetdistill_server.methods.traffic import Sizes, in_round
+from fleetdistill_server.methods.traffic import Sizes, answer_kinds, in_round
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
@@ -40,6 +40,9 @@ ONNX_DIFFERENCE = {"classstats": 1e-2}
 """Where logits are not of the size 1: those of class statistics are of hundreds."""
 LOSSES = {"classstats": "classstats with a trained predictor"}
 """The run that trains, of a method that does not train by default."""
+
+EVERY_STEP: dict[str, dict[str, Any]] = {"dafkd": {"discriminator_location": "device", "sync": "exact"}}
+"""Settings with which a method asks each of its steps, where it does not by default."""
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
@@ -75,18 +78,19 @@ def test_a_contract_with_a_setting_of_a_newer_server_is_refused_with_advice(meth
 def test_the_server_half_declares_what_it_needs_and_asks(method: str) -> None:
     half = build_method(small_run(method))
     assert set(half.requirements().columns) <= set(COLUMNS)
-    assert half.requirements().same_architecture == half.same_architecture
-    assert half.steps
-    assert all(kind in KINDS for parts in half.steps.values() for kind in parts.values())
+    assert half.requirements().same_architecture == half.needs(half.config).same_architecture
+    assert half.answer_kinds()
+    assert all(kind in KINDS for parts in half.answer_kinds().values() for kind in parts.values())
 
 
 @every_method
 def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
-    half = device_class(method)
+    half, config = device_class(method), config_class(method)(**EVERY_STEP.get(method, {})).for_classes(10)
     handled = {getattr(getattr(half, name), "answers_step", None) for name in dir(half)} - {None}
-    assert handled - {"deliver"} == set(server_class(method).steps)
-    assert half.metrics_steps
-    assert set(half.metrics_steps) <= handled
+    asked = answer_kinds(server_class(method).exchanges(config, Sizes()))
+    assert asked.keys() == handled - {"deliver"}
+    assert half.metrics_steps(config)
+    assert set(half.metrics_steps(config)) <= asked.keys()
 
 
 @every_method
@@ -130,7 +134,8 @@ def test_the_mean_loss_of_every_training_reaches_the_server(method: str, undistu
     store = undisturbed(name).store
     losses = store.history.figures(RUN, "loss", "train")
     told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in losses}
-    ends = device_class(method, RUNS[name].configuration()).metrics_steps
+    config = RUNS[name].configuration()
+    ends = device_class(method, config).metrics_steps(config)
     assert set(told) == {(row["round"], row["device"]) for row in store.asks.uploads(RUN) if row["step"] in ends}
     assert len(told) >= 2
     assert all(0 < loss < 10 for loss in told.values())

@@ -6,6 +6,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wire.test_codec import ONE_OF_EACH
 
 from fleetdistill import knowledge as k
@@ -120,6 +122,27 @@ def test_a_schema_has_the_tensors_and_bytes_that_travel(part: k.Kind, schema: Pa
     }
     assert schema.nbytes(knowledge_type) == sent.data_bytes
     assert set(schema.columns) == set(part.columns())
+
+
+@given(
+    rows=st.integers(1, 9),
+    classes=st.integers(1, 5),
+    shape=st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple),
+    columns=st.sets(st.sampled_from(["logits", "labels"])),
+    knowledge_type=st.sampled_from(["float16", "float32", "uint8"]),
+)
+def test_bytes_of_samples_of_any_size_are_those_that_travel(
+    rows: int, classes: int, shape: tuple[int, ...], columns: set[str], knowledge_type: str
+) -> None:
+    part = k.SampleKnowledge(
+        sample_ids=np.arange(rows),
+        features={"a": zeros(rows, *shape), "b": zeros(rows, 3)},
+        logits=zeros(rows, classes) if "logits" in columns else None,
+        labels=zeros(rows, dtype=np.int32) if "labels" in columns else None,
+    )
+    held = ("features", *sorted(columns))
+    schema = k.SampleKnowledge.schema(rows=rows, features={"a": shape, "b": (3,)}, classes=classes, columns=held)
+    assert schema.nbytes(knowledge_type) == encode({"part": part}, np.dtype(knowledge_type)).data_bytes
 
 
 def test_every_kind_with_a_schema_is_tried_here() -> None:

@@ -218,7 +218,7 @@ class Worker:
             brought = self._score_brought(asked)
             torch.manual_seed(ask.seed)  # whatever scoring drew
             answer = self._method.handle(asked)
-            measured, told = ask.step in self._method.metrics_steps, "metrics" in allow
+            measured, told = ask.step in self._method.metrics_steps(self._method.config), "metrics" in allow
             models = self._method.answers()
             scores = brought | (self._score(models) if measured else {})
             replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None

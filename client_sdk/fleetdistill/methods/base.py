@@ -138,9 +138,6 @@ class DeviceMethod:
         local: Model and data.
     """
 
-    metrics_steps: ClassVar[Sequence[str]]
-    """Steps whose answer ends a round for the device, one of them in each round; its metrics are measured after it."""
-
     own_answer: ClassVar[str] = GENERAL
     """Name, among the answers that the app has, of the model that it gave."""
 
@@ -158,6 +155,11 @@ class DeviceMethod:
     def form(cls, config: Any) -> type[DeviceMethod]:
         """The device half of this configuration, for a method of several forms."""
         return cls
+
+    @classmethod
+    def metrics_steps(cls, config: Any) -> Sequence[str]:
+        """Steps whose answer ends a round for the device, one of them in each round: metrics are measured after it."""
+        raise NotImplementedError
 
     def handle(self, ask: Ask) -> Answer:
         """Calls the handler of the ask's step. Raises WireError if there is none."""

@@ -5,6 +5,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,10 @@ class FedAvgDevice(DeviceMethod):
     """Device half: trains the global model on its own data and sends it back."""
 
     config: FedAvgConfig
-    metrics_steps = ("train",)
+
+    @classmethod
+    def metrics_steps(cls, config: FedAvgConfig) -> Sequence[str]:
+        return ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -10,17 +10,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import config_class, known_methods
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.traffic import (
     DOWN,
     KNOWLEDGE_TYPES,
     UP,
+    Exchange,
     KnowledgeType,
     Sizes,
     all_exchanges,
+    columns_of,
     exchange_formula,
     is_over_early,
     mean_round_bytes,
@@ -74,19 +74,20 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
     """One method as plain data. Exchanges and bytes are those of a round, or of a whole run that is over early."""
     config = config_class(name)().for_classes(sizes.classes)
     half = server_class(name, config)
-    exchanges, columns = half.exchanges(config, sizes), list(half.columns(config))
+    exchanges, needs = half.exchanges(config, sizes), half.needs(config)
+    columns = columns_of(exchanges)
     once = is_over_early(exchanges)
     counted = all_exchanges(exchanges) if once else usual_exchanges(exchanges)
     cost = round_bytes(counted, knowledge_type) if once else mean_round_bytes(exchanges, knowledge_type, rounds)
     return {
         "method": name,
         "summary": half.summary,
-        "leaves_the_device": _leaves(half, config, [one.step for one in exchanges if one.times]),
+        "leaves_the_device": _leaves(exchanges),
         "columns": columns,
         "labels_leave": LABELS in columns,
-        "models": "same" if half.same_architecture else "different",
-        "same_extractor": half.same_extractor,
-        "proxy_set": half.proxy_set,
+        "models": "same" if needs.same_architecture else "different",
+        "same_extractor": needs.same_extractor,
+        "proxy_set": needs.proxy_set,
         "exchanges": sum(one.times for one in counted),
         "exchanges_formula": exchange_formula(exchanges),
         "bytes_up": cost[UP],
@@ -95,13 +96,11 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
     }
 
 
-def _leaves(half: type[ServerMethod], config: Any, asked: Sequence[str]) -> str:
-    about = ", ".join(column for column in half.columns(config) if column in _ABOUT_SAMPLES)
-    steps = half.steps_for(config)
-    parts = [part for step in dict.fromkeys(asked) for part in steps[step].items()]
-    return ", ".join(
-        dict.fromkeys(name if name == EXTRACTOR else KINDS[kind].words.format(columns=about) for name, kind in parts)
-    )
+def _leaves(exchanges: Sequence[Exchange]) -> str:
+    about = ", ".join(column for column in columns_of(exchanges) if column in _ABOUT_SAMPLES)
+    parts = [part for one in exchanges if one.times for part in one.up.items() if part[1].sent]
+    words = (name if name == EXTRACTOR else part.kind.words.format(columns=about) for name, part in parts)
+    return ", ".join(dict.fromkeys(words))
 
 
 def _checked(knowledge_type: str) -> KnowledgeType:

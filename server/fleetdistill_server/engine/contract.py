@@ -9,13 +9,14 @@ from fleetdistill.methods import config_to_plan
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
-from fleetdistill.wire.schema import TypedShape
+from fleetdistill.wire.schema import PartSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.context import MethodContext, pick_torch_device
+from fleetdistill_server.methods.traffic import declared_parts, features_of
 
 
 def build_method(config: RunConfig) -> ServerMethod:
@@ -67,7 +68,7 @@ def make_contract(
     """
     initial = initial_payload(method)
     extractor = extractor_payload(method)
-    needs = method.requirements()
+    needs, exchanges = method.requirements(), method.run_exchanges()
     context = method.context
     if needs.proxy_set and context.proxy is None:
         text = "needs a labelled proxy set on the server and every device; register one as [proxy] in run.toml"
@@ -78,7 +79,7 @@ def make_contract(
         config=encode({"config": config_to_plan(method.config)}).parts.parts[0].plan,
         classes=config.contract.class_names(),
         input_shape=config.contract.input_shape,
-        features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in method.features().items()],
+        features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in features_of(exchanges).items()],
         knowledge_type=ELEMENT_TYPES[np.dtype(config.contract.knowledge_type)],
         requirements=needs,
         extractor_fingerprint=fingerprint(context.extractor()) if needs.same_extractor else "",
@@ -92,18 +93,19 @@ def make_contract(
         max_upload_bytes=config.server.max_upload_bytes,
         max_samples=config.contract.max_samples,
         extractor_file=extractor.sha256 if extractor else b"",
-        uploads=[
-            contract_pb2.PartShapes(
-                part=part,
-                tensors=[_named(name, shape) for name, shape in tensors.items()],
-                least_samples=method.least_samples().get(part, 0),
-                most_rows=method.most_rows().get(part, 0),
-                rows_per_direction=method.rows_per_direction().get(part, 0),
-            )
-            for part, tensors in method.uploads().items()
-        ],
+        uploads=[_part_shapes(name, part) for name, part in declared_parts(exchanges).items()],
     )
     return contract, initial, extractor
+
+
+def _part_shapes(name: str, part: PartSchema) -> contract_pb2.PartShapes:
+    return contract_pb2.PartShapes(
+        part=name,
+        tensors=[_named(path, shape) for path, shape in part.declared.items()],
+        least_samples=part.least_samples,
+        most_rows=part.most_rows,
+        rows_per_direction=part.rows_per_direction,
+    )
 
 
 def _named(name: str, shape: tuple[int, ...]) -> contract_pb2.NamedShape:

@@ -85,7 +85,7 @@ class Engine:
             deadline_seconds=config.run.deadline_seconds,
             devices_per_round=config.run.devices_per_round,
             knowledge_type=np.dtype(config.contract.knowledge_type),
-            steps=self.method.steps,
+            steps=self.method.answer_kinds(),
         )
 
     async def run(self) -> None:

@@ -1,7 +1,10 @@
 """The server half of a method: one coroutine a round that reads like the paper's pseudocode.
 
     class FedDKCServer(ServerMethod):
-        steps = {"train": {"knowledge": "sample_knowledge"}}
+        @classmethod
+        def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+            return [Exchange(step="train", up={"knowledge": SampleKnowledge.schema(...)})]
+
         async def round(self, cohort: Cohort) -> None: ...
 
 A method is deterministic given its state, its answers and the seed tree: after a crash `round` runs again from the
@@ -11,6 +14,7 @@ last checkpoint, and asks that have answers yield those.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,14 +23,33 @@ from fleetdistill.knowledge import ModelParameters, NetworkFile
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes, answer_kinds, columns_of, features_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a method needs of the devices and of the run, with some settings.
+
+    Attributes:
+        same_architecture: All devices must run one model, [model] device.
+        same_extractor: All devices' models must begin with one extractor, [model] extractor.
+        proxy_set: Server and devices work with a proxy set.
+        server_reads_inputs: [model] server is a whole model over inputs, not a predictor over features.
+        server_has_device_model: The server keeps a model like [model] device, whatever the devices run.
+    """
+
+    same_architecture: bool = False
+    same_extractor: bool = False
+    proxy_set: bool = False
+    server_reads_inputs: bool = False
+    server_has_device_model: bool = False
 
 
 class ServerMethod:
     """Base of all server halves.
 
-    What a method is and costs it says as data of the class, before any run: `summary`, `steps`, the flags below them,
-    and from a configuration `columns` and `exchanges`. `fleetdistill methods` shows it, `requirements` is made of it.
+    What a method is and costs it says before any run: `summary`, and from a configuration `needs` and `exchanges`.
+    `fleetdistill methods` shows it, and the contract is made of it.
 
     Args:
         config: The method's configuration, complete for the run's number of classes.
@@ -35,21 +58,6 @@ class ServerMethod:
 
     summary: ClassVar[str]
     """What it is, in at most 66 characters and without a full stop: one line of a terminal of 118."""
-
-    steps: ClassVar[Mapping[str, Mapping[str, str]]]
-    """For each step: part name to kind, what an answer consists of."""
-
-    same_architecture: ClassVar[bool] = False
-    """Whether all devices must run one model."""
-
-    same_extractor: ClassVar[bool] = False
-    """Whether all devices' models must begin with one extractor."""
-
-    proxy_set: ClassVar[bool] = False
-    """Whether server and devices work with a proxy set."""
-
-    server_reads_inputs: ClassVar[bool] = False
-    """Whether [model] server is a whole model over inputs, not a predictor over features."""
 
     recommended: ClassVar[str] = ""
     """When it is the one to take, and its limits, for people who choose: without a last full stop."""
@@ -80,66 +88,54 @@ class ServerMethod:
         return cls
 
     @classmethod
-    def columns(cls, config: Any) -> Sequence[str]:
-        """What leaves a device with these settings, in the words of `fleetdistill.COLUMNS`."""
-        raise NotImplementedError
-
-    @classmethod
-    def steps_for(cls, config: Any) -> Mapping[str, Mapping[str, str]]:
-        """`steps` with these settings, for a method whose answers depend on them."""
-        return cls.steps
+    def needs(cls, config: Any) -> Needs:
+        """What these settings need of the devices and of the run; by default any device will do."""
+        return Needs()
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """What a usual round sends each way, per device: one in which knowledge flows and no guard fires.
 
-        A method whose rounds differ says of each exchange in which rounds it is.
-
-        What only the first round brings (initial weights, the proxy set) and only the end (the result) is left out.
+        This is the one description of a method's messages. With the sizes of a table bytes follow from it, with those
+        of a run (`sizes`) the contract: kinds, columns, shapes. A method whose rounds differ says of each exchange in
+        which rounds it is. What only the first round brings (initial weights, the proxy set) and only the end (the
+        result) is left out.
         """
         raise NotImplementedError
 
+    def sizes(self) -> Sizes:
+        """The sizes of this run, with the tensors of its models and the shapes of its features."""
+        return Sizes(classes=self.context.classes)
+
+    def run_exchanges(self) -> Sequence[Exchange]:
+        """The exchanges of this run."""
+        return self.exchanges(self.config, self.sizes())
+
+    def answer_kinds(self) -> Mapping[str, Mapping[str, str]]:
+        """For each step: part name to kind, what an answer consists of."""
+        return answer_kinds(self.run_exchanges())
+
+    @classmethod
+    def columns(cls, config: Any) -> Sequence[str]:
+        """What leaves a device with these settings, in the words of `fleetdistill.COLUMNS`."""
+        return columns_of(cls.exchanges(config, Sizes()))
+
     def requirements(self) -> contract_pb2.Requirements:
         """What every device must fit; data, checked by the front."""
+        needs, features = self.needs(self.config), features_of(self.run_exchanges())
         return contract_pb2.Requirements(
-            same_architecture=self.same_architecture,
-            same_extractor=self.same_extractor,
-            proxy_set=self.proxy_set,
+            same_architecture=needs.same_architecture,
+            same_extractor=needs.same_extractor,
+            proxy_set=needs.proxy_set,
             columns=self.columns(self.config),
             advice=[
-                contract_pb2.Advice(column=name, text=self.advice[name])
-                for name in self.features()
-                if name in self.advice
+                contract_pb2.Advice(column=name, text=self.advice[name]) for name in features if name in self.advice
             ],
         )
-
-    def features(self) -> Mapping[str, tuple[int, ...]]:
-        """Feature columns that travel: the cut's name, and one sample's shape there."""
-        return {}
 
     def initial(self) -> ModelParameters | None:
         """What every device starts from."""
         return None
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """For each part of an answer that carries parameters, gradients or weighted predictions: its tensors.
-
-        Names are those of `fleetdistill.training.parameters.part_shapes`. For class statistics: what there is of one
-        class; for shared statistics: `means` and `variances`, both in the shape of one class's mean.
-        """
-        return {}
-
-    def least_samples(self) -> Mapping[str, int]:
-        """For each part of an answer with class or shared statistics: samples that a class among them must have."""
-        return {}
-
-    def most_rows(self) -> Mapping[str, int]:
-        """For each part of an answer with shared statistics: the most directions that it may have."""
-        return {}
-
-    def rows_per_direction(self) -> Mapping[str, int]:
-        """For each such part: samples of a class, or degrees of freedom, that there must be for each direction."""
-        return {}
 
     def extractor_file(self) -> NetworkFile | None:
         """The extractor as an ONNX file, for devices without PyTorch; any device of the run may fetch it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from fleetdistill.training.local_training import TensorData, extract, train_step
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
 
 
 class Said:
@@ -69,10 +70,7 @@ class CDKTServer(ServerMethod):
 
     config: CDKTConfig
     summary = "both sides learn from what models say about a small labelled set"
-    proxy_set = True
-    server_reads_inputs = True
-    steps = {"train": {"knowledge": "proxy_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
-    advice = {  # noqa: RUF012  (as above)
+    advice = {  # noqa: RUF012  (a ClassVar of the base)
         EMBEDDING: "give the device a model whose last layer reads so many numbers, such as cdkt_digits and "
         "cdkt_digits_small, or use knowledge = 'full' for the run, which takes models of any size"
     }
@@ -83,27 +81,34 @@ class CDKTServer(ServerMethod):
         self._held_back: set[str] = set()
 
     @classmethod
-    def columns(cls, config: CDKTConfig) -> Sequence[str]:
-        outcomes, embeddings = config.up
-        return ["features"] * embeddings + ["logits"] * outcomes
+    def needs(cls, config: CDKTConfig) -> Needs:
+        return Needs(proxy_set=True, server_reads_inputs=True)
 
     @classmethod
     def exchanges(cls, config: CDKTConfig, sizes: Sizes) -> Sequence[Exchange]:
         """cdkt.md, section 8."""
+        embedding = sizes.cuts.get(EMBEDDING, (sizes.embedding,))
 
-        def content(outcomes: bool, embeddings: bool) -> Content:
-            return Content(knowledge=sizes.proxy_samples * (sizes.classes * outcomes + sizes.embedding * embeddings))
+        def knowledge(outcomes: bool, embeddings: bool) -> Message:
+            columns = ("features",) * embeddings + ("logits",) * outcomes
+            said = ProxyKnowledge.schema(
+                samples=sizes.proxy_samples, classes=sizes.classes, embedding=embedding, columns=columns
+            )
+            return {"knowledge": said}
 
-        return [Exchange(step="train", down=content(*config.down), up=content(*config.up))]
+        return [Exchange(step="train", down=knowledge(*config.down), up=knowledge(*config.up))]
 
-    def features(self) -> dict[str, tuple[int, ...]]:
-        """F, where embeddings travel: all models must have the one size."""
+    def sizes(self) -> Sizes:
+        """With F, where embeddings travel: all models must have the one size."""
+        proxy = len(self.context.proxy) if self.context.proxy is not None else 0
+        known = Sizes(classes=self.context.classes, proxy_samples=proxy)
         if not (self.config.up[1] or self.config.down[1]):
-            return {}
+            return known
         if embedding_tap(self.model) is None:
             raise ConfigurationError("[model] server has no embedding(x), the input of its last layer; name another")
         probe = torch.zeros(1, *self.context.input_shape)
-        return {EMBEDDING: tuple(extract(self._embeddings, probe, model=self.model).shape[1:])}
+        shape = tuple(extract(self._embeddings, probe, model=self.model).shape[1:])
+        return replace(known, embedding=prod(shape), cuts={EMBEDDING: shape})
 
     async def round(self, cohort: Cohort) -> None:
         said = Said(self.config, self._proxy.labels)

@@ -10,41 +10,39 @@ from typing import Any
 
 import torch
 
-from fleetdistill.knowledge import ModelParameters
-from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
+from fleetdistill.knowledge import ModelParameters, Weights
+from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
 class FedAvgServer(ServerMethod):
     """Keeps the global model."""
 
     summary = "the weighted mean of the devices' models: the yardstick"
-    same_architecture = True
-    steps = {"train": {"parameters": "model_parameters"}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self.model = context.device_model().to(context.torch_device)
 
     @classmethod
-    def columns(cls, config: Any) -> Sequence[str]:
-        return ["parameters"]
+    def needs(cls, config: Any) -> Needs:
+        return Needs(same_architecture=True)
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """4W each way: the case J = 0 of feddkd.md, section 8."""
-        model = Content(weights=[sizes.model])
+        model = {"parameters": ModelParameters.schema(sizes.model)}
         return [Exchange(step="train", down=model, up=model)]
+
+    def sizes(self) -> Sizes:
+        return Sizes(classes=self.context.classes, model=Weights.of(model_parameters(self.model)))
 
     def initial(self) -> ModelParameters:
         return model_parameters(self.model)
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"parameters": part_shapes(model_parameters(self.model))}
 
     async def round(self, cohort: Cohort) -> None:
         mean = WeightedMean(self.config.robust)

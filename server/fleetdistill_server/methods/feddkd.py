@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
-from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan
+from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters, Parts, Plan, Weights
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
-from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters, part_shapes
+from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.training.rollback import reason_undone, way_back
 from fleetdistill_server.methods.averaging import OFF, WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 _TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
 
@@ -97,11 +97,6 @@ class FedDKDServer(ServerMethod):
 
     config: FedDKDConfig
     summary = "averages models, then takes J steps along the devices' gradients"
-    same_architecture = True
-    steps = {  # noqa: RUF012  (a ClassVar of the base)
-        "train": {"parameters": "model_parameters"},
-        "distil": {"gradient": "distillation_gradient"},
-    }
 
     def __init__(self, config: FedDKDConfig, context: MethodContext) -> None:
         model = context.device_model().to(context.torch_device)
@@ -112,26 +107,25 @@ class FedDKDServer(ServerMethod):
         self._stays_on_devices = norms if config.variant == "bn" else frozenset[str]()
 
     @classmethod
-    def columns(cls, config: FedDKDConfig) -> Sequence[str]:
-        return ["parameters", "gradients"] if config.dkd_steps else ["parameters"]
+    def needs(cls, config: FedDKDConfig) -> Needs:
+        return Needs(same_architecture=True)
 
     @classmethod
     def exchanges(cls, config: FedDKDConfig, sizes: Sizes) -> Sequence[Exchange]:
         """feddkd.md, section 8; here the model of every step carries its buffers, and gradients have none."""
-        model, gradient = Content(weights=[sizes.model]), Content(float32=sizes.model.parameters)
+        model = {"parameters": ModelParameters.schema(sizes.model)}
+        gradient = {"gradient": DistillationGradient.schema(sizes.model)}
         return [
             Exchange(step="train", down=model, up=model),
             Exchange(step="distil", down=model, up=gradient, times=config.dkd_steps, setting="dkd_steps"),
         ]
 
+    def sizes(self) -> Sizes:
+        return Sizes(classes=self.context.classes, model=Weights.of(self._shared()))
+
     def initial(self) -> ModelParameters:
         """The whole model, with FedDKD_BN also the batch-norm that devices keep to themselves from then on."""
         return model_parameters(self.model)
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        shared = self._shared()
-        gradient = DistillationGradient(gradients=shared.parameters, batch_size=1, loss=0.0)
-        return {"parameters": part_shapes(shared), "gradient": part_shapes(gradient)}
 
     async def round(self, cohort: Cohort) -> None:
         number = cohort.completed + 1

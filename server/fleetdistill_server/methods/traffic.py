@@ -1,34 +1,41 @@
-"""What a round of a method costs on the wire: its exchanges, counted in numbers by the type that they travel in.
+"""The messages of a method: its exchanges, whose parts have a schema, and all that follows from these.
 
-Pure arithmetic over sizes. A server half describes its round in `exchanges`, `fleetdistill methods` prints the bytes,
-and a test holds them against the traffic that the store counts. Tensor bytes only, before packing: headers, metrics and
-plans add about half a kilobyte a message.
+Pure arithmetic over sizes. A server half describes its round once, in `exchanges`. From it follow the bytes that
+`fleetdistill methods` prints, which a test holds against the traffic that the store counts; the kinds of an answer's
+parts; the columns that leave a device; and, with the sizes of a run, what the contract declares. Tensor bytes only,
+before packing: headers, metrics and plans add about half a kilobyte a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
-import numpy as np
-
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Weights
-from fleetdistill.wire.schema import float_type, in_channel_steps
+from fleetdistill.knowledge import CUT, Weights
+from fleetdistill.wire.schema import PartSchema, Shapes
 
 KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
-
-_FLOAT32, _FLOAT16, _INT32, _INT64 = (np.dtype(one).itemsize for one in (np.float32, np.float16, np.int32, np.int64))
+COLUMNS = ("features", "counts", "parameters", "gradients", "logits", "labels")
+"""What may leave a device in a method's parts, in the order in which a contract names it."""
+MODEL = "parameters"
+"""Name of the part that carries the model."""
+Message = Mapping[str, PartSchema]
+"""The parts of a message by name."""
+NOTHING: Message = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One device's model and data, as far as the bytes of a round depend on them.
+    """One device's model and data, as far as the messages of a round depend on them.
 
-    The defaults are sizes to start a comparison from; FedD2S's are those of a run's first rounds.
+    The defaults are sizes to start a comparison from; FedD2S's are those of a run's first rounds. `ServerMethod.sizes`
+    has those of a run, which know the names and shapes of its tensors too.
 
     Attributes:
         samples: Of the device: N, in FedD2S K.
@@ -39,12 +46,13 @@ class Sizes:
         proxy_samples: P, rows of the proxy set.
         embedding: Numbers that enter the last layer: the F of CDKT-FL and of DaFKD.
         generator: DaFKD's G.
-        discriminator: DaFKD's W_d, a discriminator that shares no layers; None: as large as the model.
+        discriminator: DaFKD's W_d; None: as large as the model, or one layer if it shares the model's others.
         layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer, where a run
             begins: the logits.
         layer_channels: Channels of these; None: each number is its own.
         head: FedD2S's layers above l; none at the last layer.
         extractor: W_e, the layers below the cut, where they travel alone.
+        cuts: Of a run: its feature columns by cut, each with the shape of one sample.
 
     Raises:
         ConfigurationError: A size is below 0, or is one of `samples`, `features` and `classes` and below 1.
@@ -63,64 +71,35 @@ class Sizes:
     layer_channels: int | None = None
     head: Weights = field(default=Weights(0))
     extractor: Weights = field(default=Weights(1_000))
+    cuts: Shapes = field(default_factory=dict)
+
+    @classmethod
+    def of_cuts(cls, cuts: Shapes, **others: Any) -> Sizes:
+        """With the feature columns of a run, and the numbers of the first of them."""
+        first = next(iter(cuts.values()))
+        return cls(features=prod(first), channels=first[0], cuts=cuts, **others)
 
     @property
-    def feature_channels(self) -> int:
-        """Channels of the features at the cut."""
-        return self.features if self.channels is None else self.channels
+    def at_cut(self) -> Shapes:
+        """The feature columns; where only their numbers are known, one row of numbers."""
+        return self.cuts or {CUT: (self.features,)}
+
+    @property
+    def cut_channels(self) -> Mapping[str, int]:
+        """Channels of the column of which only the numbers are known."""
+        return {} if self.cuts or self.channels is None else {CUT: self.channels}
 
     def numbers(self) -> dict[str, Any]:
-        """All of it as plain data, for people and scripts."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        """The numbers as plain data, for people and scripts."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "cuts"}
         return {name: value.numbers() if isinstance(value, Weights) else value for name, value in found.items()}
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            least = 1 if one.name in ("samples", "features", "classes") else 0
-            counts = (value.parameters, value.buffer_bytes) if isinstance(value, Weights) else (value,)
+        for name, value in self.numbers().items():
+            least = 1 if name in ("samples", "features", "classes") else 0
+            counts = value.values() if isinstance(value, dict) else (value,)
             if any(count is not None and count < least for count in counts):
-                raise ConfigurationError(f"{one.name} is {min(counts)}, must be at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Content:
-    """The tensors of one message, in numbers by what they are; contents add up.
-
-    Attributes:
-        features: Feature columns of own samples: the run's knowledge type.
-        channels: Of these columns; with uint8 each has a step and a minimum.
-        knowledge: Logits, embeddings, soft labels, class statistics: the run's knowledge type, float16 with uint8.
-        float32: Gradients and weighted predictions.
-        halves: Shared statistics and class spaces: float16 whatever the run's knowledge type is.
-        int8: Directions of shared statistics.
-        labels: Labels, and counts of class statistics: int32.
-        ids: int64, and the single numbers of a class space.
-        weights: Parameters (float32) and buffers of models.
-    """
-
-    features: int = 0
-    channels: int = 0
-    knowledge: int = 0
-    float32: int = 0
-    halves: int = 0
-    int8: int = 0
-    labels: int = 0
-    ids: int = 0
-    weights: Sequence[Weights] = ()
-
-    def bytes(self, knowledge_type: KnowledgeType) -> int:
-        """Tensor bytes of the message."""
-        weights = sum(_FLOAT32 * one.parameters + one.buffer_bytes for one in self.weights)
-        fixed = _FLOAT32 * self.float32 + _INT32 * self.labels + _INT64 * self.ids
-        fixed += _FLOAT16 * self.halves + self.int8
-        scales = 2 * _FLOAT32 * self.channels if in_channel_steps(knowledge_type, [1]) else 0
-        knowledge = np.dtype(knowledge_type).itemsize * self.features
-        knowledge += float_type(knowledge_type).itemsize * self.knowledge
-        return knowledge + scales + fixed + weights
-
-
-NOTHING = Content()
+                raise ConfigurationError(f"{name} is {min(counts)}, must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +108,7 @@ class Exchange:
 
     Attributes:
         step: The step that is asked.
-        down, up: What the ask and the answer carry.
+        down, up: The parts of the ask and of the answer; figures and plans, which have no tensors, are not among them.
         times: How often a round asks it.
         setting: Name of the setting that `times` is; empty for a step that is always asked once.
         first: Completed rounds of the run before it is asked for the first time.
@@ -138,13 +117,18 @@ class Exchange:
     """
 
     step: str
-    down: Content = NOTHING
-    up: Content = NOTHING
+    down: Message = field(default_factory=dict)
+    up: Message = field(default_factory=dict)
     times: int = 1
     setting: str = ""
     first: int = 0
     end: int | None = None
     every: int = 1
+
+    def nbytes(self, direction: str, knowledge_type: KnowledgeType) -> int:
+        """Tensor bytes of the ask or the answer, once."""
+        message = self.up if direction == UP else self.down
+        return sum(part.nbytes(knowledge_type) for part in message.values() if part.sent)
 
     def is_in(self, completed: int) -> bool:
         """Whether the round after so many completed ones has it."""
@@ -155,9 +139,41 @@ class Exchange:
 def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
     """Tensor bytes of a device and round by direction, `up` and `down`."""
     return {
-        UP: sum(one.times * one.up.bytes(knowledge_type) for one in exchanges),
-        DOWN: sum(one.times * one.down.bytes(knowledge_type) for one in exchanges),
+        direction: sum(one.times * one.nbytes(direction, knowledge_type) for one in exchanges)
+        for direction in (UP, DOWN)
     }
+
+
+def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
+    """For each step: part name to kind, what an answer consists of."""
+    found: dict[str, dict[str, str]] = {one.step: {} for one in exchanges}
+    for one in exchanges:
+        found[one.step] |= {name: part.kind.wire_name for name, part in one.up.items() if part.sent}
+    return found
+
+
+def columns_of(exchanges: Sequence[Exchange]) -> list[str]:
+    """What leaves a device, in the words of `fleetdistill.COLUMNS`."""
+    found = {column for _, part in _answered(exchanges) for column in part.columns}
+    return [column for column in COLUMNS if column in found]
+
+
+def features_of(exchanges: Sequence[Exchange]) -> Shapes:
+    """Feature columns that parts consist of or are made of: the cut's name, and one sample's shape there."""
+    parts = [part for one in exchanges for message in (one.up, one.down) for part in message.values()]
+    return {name: shape for part in parts for name, shape in part.features.items()}
+
+
+def declared_parts(exchanges: Sequence[Exchange]) -> dict[str, PartSchema]:
+    """The parts of answers of which the contract declares shapes, by name; the model's comes first."""
+    found = {name: part for one in exchanges for name, part in one.up.items() if part.declared}
+    return dict(sorted(found.items(), key=lambda one: one[0] != MODEL))
+
+
+def _answered(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, PartSchema]]:
+    """The parts of all answers that are asked for."""
+    asked = (one for one in exchanges if one.times)
+    return ((name, part) for one in asked for name, part in one.up.items() if part.sent)
 
 
 def in_round(exchanges: Sequence[Exchange], completed: int) -> list[Exchange]:

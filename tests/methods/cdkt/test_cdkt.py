@@ -43,7 +43,7 @@ from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Sizes, round_bytes
+from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
 from fleetdistill_server.simulation.report.metrics import c_per
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -684,7 +684,7 @@ def test_requirements_are_declared_as_data(knowledge: str) -> None:
     needs = server.requirements()
     assert needs.proxy_set
     assert set(needs.columns) == {"full": {"logits"}, "rep": {"features"}, "repfull": {"features", "logits"}}[knowledge]
-    assert server.features() == ({} if knowledge == "full" else {EMBEDDING: (WIDTH,)})
+    assert features_of(server.run_exchanges()) == ({} if knowledge == "full" else {EMBEDDING: (WIDTH,)})
     assert list(make_server(knowledge=knowledge, exchange=False).requirements().columns) == []
 
 

@@ -70,6 +70,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.classstats.averaged import _least_recognised
+from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -222,7 +223,7 @@ def test_means_only_sends_and_draws_means_without_spread() -> None:
             sent = parts["statistics"]
             assert isinstance(sent, ClassStatistics)
             assert (sent.directions, sent.variances) == (None, None)
-    assert server.uploads()["statistics"] == {"means": (128,)}
+    assert declared_parts(server.run_exchanges())["statistics"].declared == {"means": (128,)}
     drawn, labels = devices["a"]._draw(lesson_of(1))
     for label in range(CLASSES):
         rows = drawn[labels == label]
@@ -600,7 +601,7 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
             assert_close(drawn.soft, (logits / 2.0).softmax(dim=-1), rtol=0, atol=1e-3)
     assert told == [["agreed", "classes", "plan"], ["plan"], ["agreed", "plan"], ["plan"], ["agreed", "plan"]]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3] != seeds[4]
-    assert set(rounds.server.steps) == {"train", "summarise", "learn"}
+    assert set(rounds.server.answer_kinds()) == {"train", "summarise", "learn"}
     assert "logits" not in rounds.server.columns(rounds.server.config)
 
 
@@ -1060,8 +1061,8 @@ def test_a_trained_extractor_is_taken_as_it_is(factory: Any, channels: int, feat
         halves[name] = AveragedDevice(config_of(extractor_rounds=0), local)
         model.extractor.load_state_dict(server.extractor.state_dict())  # as the initial weights do at check-in
     rounds = Rounds(server, halves).play(2)
-    assert set(server.steps) == {"summarise", "learn"}
-    assert set(server.uploads()) == {"statistics"}
+    assert set(server.answer_kinds()) == {"summarise", "learn"}
+    assert set(declared_parts(server.run_exchanges())) == {"statistics"}
     assert server.columns(server.config) == ["features", "counts"]
     assert [step for step, _, parts in rounds.asked if "extractor" in parts] == []
     for module in (server.extractor, *(half.local.taps.extractor for half in halves.values())):

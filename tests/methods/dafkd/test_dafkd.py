@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fleets import RUN, assert_no_upload_lost, prepare, run_in_memory
+from support.fleets import RUN, SMALL, assert_no_upload_lost, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -46,6 +46,7 @@ from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.portable_noise import portable_noise, splitmix64
 from fleetdistill.wire.codec import encode
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
@@ -651,7 +652,7 @@ def test_a_round_of_every_variant(name: str) -> None:
     assert not states_equal(copied(server.model), before) or cohort.events
     for step, device, parts in cohort.answered:
         kinds = {part.name: part.WhichOneof("kind") for part in encode(parts).parts.parts}
-        assert kinds == server.steps[step], device
+        assert kinds == server.answer_kinds()[step], device
     assert 1 <= cohort.figures["effective_devices"] <= 2 + 1e-9
     assert cohort.figures["likelihood"].keys() == {"a", "b"}
 
@@ -856,6 +857,27 @@ def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> 
     asyncio.run(server.finish(end := SmallCohort(devices)))  # type: ignore[arg-type]
     assert [(step, device) for step, device, _ in end.asked] == [("deliver", "a")]
     assert states_equal(copied(devices["a"].local.model), copied(server.model))
+
+
+def test_a_simulation_of_soft_only_devices_gives_each_its_own_model(tmp_path: Path) -> None:
+    """The server keeps a classifier of its own; whether all devices run it is a setting."""
+    models = ("digits_mlp_small", "digits_linear")
+    settings = {"upload_model": False, "discriminator_location": "device", "local_epochs": 1, "kd_samples": 64}
+    wanted = replace(SMALL, method="dafkd", settings=settings, models=models, rounds=1)
+    config, specs, _ = prepared = prepare(wanted, tmp_path / "work")
+    assert [spec.model for spec in specs] == list(models)
+    assert config.model.device == "digits_mlp_small"  # the larger one
+    store = run_in_memory(prepared)
+    profiles = [contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices.all(RUN)]
+    assert [one.model_name for one in profiles] == list(models)
+    assert len({one.model_fingerprint for one in profiles}) == 2
+    assert {row["status"] for row in store.asks.uploads(RUN) if row["step"] == "train"} == {"used"}
+    store.close()
+
+
+def test_the_step_that_ends_a_round_follows_the_settings() -> None:
+    assert DaFKDDevice.metrics_steps(config_of()) == ("train",)
+    assert DaFKDDevice.metrics_steps(config_of(**VARIANTS["exact"])) == ("predict",)
 
 
 def test_the_same_samples_on_both_sides_by_the_seed_alone() -> None:

@@ -47,7 +47,7 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
-from fleetdistill_server.methods.traffic import Sizes, round_bytes
+from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
@@ -807,8 +807,8 @@ def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
 
 def test_the_contract_names_the_first_layer_and_all_that_can_be_cut_at() -> None:
     server = make_server(l_min=3)
-    assert server.features() == {"a": (8,), "c": (5,), "d": (3,)}
-    assert list(make_server(l_min=1).features()) == ["a", "b", "c", "d"]
+    assert features_of(server.run_exchanges()) == {"a": (8,), "c": (5,), "d": (3,)}
+    assert list(features_of(make_server(l_min=1).run_exchanges())) == ["a", "b", "c", "d"]
     assert list(server.requirements().columns) == ["features", "labels"]
     initial = server.initial()
     assert initial is not None

@@ -34,6 +34,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan, Weights
 from fleetdistill.methods.base import Ask, Local
+from fleetdistill.methods.fedavg import FedAvgConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import FedDKDDevice, distillation_gradient
 from fleetdistill.models import build_model
@@ -57,7 +58,7 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, Gradients, descend, limited
-from fleetdistill_server.methods.traffic import Sizes, round_bytes
+from fleetdistill_server.methods.traffic import Sizes, declared_parts, round_bytes
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated_device
@@ -1097,9 +1098,9 @@ def test_paper_switches_ours_off_at_once() -> None:
 def contract_of(server: FedDKDServer) -> contract_pb2.Contract:
     uploads = [
         contract_pb2.PartShapes(
-            part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in tensors.items()]
+            part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in one.declared.items()]
         )
-        for part, tensors in server.uploads().items()
+        for part, one in declared_parts(server.run_exchanges()).items()
     ]
     contract: contract_pb2.Contract = make_contract(
         method="feddkd", requirements=server.requirements(), features=[], model_fingerprint="m", uploads=uploads
@@ -1131,7 +1132,7 @@ def gradient_of(server: FedDKDServer, **changes: Any) -> DistillationGradient:
 def test_a_gradient_that_does_not_fit_is_refused_whole() -> None:
     server = make_server("test_feddkd:norm_model", variant="bn")
     contract, good = contract_of(server), dict(server._shared().parameters)
-    expects = dict(server.steps["distil"])
+    expects = dict(server.answer_kinds()["distil"])
 
     def take(sent: DistillationGradient) -> None:
         Ingest("d1", encode({"gradient": sent}).header(), contract, expects)
@@ -1209,7 +1210,7 @@ def test_without_steps_a_run_ends_in_fedavgs_model(tmp_path: Path) -> None:
         checkpoints.append(unpack_state(store.blobs.get_state(row["checkpoint"]))["model"])
         store.close()
     assert_same(*checkpoints)
-    assert FedAvgServer.same_architecture
+    assert FedAvgServer.needs(FedAvgConfig()).same_architecture
 
 
 def test_the_order_of_the_replies_does_not_change_the_result(tmp_path: Path) -> None:

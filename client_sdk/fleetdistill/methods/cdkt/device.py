@@ -8,7 +8,7 @@ leaves the device, and the models may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ class CDKTDevice(DeviceMethod):
     """Device half: trains towards its labels and the server's knowledge, answers with its own about the proxy set."""
 
     config: CDKTConfig
-    metrics_steps = ("train",)
+
+    @classmethod
+    def metrics_steps(cls, config: CDKTConfig) -> Sequence[str]:
+        return ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -49,7 +49,6 @@ class AveragedDevice(DeviceMethod):
     """Device half: the general predictor is that of the app's model, the personal one is kept beside it."""
 
     config: AveragedConfig
-    metrics_steps = ("train", "learn")
 
     def __init__(self, config: AveragedConfig, local: Local) -> None:
         super().__init__(config, local)
@@ -61,6 +60,10 @@ class AveragedDevice(DeviceMethod):
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
     # --- steps
+
+    @classmethod
+    def metrics_steps(cls, config: AveragedConfig) -> Sequence[str]:
+        return ("train", "learn")
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -10,7 +10,7 @@ With `features = "averaged"` the method has another form, `fleetdistill.methods.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -35,7 +35,6 @@ class ClassStatsDevice(DeviceMethod):
     """Device half. The network that the app gave is an answer of its own beside the two of the space."""
 
     config: ClassStatsConfig
-    metrics_steps = ("learn",)
     own_answer = OWN
 
     def __init__(self, config: ClassStatsConfig, local: Local) -> None:
@@ -46,6 +45,10 @@ class ClassStatsDevice(DeviceMethod):
         self._own = DeviceStatistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
         self._taught = False
+
+    @classmethod
+    def metrics_steps(cls, config: ClassStatsConfig) -> Sequence[str]:
+        return ("learn",)
 
     @classmethod
     def form(cls, config: Any) -> type[DeviceMethod]:

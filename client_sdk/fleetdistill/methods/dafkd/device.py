@@ -9,7 +9,7 @@ sent instead (`discriminator_location`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,18 +39,19 @@ class DaFKDDevice(DeviceMethod):
     """Device half: trains classifier, discriminator and generator against each other, on its own data."""
 
     config: DaFKDConfig
-    metrics_steps = ("train",)
 
     def __init__(self, config: DaFKDConfig, local: Local) -> None:
         super().__init__(config, local)
-        if config.exact:
-            self.metrics_steps = ("predict",)  # type: ignore[misc]  # which of its steps ends a round is a setting
         first = extract(lambda x: shared_features(local.model, x), local.data.inputs[:1], model=local.model)
         self._feature_shape = tuple(first.shape[1:])
         shape = self._feature_shape if config.feature_level else tuple(local.data.inputs.shape[1:])
         self._generator = make_generator(config, shape, local.classes).to(local.torch_device)
         self._data = TensorData(local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device))
         self._own: tuple[JudgedClassifier, torch.optim.Optimizer] | None = None
+
+    @classmethod
+    def metrics_steps(cls, config: DaFKDConfig) -> Sequence[str]:
+        return ("predict",) if config.exact else ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

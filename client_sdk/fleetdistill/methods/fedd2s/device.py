@@ -9,7 +9,7 @@ layers above (the head), and the labels train the whole model. Labels leave the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,6 @@ class FedD2SDevice(DeviceMethod):
     """
 
     config: FedD2SConfig
-    metrics_steps = ("learn",)
 
     def __init__(self, config: FedD2SConfig, local: Local) -> None:
         super().__init__(config, local)
@@ -92,6 +91,10 @@ class FedD2SDevice(DeviceMethod):
         self._sample_ids: Array = np.arange(len(local.data))
         self._warmed_up = False
         self._participations = 0
+
+    @classmethod
+    def metrics_steps(cls, config: FedD2SConfig) -> Sequence[str]:
+        return ("learn",)
 
     @answers("extract")
     def extract(self, ask: Ask) -> Answer:

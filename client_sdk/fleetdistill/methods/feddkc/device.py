@@ -7,7 +7,7 @@ logits and labels of these samples. Labels leave the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,16 @@ class FedDKCDevice(DeviceMethod):
     """Device half: trains towards labels and the server's logits, answers with its own knowledge."""
 
     config: FedDKCConfig
-    metrics_steps = ("train",)
 
     def __init__(self, config: FedDKCConfig, local: Local) -> None:
         super().__init__(config, local)
         self._optimizer = make_local_optimizer(config, local.model.parameters())
         self._sample_ids: Array = np.arange(len(local.data))
         self._has_answered = False
+
+    @classmethod
+    def metrics_steps(cls, config: FedDKCConfig) -> Sequence[str]:
+        return ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -9,7 +9,7 @@ samples, and changes nothing of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,6 @@ class FedDKDDevice(DeviceMethod):
     """
 
     config: FedDKDConfig
-    metrics_steps = ("train",)
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
         super().__init__(config, local)
@@ -63,6 +62,10 @@ class FedDKDDevice(DeviceMethod):
         self._stays_here = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
         self._round, self._step = _NO_ROUND, 0
         self._teacher_logits: Tensor | None = None
+
+    @classmethod
+    def metrics_steps(cls, config: FedDKDConfig) -> Sequence[str]:
+        return ("train",)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
-from fleetdistill.knowledge import CUT, Array, ClassStatistics, Kind, ModelParameters, Parts, Plan, SoftPredictions
+from fleetdistill.knowledge import (
+    CUT,
+    Array,
+    ClassStatistics,
+    Kind,
+    ModelParameters,
+    Parts,
+    Plan,
+    SoftPredictions,
+    Weights,
+)
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
 from fleetdistill.methods.classstats.kept_statistics import packed, unpacked
@@ -28,12 +37,12 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.model import output_shape
-from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
+from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import reason_undone
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill.wire.schema import float_type
+from fleetdistill.wire.schema import PartSchema, float_type
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     Classes,
     LeftOutOfMerge,
@@ -46,7 +55,7 @@ from fleetdistill_server.methods.classstats.merge import (
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import NOTHING, Exchange, Sizes
 
 _PROBES = 64
 
@@ -56,7 +65,6 @@ class AveragedServer(ServerMethod):
 
     config: AveragedConfig
     summary = "devices train on rows drawn from merged Gaussians of classes"
-    same_extractor = True
     recommended = (
         "where devices run different models and can share a small extractor: on all classes it is far ahead of "
         "training alone and of feddkc, and about level with or ahead of fedavg's device models, at a twentieth to a "
@@ -64,16 +72,9 @@ class AveragedServer(ServerMethod):
         "are a weak generator of harder images; fedavg's global model is better where every device can run it. "
         "docs/reference/methods/ has the figures"
     )
-    steps = {  # noqa: RUF012  (a ClassVar of the base)
-        "train": {"extractor": "model_parameters"},
-        "summarise": {"statistics": "class_statistics"},
-        "agree": {"predictions": "soft_predictions"},
-        "learn": {},
-    }
 
     def __init__(self, config: AveragedConfig, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.steps = dict(self.steps_for(config))  # type: ignore[misc]  # which steps there are is a setting
         _check_trained(config, context)
         self.extractor = context.extractor().to(context.torch_device)
         self._feature_shape = output_shape(self.extractor, context.input_shape)
@@ -94,14 +95,8 @@ class AveragedServer(ServerMethod):
     # --- what it declares
 
     @classmethod
-    def columns(cls, config: AveragedConfig) -> Sequence[str]:
-        extractor = ["parameters"] if config.extractor_rounds else []
-        return ["features", "counts", *extractor, *(["logits"] if config.devices_agree else [])]
-
-    @classmethod
-    def steps_for(cls, config: AveragedConfig) -> Mapping[str, Mapping[str, str]]:
-        left_out = {"train": not config.extractor_rounds, "agree": not config.devices_agree}
-        return {step: parts for step, parts in AveragedServer.steps.items() if not left_out.get(step)}
+    def needs(cls, config: AveragedConfig) -> Needs:
+        return Needs(same_extractor=True)
 
     @classmethod
     def exchanges(cls, config: AveragedConfig, sizes: Sizes) -> Sequence[Exchange]:
@@ -110,9 +105,9 @@ class AveragedServer(ServerMethod):
         The soft predictions that come with `learn` are counted with the devices' own, or are an exchange by themselves.
         """
         frozen, every = config.extractor_rounds, config.agreement_every
-        extractor = Content(weights=[sizes.extractor] if frozen else [])
-        classes = Content(knowledge=sizes.classes * config.moments * sizes.features, labels=sizes.classes)
-        soft = Content(knowledge=config.drawn_rows * sizes.classes**2)
+        extractor = {"extractor": ModelParameters.schema(sizes.extractor)} if frozen else NOTHING
+        classes = {"statistics": _statistics(config, sizes)}
+        soft = {"predictions": SoftPredictions.schema(rows=config.drawn_rows * sizes.classes, classes=sizes.classes)}
         found = [
             Exchange(step="train", down=extractor, up=extractor, end=frozen),
             Exchange(step="summarise", down=extractor, up=classes, first=frozen, end=frozen + 1),
@@ -122,27 +117,16 @@ class AveragedServer(ServerMethod):
         ]
         if config.server_teaches:
             found.append(Exchange(step="learn", down=soft, first=frozen, every=every))
-        return [one for one in found if one.step in cls.steps_for(config)]
+        left_out = {"train": not frozen, "agree": not config.devices_agree}
+        return [one for one in found if not left_out.get(one.step)]
 
-    def features(self) -> dict[str, tuple[int, ...]]:
-        return {CUT: self._feature_shape}
+    def sizes(self) -> Sizes:
+        extractor = Weights.of(self.initial())
+        return Sizes.of_cuts({CUT: self._feature_shape}, classes=self.context.classes, extractor=extractor)
 
     def initial(self) -> ModelParameters:
         """The extractor; predictors are the devices' own."""
         return model_parameters(self.extractor, scope="extractor")
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        size, rank = prod(self._feature_shape), self.config.rank
-        directions = {"directions": (rank, size)} if rank else {}
-        spread = {} if self.config.means_only else {**directions, "variances": (size,)}
-        extractor = {"extractor": part_shapes(self.initial())} if self.config.extractor_rounds else {}
-        return {**extractor, "statistics": {"means": (size,), **spread}}
-
-    def least_samples(self) -> Mapping[str, int]:
-        return {"statistics": self.config.min_samples}
-
-    def rows_per_direction(self) -> Mapping[str, int]:
-        return {"statistics": self.config.rows_per_direction}
 
     # --- rounds
 
@@ -433,6 +417,19 @@ class AveragedServer(ServerMethod):
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()
         return None if model is None else (model, self.context.input_shape)
+
+
+def _statistics(config: AveragedConfig, sizes: Sizes) -> PartSchema:
+    """Of each class its mean, and of its spread what there is to be."""
+    directions = {"directions": (config.rank, sizes.features)} if config.rank else {}
+    spread = {} if config.means_only else {**directions, "variances": (sizes.features,)}
+    return ClassStatistics.schema(
+        classes=sizes.classes,
+        of_one={"means": (sizes.features,), **spread},
+        features=sizes.cuts,
+        least_samples=config.min_samples,
+        rows_per_direction=config.rows_per_direction,
+    )
 
 
 def _check_trained(config: AveragedConfig, context: MethodContext) -> None:

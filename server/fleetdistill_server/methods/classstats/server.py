@@ -41,7 +41,7 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutOfMerge,
     Rules,
@@ -52,7 +52,7 @@ from fleetdistill_server.methods.classstats.merge import (
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
 class ClassStatsServer(ServerMethod):
@@ -68,11 +68,9 @@ class ClassStatsServer(ServerMethod):
         "images (CIFAR-10) want a pretrained extractor. docs/reference/methods/ has the figures"
     )
     picks_devices = True
-    steps = {"summarise": {"statistics": "shared_statistics"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: ClassStatsConfig, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.same_extractor = config.features == "model"  # type: ignore[misc]  # the other one is the SDK's own
         self.extractor = self._extractor().cpu().eval()  # nothing here is worth a GPU
         self._feature_shape = output_shape(self.extractor, context.input_shape)
         features = prod(self._feature_shape)
@@ -110,29 +108,38 @@ class ClassStatsServer(ServerMethod):
     # --- what it declares
 
     @classmethod
-    def columns(cls, config: ClassStatsConfig) -> Sequence[str]:
-        return ["features", "counts"]
+    def needs(cls, config: ClassStatsConfig) -> Needs:
+        """One extractor where a run names it; the other one is the SDK's own."""
+        return Needs(same_extractor=config.features == "model")
 
     @classmethod
     def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
         """oneshot.md, section 6, for a device that has enough samples of every class."""
         dimensions = min(config.dimensions or 384, sizes.features)
         df, classes = max(sizes.samples - sizes.classes, 0), sizes.classes
-        rank = most_directions(config.rank, df, dimensions, config.rows_per_direction)
-        directions = min(classes - 1, dimensions)
-        up = Content(halves=classes * dimensions + rank + dimensions, int8=rank * dimensions, labels=classes + 1)
-        down = Content(halves=dimensions * directions + directions + classes * directions, labels=classes, ids=3)
+        statistics = SharedStatistics.schema(
+            classes=classes,
+            dimensions=dimensions,
+            directions=most_directions(config.rank, df, dimensions, config.rows_per_direction),
+            features=sizes.cuts,
+            least_samples=config.min_samples,
+            most_rows=config.rank,
+            rows_per_direction=config.rows_per_direction,
+        )
+        space = ClassSpace.schema(classes=classes, dimensions=dimensions, directions=min(classes - 1, dimensions))
         return [
-            Exchange(step="summarise", up=up, first=0, end=1),
-            Exchange(step="learn", down=down, first=0, end=1),
+            Exchange(step="summarise", up={"statistics": statistics}, first=0, end=1),
+            Exchange(step="learn", down={"space": space}, first=0, end=1),
         ]
 
-    def features(self) -> dict[str, tuple[int, ...]]:
-        return {CUT: self._feature_shape} if self.same_extractor else {}
+    def sizes(self) -> Sizes:
+        """What travels are the numbers behind the projection."""
+        cuts = {CUT: self._feature_shape} if self.needs(self.config).same_extractor else {}
+        return Sizes(classes=self.context.classes, features=self.fixed.dimensions, cuts=cuts)
 
     def initial(self) -> ModelParameters | None:
         """Of a given extractor its weights; the other one is the same everywhere."""
-        return model_parameters(self.extractor, scope="extractor") if self.same_extractor else None
+        return model_parameters(self.extractor, scope="extractor") if self.needs(self.config).same_extractor else None
 
     def extractor_file(self) -> NetworkFile | None:
         """The extractor for devices without PyTorch; None where it cannot be exported."""
@@ -141,19 +148,6 @@ class ClassStatsServer(ServerMethod):
         except ExportError:
             return None
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        size = (self.fixed.dimensions,)
-        return {"statistics": {"means": size, "variances": size}}
-
-    def least_samples(self) -> Mapping[str, int]:
-        return {"statistics": self.config.min_samples}
-
-    def rows_per_direction(self) -> Mapping[str, int]:
-        return {"statistics": self.config.rows_per_direction}
-
-    def most_rows(self) -> Mapping[str, int]:
-        return {"statistics": self.config.rank}
 
     # --- rounds
 

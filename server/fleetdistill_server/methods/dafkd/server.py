@@ -32,10 +32,11 @@ from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import fingerprint, frozen_batch_norm
-from fleetdistill.training.parameters import load_parameters, model_parameters, part_shapes
+from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import reason_undone
+from fleetdistill.wire.schema import PartSchema
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
@@ -46,7 +47,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
     equal_weights,
     importance_weights,
 )
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]
@@ -58,16 +59,9 @@ class DaFKDServer(ServerMethod):
 
     config: DaFKDConfig
     summary = "averages models, then distils their ensemble on generated samples"
-    same_architecture = True
-    steps = {  # noqa: RUF012  (a ClassVar of the base)
-        "train": {"parameters": "model_parameters", "generator": "generator", "discriminator": "discriminator"},
-        "predict": {"predictions": "weighted_predictions"},
-    }
 
     def __init__(self, config: DaFKDConfig, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.steps = _steps(config)  # type: ignore[misc]  # what an answer holds is a setting
-        self.same_architecture = config.upload_model or config.feature_level  # type: ignore[misc]
         self.model = context.device_model().to(context.torch_device)
         features = self._feature_shape()
         if config.feature_level:
@@ -85,38 +79,38 @@ class DaFKDServer(ServerMethod):
         return tuple(extract(lambda x: shared_features(self.model, x), zeros, model=self.model).shape[1:])
 
     @classmethod
-    def columns(cls, config: DaFKDConfig) -> Sequence[str]:
-        return ["parameters"] if config.discriminator_location == "server" else ["parameters", "logits"]
-
-    @classmethod
-    def steps_for(cls, config: DaFKDConfig) -> Mapping[str, Mapping[str, str]]:
-        return _steps(config)
+    def needs(cls, config: DaFKDConfig) -> Needs:
+        """One classifier for all devices, unless they send no more than predictions on generated images."""
+        same = config.upload_model or config.feature_level
+        return Needs(same_architecture=same, server_has_device_model=True)
 
     @classmethod
     def exchanges(cls, config: DaFKDConfig, sizes: Sizes) -> Sequence[Exchange]:
         """dafkd.md, section 8; soft only for a device whose model is the server's, any other is sent no w."""
-        predictions = config.kd_samples * sizes.classes if config.lagged else 0
-        down = Content(weights=[sizes.model, sizes.generator])
-        up = Content(float32=predictions + _head_numbers(config, sizes), weights=_uploaded(config, sizes))
-        train = Exchange(step="train", down=down, up=up)
+        generator = {"generator": Generator.schema(sizes.generator)}
+        model, predictions = ModelParameters.schema(sizes.model), _predictions(config, sizes)
+        up = {
+            **generator,
+            "parameters": model.when(config.upload_model),
+            "discriminator": _discriminator(config, sizes),
+            "predictions": predictions.when(config.lagged),
+        }
+        train = Exchange(step="train", down={"parameters": model, **generator}, up=up)
         if not config.exact:
             return [train]
-        second = Content(float32=config.kd_samples * sizes.classes)
-        return [train, Exchange(step="predict", down=Content(weights=[sizes.generator]), up=second)]
+        return [train, Exchange(step="predict", down=generator, up={"predictions": predictions})]
+
+    def sizes(self) -> Sizes:
+        return Sizes(
+            classes=self.context.classes,
+            model=Weights.of(model_parameters(self.model)),
+            generator=Weights.of(model_parameters(self.generator)),
+            discriminator=Weights.of(model_parameters(self._member.discriminator)),
+        )
 
     def initial(self) -> ModelParameters | None:
         """One classifier for all devices; none where devices may run their own."""
-        return model_parameters(self.model) if self.same_architecture else None
-
-    def uploads(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        sharing = self.config.sharing
-        discriminator = Discriminator(parameters=model_parameters(self._member.discriminator), shares_extractor=sharing)
-        return {
-            "parameters": part_shapes(model_parameters(self.model)),
-            "generator": part_shapes(self._generator_part()),
-            "discriminator": part_shapes(discriminator),
-            "predictions": {"values": (self.config.kd_samples, self.context.classes)},
-        }
+        return model_parameters(self.model) if self.needs(self.config).same_architecture else None
 
     async def round(self, cohort: Cohort) -> None:
         """Algorithm 1, in one of three variants; each of them averages classifiers only if devices send them."""
@@ -225,7 +219,7 @@ class DaFKDServer(ServerMethod):
         return Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
 
     def _runs_our_model(self, device: str, cohort: Cohort) -> bool:
-        return self.same_architecture or cohort.model_fingerprint(device) == fingerprint(self.model)
+        return self.needs(self.config).same_architecture or cohort.model_fingerprint(device) == fingerprint(self.model)
 
     # --- the ensemble
 
@@ -358,30 +352,15 @@ def _check_range_of_features(model: torch.nn.Module, input_shape: tuple[int, ...
         )
 
 
-def _steps(config: DaFKDConfig) -> dict[str, Mapping[str, str]]:
-    """What answers consist of: message 2 of the specification's tables, and 2b."""
-    train = {"generator": "generator"}
-    if config.upload_model:
-        train["parameters"] = "model_parameters"
-    if config.discriminator_location == "server":
-        train["discriminator"] = "discriminator"
-    if config.lagged:
-        train["predictions"] = "weighted_predictions"
-    steps: dict[str, Mapping[str, str]] = {"train": train}
-    if config.exact:
-        steps["predict"] = {"predictions": "weighted_predictions"}
-    return steps
+def _discriminator(config: DaFKDConfig, sizes: Sizes) -> PartSchema:
+    """F + 1 numbers of one that shares the classifier's layers, else a network of its own."""
+    usual = Weights(sizes.embedding + 1) if config.sharing else sizes.model
+    schema = Discriminator.schema(usual if sizes.discriminator is None else sizes.discriminator)
+    return schema.when(config.discriminator_location == "server")
 
 
-def _head_numbers(config: DaFKDConfig, sizes: Sizes) -> int:
-    """F + 1 of the discriminator that shares the classifier's layers, where it is sent."""
-    return sizes.embedding + 1 if config.discriminator_location == "server" and config.sharing else 0
-
-
-def _uploaded(config: DaFKDConfig, sizes: Sizes) -> list[Weights]:
-    """Generator, classifier and a discriminator of its own, as far as they are sent."""
-    whole = config.discriminator_location == "server" and not config.sharing
-    return [sizes.generator, *([sizes.model] * config.upload_model), *([sizes.discriminator or sizes.model] * whole)]
+def _predictions(config: DaFKDConfig, sizes: Sizes) -> PartSchema:
+    return WeightedPredictions.schema(rows=config.kd_samples, classes=sizes.classes)
 
 
 def _noise_seed(cohort: Cohort) -> int:

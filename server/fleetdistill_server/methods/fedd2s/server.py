@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -38,14 +38,16 @@ from fleetdistill.training.losses import distillation_loss, feature_distance, so
 from fleetdistill.training.model import SplitModel, evaluating
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_undone
+from fleetdistill.wire.schema import Shapes
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
-from fleetdistill_server.methods.traffic import NOTHING, Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
 
 _GRADIENT_ROWS = 1024
+_FIRST, _AT_LAYER = "first", "at_layer"  # names of columns of which only the numbers are known
 _NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})
 
 
@@ -87,8 +89,6 @@ class FedD2SServer(ServerMethod):
 
     config: FedD2SConfig
     summary = "soft labels from ever shallower layers; deep layers stay personal"
-    same_architecture = True
-    steps = {"extract": {"knowledge": "sample_knowledge"}, "learn": {}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: FedD2SConfig, context: MethodContext) -> None:
         super().__init__(config, context)
@@ -100,21 +100,25 @@ class FedD2SServer(ServerMethod):
         self._shapes = model.stage_shapes(context.input_shape)
 
     @classmethod
-    def columns(cls, config: FedD2SConfig) -> Sequence[str]:
-        return ["features", "labels"]
+    def needs(cls, config: FedD2SConfig) -> Needs:
+        return Needs(same_architecture=True)
 
     @classmethod
     def exchanges(cls, config: FedD2SConfig, sizes: Sizes) -> Sequence[Exchange]:
         """fedd2s.md, section 8, with the sample ids both ways."""
-        k = sizes.samples
-        at_layer = sizes.classes if sizes.layer_features is None else sizes.layer_features
-        channels = sizes.feature_channels + (at_layer if sizes.layer_channels is None else sizes.layer_channels)
-        up = Content(features=k * (sizes.features + at_layer), channels=channels, labels=k, ids=k)
-        return [Exchange(step="extract", up=up), Exchange(step="learn", down=_reply_content(config, sizes, at_layer))]
+        columns, channels = sizes.cuts or _counted_columns(sizes), _counted_channels(sizes)
+        own = SampleKnowledge.schema(
+            rows=sizes.samples, features=columns, columns=("features", "labels"), channels=channels
+        )
+        return [
+            Exchange(step="extract", up={"knowledge": own}),
+            Exchange(step="learn", down=_reply_schema(config, sizes)),
+        ]
 
-    def features(self) -> Mapping[str, tuple[int, ...]]:
-        """The first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
-        return {name: self._shapes[name] for name in (self.names[0], *self.names[self.l_min - 1 :])}
+    def sizes(self) -> Sizes:
+        """With the first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
+        names = (self.names[0], *self.names[self.l_min - 1 :])
+        return Sizes.of_cuts({name: self._shapes[name] for name in names}, classes=self.context.classes)
 
     keeps_initial = True
 
@@ -312,14 +316,33 @@ class FedD2SServer(ServerMethod):
         return self.network, self._shapes[self.names[0]]
 
 
-def _reply_content(config: FedD2SConfig, sizes: Sizes, at_layer: int) -> Content:
+def _at_layer(sizes: Sizes) -> int:
+    """Numbers of a sample's features at the distillation layer: those of the logits at the last one."""
+    return sizes.classes if sizes.layer_features is None else sizes.layer_features
+
+
+def _counted_columns(sizes: Sizes) -> Shapes:
+    """The first layer and the distillation layer, of which only the numbers are known."""
+    return {_FIRST: (sizes.features,), _AT_LAYER: (_at_layer(sizes),)}
+
+
+def _counted_channels(sizes: Sizes) -> Mapping[str, int]:
+    known = {_FIRST: sizes.channels, _AT_LAYER: sizes.layer_channels}
+    return {name: count for name, count in known.items() if count is not None}
+
+
+def _reply_schema(config: FedD2SConfig, sizes: Sizes) -> Message:
     """Message 4: soft labels and the head, or one row of features for each sample, a gradient or a target."""
     k, below_last = sizes.samples, sizes.layer_features is not None
+    layer = _FIRST if sizes.layer_features == 0 else _AT_LAYER
+    column = {layer: _counted_columns(sizes)[layer]}
+    features = SampleKnowledge.schema(rows=k, features=column, channels=_counted_channels(sizes))
     if config.distance == "mse":
-        return Content(knowledge=k * at_layer, ids=k) if at_layer else NOTHING
+        return {"features": replace(features, features={})} if layer == _AT_LAYER else NOTHING
     if config.s2c_mode == "feature_grad" and below_last:
-        return Content(knowledge=k * (at_layer or sizes.features), ids=k)
-    return Content(knowledge=k * sizes.classes, ids=k, weights=[sizes.head] if below_last else [])
+        return {"features": replace(features, features={})}
+    teacher: Message = {"teacher": RefinedKnowledge.schema(rows=k, classes=sizes.classes)}
+    return {**teacher, "head": ModelParameters.schema(sizes.head)} if below_last else teacher
 
 
 def _layered(model: nn.Module) -> SplitModel:

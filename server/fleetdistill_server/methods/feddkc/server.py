@@ -25,14 +25,14 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
 from fleetdistill_server.methods.averaging import OFF, capped
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
 from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
 from fleetdistill_server.methods.feddkc.skr import skr
-from fleetdistill_server.methods.traffic import Content, Exchange, Sizes
+from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much
 
@@ -61,8 +61,6 @@ class FedDKCServer(ServerMethod):
 
     config: FedDKCConfig
     summary = "the server distils features and refined logits, and teaches back"
-    same_extractor = True
-    steps = {"train": {"knowledge": "sample_knowledge"}}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: FedDKCConfig, context: MethodContext) -> None:
         super().__init__(config, context)
@@ -78,19 +76,20 @@ class FedDKCServer(ServerMethod):
         self._knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
 
     @classmethod
-    def columns(cls, config: FedDKCConfig) -> Sequence[str]:
-        return ["features", "logits", "labels"]
+    def needs(cls, config: FedDKCConfig) -> Needs:
+        return Needs(same_extractor=True)
 
     @classmethod
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
         """feddkc.md, section 8, with the sample ids both ways."""
         n, c = sizes.samples, sizes.classes
-        features, channels = n * sizes.features, sizes.feature_channels
-        up = Content(features=features, channels=channels, knowledge=n * c, labels=n, ids=n)
-        return [Exchange(step="train", down=Content(knowledge=n * c, ids=n), up=up)]
+        columns, channels = ("features", "logits", "labels"), sizes.cut_channels
+        own = SampleKnowledge.schema(rows=n, features=sizes.at_cut, classes=c, columns=columns, channels=channels)
+        refined = RefinedKnowledge.schema(rows=n, classes=c)
+        return [Exchange(step="train", down={"knowledge": refined}, up={"knowledge": own})]
 
-    def features(self) -> dict[str, tuple[int, ...]]:
-        return {CUT: self._feature_shape}
+    def sizes(self) -> Sizes:
+        return Sizes.of_cuts({CUT: self._feature_shape}, classes=self.context.classes)
 
     keeps_initial = True
 

@@ -101,7 +101,7 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
     method, settings = config["run"]["method"], config.get("method", {})
     chosen = config_class(method, settings).from_settings(settings)
-    return device_class(method, chosen).metrics_steps
+    return device_class(method, chosen).metrics_steps(chosen)
 
 
 def _further(

@@ -15,7 +15,7 @@ from fleetdistill.models import PREDICTORS, build_model
 from fleetdistill.training.model import parameter_count
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.methods import modules_of, server_class
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import Needs
 from fleetdistill_server.simulation.data.datasets import Dataset, stratified_rows
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation, proxy_rows
 from fleetdistill_server.simulation.data.partition import partition, partition_parameters
@@ -60,12 +60,13 @@ def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
     if wanted.proxy_per_class is not None:
         return wanted.proxy_per_class
     smallest = int(data.train_labels.bincount().min())
-    return min(PROXY_PER_CLASS, smallest // 2) if _server_half(wanted).proxy_set else 0
+    return min(PROXY_PER_CLASS, smallest // 2) if _needs(wanted).proxy_set else 0
 
 
-def _server_half(wanted: Simulation) -> type[ServerMethod]:
-    """Of the form that the settings choose."""
-    return server_class(wanted.method, wanted.configuration())
+def _needs(wanted: Simulation) -> Needs:
+    """What the method needs with the settings of the simulation."""
+    config = wanted.configuration()
+    return server_class(wanted.method, config).needs(config)
 
 
 def _proxy_file(work: Path) -> Path:
@@ -73,7 +74,7 @@ def _proxy_file(work: Path) -> Path:
 
 
 def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
-    if not _server_half(wanted).proxy_set:
+    if not _needs(wanted).proxy_set:
         return {}
     licence = "that of the data set it is taken from"
     return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
@@ -82,7 +83,7 @@ def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, s
 def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
     """The run.toml of a simulation, as settings; `store` is `work/store` by default."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
-    if _server_half(wanted).server_reads_inputs:
+    if _needs(wanted).server_reads_inputs:
         server = largest_model(wanted, data)
     return run_config(
         {
@@ -101,7 +102,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "input_shape": list(data.train_images.shape[1:]),
                 "knowledge_type": wanted.knowledge_type,
             },
-            "model": {"extractor": extractor, "server": server, "device": _common_model(wanted, data)},
+            "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
             "method": dict(wanted.settings),
             "proxy": _proxy_section(wanted, data, work),
             "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # test rows judge nobody
@@ -160,11 +161,10 @@ def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
     return wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
 
 
-def _common_model(wanted: Simulation, data: Dataset) -> str:
-    """The largest of the models, where the method wants one for all devices; empty where it does not."""
-    if not _server_half(wanted).same_architecture:
-        return ""
-    return largest_model(wanted, data)
+def _device_model(wanted: Simulation, data: Dataset) -> str:
+    """[model] device: the largest of the models, where all devices or the server need one; else empty."""
+    needs = _needs(wanted)
+    return largest_model(wanted, data) if needs.same_architecture or needs.server_has_device_model else ""
 
 
 def largest_model(wanted: Simulation, data: Dataset) -> str:
@@ -180,8 +180,7 @@ def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
 
 def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
     """The models that devices have, dealt out in turn: one where the method wants the same for all."""
-    common = _common_model(wanted, data)
-    return (common,) if common else _models(wanted, data)
+    return (largest_model(wanted, data),) if _needs(wanted).same_architecture else _models(wanted, data)
 
 
 def deal(wanted: Simulation, data: Dataset) -> Partition:
