@@ -132,7 +132,7 @@ def all_off() -> Iterator[None]:
 def run_python(code: str, value: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
     environment |= {VARIABLE: value} if value is not None else {}
-    code = f"from fleetdistill import failpoints\n{code}"
+    code = f"from fleetdistill.state import failpoints\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
