@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import math
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, RefusedError, WireError
-from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
+from fleetdistill.knowledge import EMBEDDING, ProxyKnowledge
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.cdkt.device import CDKTDevice
@@ -37,7 +35,6 @@ from fleetdistill.training.model import SplitModel, parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.averaging import TensorMean
@@ -48,6 +45,7 @@ from fleetdistill_server.simulation.report.metrics import c_per
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.testing import FakeCohort, Member, always, play
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
 VARIANTS = ("full", "rep", "repfull")
@@ -102,58 +100,30 @@ def ask(knowledge: ProxyKnowledge, seed: int = 1) -> Ask:
     return Ask(round=1, step="train", seed=seed, parts={"knowledge": knowledge})
 
 
-class FakeCohort:
-    """Answers a round's one ask with knowledge that a test made; keeps what the method reported."""
-
-    def __init__(
-        self,
-        knowledge: Mapping[str, ProxyKnowledge],
-        completed: int = 0,
-        samples: Mapping[str, int] | None = None,
-        devices: Sequence[str] = (),
-    ) -> None:
-        self.knowledge, self.completed, self.samples = knowledge, completed, samples or {}
-        self.devices = devices or sorted(knowledge)
-        self.sent: dict[str, Parts] = {}
-        self.events: list[tuple[str, str, str]] = []
-        self.figures: dict[str, Any] = {}
-
-    sample = StoreCohort.sample
-
-    async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
-        assert step == "train"
-        for device in sorted(self.knowledge.keys() & set(to)):
-            self.sent[device] = payload(device) if callable(payload) else payload
-            part = lambda name, kind, d=device: self.knowledge[d]  # noqa: E731
-            yield SimpleNamespace(device=device, samples=self.samples.get(device, 1), part=part)
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        self.events.append((kind, device, text))
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        self.event(f"{name}-guard", text, device)
-
-    def report(self, name: str, value: dict[str, Any]) -> None:
-        self.figures.setdefault(name, {}).update(value)
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(7)
-
-
-def run_round(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> FakeCohort:
-    made = FakeCohort(knowledge, **cohort)
-    asyncio.run(server.round(made))  # type: ignore[arg-type]
-    return made
+def run_round(
+    server: CDKTServer,
+    knowledge: Mapping[str, ProxyKnowledge],
+    completed: int = 0,
+    samples: Mapping[str, int] | None = None,
+    devices: Sequence[str] = (),
+) -> FakeCohort:
+    """A round in which devices answer with knowledge that a test made; those without knowledge do not answer."""
+    members: dict[str, Member] = dict.fromkeys(devices, lambda ask: None)
+    members |= {device: always({"knowledge": one}, (samples or {}).get(device, 1)) for device, one in knowledge.items()}
+    (cohort,) = play(server, members, completed=completed, quorum=0.01)
+    return cohort
 
 
 def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
     knowledge = {f"d{number:02d}": made_up(number) for number in range(50)}
     cohort = run_round(make_server(participation_ratio=0.2), knowledge)
-    assert len(cohort.sent) == 10
+    assert len(cohort.asked) == 10
     plain = make_server(participation_ratio=0.2, label_average=False, robust="off")
     mean = collective(plain, knowledge).outcomes_pc
     assert mean is not None
-    said = torch.stack([torch.from_numpy(knowledge[device].logits).double() for device in cohort.sent])  # type: ignore[arg-type]
+    said = torch.stack(
+        [torch.from_numpy(knowledge[device].logits).double() for device in (one.device for one in cohort.asked)]
+    )  # type: ignore[arg-type]
     assert_close(mean.double(), (said / 3).softmax(-1).mean(0), rtol=0, atol=1e-6)
 
 
@@ -187,8 +157,8 @@ def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
     sent = {"a": made_up(columns=COLUMNS["full"])}
     run_round(server, sent)
     cohort = run_round(server, sent, completed=1)
-    assert not cohort.sent["a"]["knowledge"].valid  # type: ignore[union-attr]
-    assert "knowledge-left-out" in [kind for kind, _, _ in cohort.events]
+    assert not cohort.sent("a")[0]["knowledge"].valid  # type: ignore[union-attr]
+    assert "knowledge-left-out" in cohort.kinds
 
 
 def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
@@ -389,7 +359,7 @@ def test_cdk_13_beta_0_trains_the_server_on_the_proxy_labels_alone() -> None:
         batch_size=config.batch_size,
         optimizer=torch.optim.SGD(alone.parameters(), lr=config.server_learning_rate),
         loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
-        generator=torch.Generator().manual_seed(7),
+        generator=FakeCohort({}).generator("transfer"),
         device="cpu",
     )
     assert torch.equal(weights(one.model), weights(other.model))
@@ -631,11 +601,11 @@ def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> No
     server = make_server(knowledge="repfull")
     uploads = {device: made_up(seed) for seed, device in enumerate("ab")}
     first = run_round(server, uploads)
-    assert all(not parts["knowledge"].valid for parts in first.sent.values())  # type: ignore[union-attr]
+    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))  # type: ignore[union-attr]
     with torch.no_grad():
         logits, embeddings = copy.deepcopy(server.model).eval().with_embedding(make_proxy().inputs)
     second = run_round(server, uploads, completed=1)
-    sent = second.sent["b"]["knowledge"]
+    sent = second.sent("b")[0]["knowledge"]
     assert isinstance(sent, ProxyKnowledge)
     assert sent.valid
     np.testing.assert_allclose(sent.logits, logits.numpy(), atol=1e-6)  # type: ignore[arg-type]
@@ -705,10 +675,10 @@ def wrong_server(server: CDKTServer) -> CDKTServer:
 
 def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_device() -> None:
     server, cohort = wrong_server(make_server()), FakeCohort({}, completed=1)
-    server.hold_back_if_poor({"a": 0.9, "b": 0.0, "c": None}, cohort)  # type: ignore[arg-type]
+    server.hold_back_if_poor({"a": 0.9, "b": 0.0, "c": None}, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
     assert "the server scores 0.000 on the proxy set, on which a itself scores 0.900" in cohort.events[0][2]
-    payload = server.message(cohort)  # type: ignore[arg-type]
+    payload = server.message(cohort)
     assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
 
@@ -716,7 +686,7 @@ def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_dev
 def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
     good, off = make_server(), wrong_server(make_server(teacher_guard=False))
     cohort = run_round(good, {"a": made_up(columns="logits")})
-    off.hold_back_if_poor({"a": 1.0}, cohort)  # type: ignore[arg-type]
+    off.hold_back_if_poor({"a": 1.0}, cohort)
     assert cohort.events == []
     assert good._held_back == off._held_back == set()
 
@@ -724,7 +694,7 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
 def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_better() -> None:
     server = make_server()
     good, cohort = server.model, FakeCohort({}, completed=1)
-    wrong_server(server).hold_back_if_poor({"a": 0.9, "b": 0.9}, cohort)  # type: ignore[arg-type]
+    wrong_server(server).hold_back_if_poor({"a": 0.9, "b": 0.9}, cohort)
     server.model = good
     run_round(server, {"a": made_up(columns="logits")}, completed=2)
     assert server._held_back == {"b"}  # b has not answered since

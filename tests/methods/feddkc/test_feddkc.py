@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import sys
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import CUT, Parts, RefinedKnowledge, SampleKnowledge
+from fleetdistill.knowledge import CUT, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkc.device import FedDKCDevice
@@ -27,42 +24,11 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
+from fleetdistill_server.testing import FakeCohort, always, play
 
 CLASSES, FEATURES = 3, 4
-
-
-class FakeCohort:
-    """Answers a round's one ask with knowledge that a test made; keeps what the method reported."""
-
-    def __init__(self, knowledge: dict[str, SampleKnowledge]) -> None:
-        self.knowledge = knowledge
-        self.devices = sorted(knowledge)
-        self.sent: dict[str, Parts] = {}
-        self.events: list[tuple[str, str, str]] = []
-        self.figures: dict[str, Any] = {}
-
-    sample = StoreCohort.sample
-
-    async def ask(self, step: str, payload: Any, *, to: Sequence[str]) -> AsyncIterator[Any]:
-        assert step == "train"
-        for device in to:
-            self.sent[device] = payload(device)
-            yield SimpleNamespace(device=device, samples=1, part=lambda name, kind, d=device: self.knowledge[d])
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        self.events.append((kind, device, text))
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        self.event(f"{name}-guard", text, device)
-
-    def report(self, name: str, value: dict[str, Any]) -> None:
-        self.figures.setdefault(name, {}).update(value)
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(7)
 
 
 def identity_extractor(input_shape: tuple[int, ...]) -> nn.Module:
@@ -98,8 +64,8 @@ def make_knowledge(seed: int, rows: int = 12, right: bool = True) -> SampleKnowl
 
 
 def run_round(server: FedDKCServer, knowledge: dict[str, SampleKnowledge]) -> FakeCohort:
-    cohort = FakeCohort(knowledge)
-    asyncio.run(server.round(cohort))  # type: ignore[arg-type]
+    """A round in which devices answer with knowledge that a test made."""
+    (cohort,) = play(server, {device: always({"knowledge": one}) for device, one in knowledge.items()})
     return cohort
 
 
@@ -108,7 +74,7 @@ def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_o
     run_round(server, knowledge)
     before = dict(server._knowledge)
     server.config = replace(server.config, participation_ratio=0.34)
-    (taken,) = run_round(server, knowledge).sent
+    (taken,) = (one.device for one in run_round(server, knowledge).asked)
     assert [device for device in before if server._knowledge[device] is not before[device]] == [taken]
 
 
@@ -121,10 +87,10 @@ def test_a_predictor_that_does_not_stay_finite_goes_on_from_before_the_round(set
     for name, tensor in before["predictor"].items():
         assert torch.equal(after["predictor"][name], tensor)
     assert after["optimizer"] == before["optimizer"]
-    assert "distillation-undone" in [kind for kind, _, _ in cohort.events]
+    assert "distillation-undone" in cohort.kinds
     for device in "ab":
         assert encode(server.message(device), np.float16)
-    assert "distillation-undone" not in [kind for kind, _, _ in run_round(make_server(), knowledge).events]
+    assert "distillation-undone" not in run_round(make_server(), knowledge).kinds
 
 
 def make_device(rows: int = 20, **settings: Any) -> FedDKCDevice:
@@ -190,9 +156,9 @@ def test_knowledge_is_absent_in_round_1_and_the_servers_logits_afterwards() -> N
     server = make_server(teacher_guard=False)  # two steps do not make a teacher
     knowledge = {"a": make_knowledge(1), "b": make_knowledge(2, rows=7)}
     first = run_round(server, knowledge)
-    assert all(not parts["knowledge"].valid for parts in first.sent.values())
+    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))
     second = run_round(server, knowledge)
-    sent = second.sent["b"]["knowledge"]
+    sent = second.sent("b")[0]["knowledge"]
     assert sent.valid
     np.testing.assert_array_equal(sent.sample_ids, knowledge["b"].sample_ids)
     assert sent.values.shape == (7, CLASSES)
@@ -281,7 +247,7 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
     server = make_server()
     cohort = FakeCohort({})
     bad = bad_upload(server, teacher_right=False)
-    server.predict(bad, cohort)  # type: ignore[arg-type]
+    server.predict(bad, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a")]
     assert "the server scores 0.000 on the rows of a, which itself scores 1.000" in cohort.events[0][2]
     assert not server.message("a")["knowledge"].valid
@@ -290,11 +256,11 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
 
 def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
     server, cohort = make_server(), FakeCohort({})
-    server.predict(bad_upload(server, teacher_right=True), cohort)  # type: ignore[arg-type]
+    server.predict(bad_upload(server, teacher_right=True), cohort)
     assert cohort.events == []
     assert server.message("a")["knowledge"].valid
     off = make_server(teacher_guard=False)
-    off.predict(bad_upload(off, teacher_right=False), cohort)  # type: ignore[arg-type]
+    off.predict(bad_upload(off, teacher_right=False), cohort)
     assert cohort.events == []
     assert off.message("a")["knowledge"].valid
 
@@ -313,9 +279,9 @@ def test_the_teacher_guard_wants_a_teacher_above_chance_or_no_worse_than_the_dev
     rows = torch.arange(9)
     labels = torch.where(rows < teacher, said, (said + 1) % CLASSES)
     logits = functional.one_hot(torch.where(rows < own, labels, (labels + 1) % CLASSES), CLASSES).float()
-    server.predict(Upload("a", rows, features, logits, labels), cohort)  # type: ignore[arg-type]
+    server.predict(Upload("a", rows, features, logits, labels), cohort)
     assert cohort.figures["teacher_accuracy"] == {"a": pytest.approx(teacher / 9)}
-    assert [kind for kind, _, _ in cohort.events] == ["teacher-guard"] * held
+    assert cohort.kinds == ["teacher-guard"] * held
     assert server.message("a")["knowledge"].valid is not held
 
 
