@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +23,11 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError, ModelError, QuorumNotReached, RefusedError
-from fleetdistill.knowledge import ModelParameters, Parts, Plan, RefinedKnowledge, SampleKnowledge
+from fleetdistill.knowledge import ModelParameters, Plan, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.fedd2s.device import FedD2SDevice
 from fleetdistill.models import build_model
-from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, train_steps
 from fleetdistill.training.losses import distillation_loss, feature_distance
@@ -39,7 +36,7 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import StoreCohort, with_columns
+from fleetdistill_server.engine.cohort import with_columns
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
@@ -51,6 +48,7 @@ from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
+from fleetdistill_server.testing import FakeCohort, always, play
 
 CLASSES, INPUTS = 3, 6
 WIDTHS = (8, 7, 5, CLASSES)
@@ -106,75 +104,26 @@ def device_of(model: nn.Module, data: TensorData, classes: int, config: FedD2SCo
     return FedD2SDevice(config, local)
 
 
-class Fleet:
-    """A round's cohort made of device halves; asks and answers go over the wire's encoding, without a server.
-
-    Attributes:
-        fails: (step, device) pairs that give no answer.
-    """
-
-    def __init__(self, devices: dict[str, FedD2SDevice], number: int = 1, fails: set[tuple[str, str]] = frozenset()):  # type: ignore[assignment]
-        self.members, self.round, self.fails = devices, number, fails
-        self.devices = tuple(sorted(devices))
-        self.asked: list[tuple[str, str]] = []
-        self.sent: dict[tuple[str, str], Parts] = {}
-        self.uploads: dict[str, SampleKnowledge] = {}
-        self.columns: dict[str, list[str]] = {}
-        self.events: list[tuple[str, str, str]] = []
-        self.figures: dict[str, Any] = {}
-
-    sample = StoreCohort.sample
-
-    async def ask(
-        self,
-        step: str,
-        payload: Callable[[str], Parts],
-        *,
-        to: Sequence[str],
-        quorum: float = 1.0,
-        columns: Callable[[str], list[str]] | None = None,
-    ) -> AsyncIterator[Any]:
-        payloads = {device: payload(device) for device in sorted(to)}
-        for device, parts in payloads.items():
-            self.asked.append((step, device))
-            self.sent[step, device] = parts
-            if columns is not None:
-                self.columns[device] = columns(device)
-            if (step, device) in self.fails:
-                continue
-            seed = derive_seed(1, self.round, step, device)
-            answer = self.members[device].handle(
-                Ask(round=self.round, step=step, seed=seed, parts=decode(encode(parts)))
-            )
-            if step == "extract":
-                self.uploads[device] = answer.parts["knowledge"]  # type: ignore[assignment]
-            yield SimpleNamespace(
-                device=device, samples=answer.samples, part=lambda name, kind, a=answer: a.parts[name]
-            )
-        if quorum and any((step, device) in self.fails for device in to):
-            raise QuorumNotReached(step, 0, 1)
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        self.events.append((kind, device, text))
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        self.event(f"{name}-guard", text, device)
-
-    def report(self, name: str, value: dict[str, Any]) -> None:
-        self.figures.setdefault(name, {}).update(value)
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(derive_seed(1, self.round, name))
+Members = dict[str, FedD2SDevice]
 
 
-def run_round(server: FedD2SServer, fleet: Fleet) -> Fleet:
-    torch.manual_seed(0)
-    asyncio.run(server.round(fleet))  # type: ignore[arg-type]
-    return fleet
+def run_round(
+    server: FedD2SServer, members: Members, number: int = 1, silent: Collection[tuple[str, str]] = ()
+) -> FakeCohort:
+    """A round that needs every device; `silent` has the (step, device) of asks that get no answer."""
+    (cohort,) = play(server, members, completed=number - 1, silent=silent, quorum=1.0)
+    return cohort
 
 
-def make_fleet(count: int = 2, number: int = 1, **settings: Any) -> Fleet:
-    return Fleet({f"d{i}": make_device(i, **settings) for i in range(count)}, number)
+def make_fleet(count: int = 2, **settings: Any) -> Members:
+    return {f"d{i}": make_device(i, **settings) for i in range(count)}
+
+
+def uploaded(cohort: FakeCohort, device: str) -> SampleKnowledge:
+    (parts,) = cohort.answers(device, "extract")
+    knowledge = parts["knowledge"]
+    assert isinstance(knowledge, SampleKnowledge)
+    return knowledge
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -213,8 +162,9 @@ def test_d2s_3_the_participation_that_first_uses_layer_3() -> None:
     firsts = [next(z for z in range(1, 100) if distillation_layer(z, 6, every, 3) == 3) for every in (3, 5, 7)]
     assert firsts == [10, 16, 22]
     server = make_server(participation_ratio=0.2)
-    devices = {f"d{number:02d}": None for number in range(50)}
-    taken = [Fleet(devices, number).sample(server.config.participation_ratio) for number in range(1, 101)]  # type: ignore[arg-type]
+    devices = {f"d{number:02d}": always({}) for number in range(50)}
+    ratio = server.config.participation_ratio
+    taken = [FakeCohort(devices, number=number).sample(ratio) for number in range(1, 101)]
     assert sum(map(len, taken)) / 50 == 20  # expected participations of a device: 7 * 3 + 1 = 22 is out of reach
     assert len({device for one in taken for device in one}) == 50
 
@@ -279,7 +229,7 @@ def test_d2s_5_a_copy_takes_the_step_of_the_distillation_loss(layer: int) -> Non
     loss = (p_bc * (p_bc.log() - mine(sent.first).log_softmax(1))).sum(1).mean()
     assert float(loss.detach()) > 1e-4
     gradients = torch.autograd.grad(loss, list(mine.parameters()))
-    trained = server.clients_to_server(sent, server.soft_labels(server.head(layer), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    trained = server.clients_to_server(sent, server.soft_labels(server.head(layer), sent.at_layer), FakeCohort({}))
     assert trained is not None
     for after, before, gradient in zip(trained.parameters(), mine.parameters(), gradients, strict=True):
         assert_close(after, before - 0.1 * gradient, atol=1e-6, rtol=1e-5)
@@ -290,13 +240,13 @@ def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance
     """p and q are equal there, but for rounding, and Adam's first step has the size of the rate for any gradient."""
     server, device = disturbed_server(label_epochs=0, distill_epochs=1, distance=distance), make_device(1)
     sent = triplets_of(server, device, 1)
-    trained = server.clients_to_server(sent, server.soft_labels(server.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    trained = server.clients_to_server(sent, server.soft_labels(server.head(1), sent.at_layer), FakeCohort({}))
     assert trained is not None
     assert not changed(trained, state_of(server.network))
     labels_too = disturbed_server(distill_epochs=1, label_epochs=1, distance=distance)
     labels_only = disturbed_server(distill_epochs=0, label_epochs=1, distance=distance)
     copies = [
-        one.clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+        one.clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), FakeCohort({}))
         for one in (labels_too, labels_only)
     ]
     assert copies[0] is not None
@@ -327,7 +277,7 @@ def test_d2s_7_the_gradient_reaches_the_student_only() -> None:
     server, device = make_server(), make_device()
     sent = triplets_of(server, device, 2)
     before = state_of(server.network)
-    server.clients_to_server(sent, server.soft_labels(server.head(2), sent.at_layer), Fleet({}))  # type: ignore[arg-type]
+    server.clients_to_server(sent, server.soft_labels(server.head(2), sent.at_layer), FakeCohort({}))
     assert not changed(server.network, before)  # p comes from the round's start, only the copy is trained
 
 
@@ -335,20 +285,20 @@ def test_d2s_8_the_mean_is_over_the_participants() -> None:
     mean = WeightedMean("gross")
     for device, values in {"a": [1.0, 2.0], "b": [3.0, 6.0]}.items():
         mean.add(device, ModelParameters(parameters={"w": np.float32(values)}), 1)
-    np.testing.assert_array_equal(mean.result(Fleet({})).parameters["w"], [2.0, 4.0])
+    np.testing.assert_array_equal(mean.result(FakeCohort({})).parameters["w"], [2.0, 4.0])
 
     server, fleet = make_server(participation_ratio=0.2, distill_epochs=0), make_fleet(10)
     start = copy.deepcopy(server)
-    run_round(server, fleet)
-    taking_part = [device for step, device in fleet.asked if step == "extract"]
+    cohort = run_round(server, fleet)
+    taking_part = [one.device for one in cohort.asked if one.step == "extract"]
     assert len(taking_part) == 2
     copies = []
     for device in taking_part:
-        upload = fleet.uploads[device]
+        upload = uploaded(cohort, device)
         values = [torch.from_numpy(upload.features[name]) for name in ("a", "d")]
         sent = Triplets(device, 4, upload.sample_ids, *values, torch.from_numpy(upload.labels.astype(np.int64)))
         p_bc = start.soft_labels(start.head(4), sent.at_layer)
-        copies.append(start.clients_to_server(sent, p_bc, fleet).state_dict())  # type: ignore[arg-type, union-attr]
+        copies.append(start.clients_to_server(sent, p_bc, cohort).state_dict())  # type: ignore[union-attr]
     for name, tensor in server.network.state_dict().items():
         assert_close(tensor, (copies[0][name] + copies[1][name]) / 2)
 
@@ -401,21 +351,21 @@ def test_d2s_10_bytes_of_a_round(layer: int, mode: str, up: int, down: int) -> N
     plan = {"plan": Plan(values={"layer": layer, "participation": 1})}
     knowledge = device.handle(Ask(round=1, step="extract", seed=1, parts=plan)).parts
     assert encode(knowledge).data_bytes == up + ids
-    reply = server.reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
+    reply = server.reply(triplets_of(server, device, layer), 1.0, FakeCohort({}))
     assert encode(reply).data_bytes == down + ids
 
 
 def test_at_layer_1_one_column_travels_and_every_layer_above_comes_down() -> None:
     server, fleet = make_server(l_min=1, drop_every=1), make_fleet(2, drop_every=1)
     for number in range(1, 5):
-        fleet.round = number
-        run_round(server, fleet)
+        cohort = run_round(server, fleet, number)
     rows, elements = 20, 4
-    upload = fleet.uploads["d0"]
-    assert list(upload.features) == ["a"] == fleet.columns["d0"]
+    upload = uploaded(cohort, "d0")
+    (columns,) = {one.columns for one in cohort.asked if (one.step, one.device) == ("extract", "d0")}
+    assert (*upload.features,) == ("a",) == columns
     assert encode({"knowledge": upload}).data_bytes == elements * rows * WIDTHS[0] + 4 * rows + 8 * rows
     head = parameter_count(tiny_model().stages[1:])
-    down = encode(fleet.sent["learn", "d0"]).data_bytes
+    down = encode(cohort.sent("d0", "learn")[0]).data_bytes
     assert down == elements * rows * CLASSES + 8 * rows + 4 * head
 
 
@@ -431,7 +381,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
     server, device = make_server(**settings), make_device(rows=800, **settings)
     monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting)
     monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
-    run_round(server, Fleet({"d0": device}))
+    run_round(server, {"d0": device})
     assert reports == [updates, updates]  # the server's phase, the device's
 
 
@@ -447,17 +397,18 @@ def test_d2s_12_the_factor_tau_squared() -> None:
 
 
 def test_the_first_round_asks_for_the_last_layer_and_says_so() -> None:
-    server, fleet = make_server(), make_fleet()
-    run_round(server, fleet)
-    assert fleet.figures["cut_layer"] == {"d0": "d", "d1": "d"}
-    assert fleet.columns == {"d0": ["a", "d"], "d1": ["a", "d"]}
-    assert fleet.sent["extract", "d0"]["plan"].values == {"layer": 4, "participation": 1}  # type: ignore[union-attr]
-    reply = fleet.sent["learn", "d0"]
+    server = make_server()
+    cohort = run_round(server, make_fleet())
+    assert cohort.figures["cut_layer"] == {"d0": "d", "d1": "d"}
+    columns = {one.device: one.columns for one in cohort.asked if one.step == "extract"}
+    assert columns == {"d0": ("a", "d"), "d1": ("a", "d")}
+    assert cohort.sent("d0", "extract")[0]["plan"].values == {"layer": 4, "participation": 1}  # type: ignore[union-attr]
+    (reply,) = cohort.sent("d0", "learn")
     assert set(reply) == {"plan", "teacher"}  # the head of the last layer is empty
     teacher = reply["teacher"]
     assert isinstance(teacher, RefinedKnowledge)
     assert_close(torch.from_numpy(teacher.values).sum(1), torch.ones(20))
-    upload = fleet.uploads["d0"]
+    upload = uploaded(cohort, "d0")
     with torch.no_grad():
         t_bc = server.network.eval()(torch.from_numpy(upload.features["a"])).softmax(1)
     assert_close(torch.from_numpy(teacher.values), t_bc)  # after averaging, in eval mode
@@ -466,35 +417,32 @@ def test_the_first_round_asks_for_the_last_layer_and_says_so() -> None:
 def test_layers_drop_with_a_devices_own_participations() -> None:
     server = make_server(drop_every=2, l_min=2)
     fleet = make_fleet(3, drop_every=2)
-    layers = {name: [] for name in fleet.devices}
+    layers = {name: [] for name in fleet}
     for number in range(1, 7):
-        fleet.round = number
-        fleet.fails = {("extract", "d1")} if number in (1, 2) else {("learn", "d2")} if number == 3 else set()
-        fleet.figures = {}
+        silent = {("extract", "d1")} if number in (1, 2) else {("learn", "d2")} if number == 3 else set()
         try:
-            run_round(server, fleet)
+            cohort = run_round(server, fleet, number, silent)
         except QuorumNotReached:
             continue  # rounds 1 and 2 fall short
-        for device, cut in fleet.figures["cut_layer"].items():
+        for device, cut in cohort.figures["cut_layer"].items():
             layers[device].append(cut)
     assert layers == {"d0": ["d", "d", "c", "c"], "d1": ["d", "d", "c", "c"], "d2": ["d", "d", "d", "c"]}
     assert server.participations == {"d0": 4, "d1": 4, "d2": 3}  # d2's failure in round 3 was taken back
 
 
 def test_a_device_that_is_never_selected_has_no_count_and_is_not_asked() -> None:
-    server, fleet = make_server(participation_ratio=0.34), make_fleet(3)
-    run_round(server, fleet)
-    (selected,) = {device for _, device in fleet.asked}
+    server = make_server(participation_ratio=0.34)
+    cohort = run_round(server, make_fleet(3))
+    (selected,) = {one.device for one in cohort.asked}
     assert server.participations == {selected: 1}
-    assert set(fleet.figures["cut_layer"]) == {selected}
+    assert set(cohort.figures["cut_layer"]) == {selected}
 
 
 def test_a_round_that_falls_short_leaves_the_global_network_alone() -> None:
     server, fleet = make_server(), make_fleet()
     before = state_of(server.network)
-    fleet.fails = {("extract", "d1")}
     with pytest.raises(QuorumNotReached):
-        run_round(server, fleet)
+        run_round(server, fleet, silent={("extract", "d1")})
     assert not changed(server.network, before)
     assert server.participations == {}
 
@@ -519,9 +467,9 @@ def test_samples_average_weighs_copies_by_their_rows() -> None:
         average: make_server(average=average, warmup_epochs=0, distill_epochs=0) for average in ("uniform", "samples")
     }
     for server in both.values():
-        fleet = Fleet({"d0": make_device(0, rows=30), "d1": make_device(1, rows=10)})
+        fleet = {"d0": make_device(0, rows=30), "d1": make_device(1, rows=10)}
         run_round(server, fleet)
-    fleets = [Fleet({name: make_device(i, rows=rows)}) for i, (name, rows) in enumerate((("d0", 30), ("d1", 10)))]
+    fleets = [{name: make_device(i, rows=rows)} for i, (name, rows) in enumerate((("d0", 30), ("d1", 10)))]
     copies = []
     for fleet in fleets:
         alone = make_server(warmup_epochs=0, distill_epochs=0)
@@ -539,7 +487,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
         server, device = make_server(steps=steps, temperature=2.0, **how), make_device()
         sent = triplets_of(server, device, 3)
         p_bc = server.soft_labels(server.head(3), sent.at_layer + 1)
-        trained = server.clients_to_server(sent, p_bc, Fleet({}))  # type: ignore[arg-type]
+        trained = server.clients_to_server(sent, p_bc, FakeCohort({}))
         mine = copy.deepcopy(server.network)
         terms = [
             lambda net: 4 * (p_bc * (p_bc.log() - (net(sent.first) / 2).log_softmax(1))).sum(1).mean(),  # noqa: B023
@@ -558,7 +506,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
 
 
 def learn_ask(server: FedD2SServer, device: FedD2SDevice, layer: int) -> Ask:
-    reply = server.reply(triplets_of(server, device, layer), 1.0, Fleet({}))  # type: ignore[arg-type]
+    reply = server.reply(triplets_of(server, device, layer), 1.0, FakeCohort({}))
     return Ask(round=1, step="learn", seed=5, parts=decode(encode(reply)))
 
 
@@ -689,85 +637,83 @@ def test_the_warm_up_comes_once_and_the_same_ask_gives_the_same_answer() -> None
 def test_both_halves_go_on_from_their_saved_state() -> None:
     server, fleet = make_server(), make_fleet()
     run_round(server, fleet)
-    states = {name: unpack_state(pack_state(device.state_dict())) for name, device in fleet.members.items()}
+    states = {name: unpack_state(pack_state(device.state_dict())) for name, device in fleet.items()}
     twin, twins = make_server(), make_fleet()
     twin.load_state_dict(unpack_state(pack_state(server.state_dict())))
-    for name, device in twins.members.items():
-        device.local.model.load_state_dict(fleet.members[name].local.model.state_dict())
+    for name, device in twins.items():
+        device.local.model.load_state_dict(fleet[name].local.model.state_dict())
         device.load_state_dict(states[name])
     for number in (2, 3):
-        fleet.round = twins.round = number
-        run_round(server, fleet)
-        run_round(twin, twins)
+        run_round(server, fleet, number)
+        run_round(twin, twins, number)
     assert pack_state(server.state_dict()) == pack_state(twin.state_dict())
-    assert not changed(fleet.members["d1"]._model, state_of(twins.members["d1"]._model))
-    assert twins.members["d1"]._participations == 3
+    assert not changed(fleet["d1"]._model, state_of(twins["d1"]._model))
+    assert twins["d1"]._participations == 3
 
 
 # --- guards
 
 
 def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_device() -> None:
-    server, fleet = make_server(teacher_guard=True), Fleet({})
+    server, cohort = make_server(teacher_guard=True), FakeCohort({})
     sent = triplets_of(server, make_device(), 4)
     wrong = server.soft_labels(server.network, sent.first).argmin(1)
     sent = Triplets(sent.device, 4, sent.sample_ids, sent.first, sent.at_layer, wrong)
-    reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
-    assert [(kind, device) for kind, device, _ in fleet.events] == [("teacher-guard", "d0")]
-    assert "the global network scores 0.000 on the rows of d0, its own layers 0.900" in fleet.events[0][2]
+    reply = server.reply(sent, 0.9, cohort)
+    assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "d0")]
+    assert "the global network scores 0.000 on the rows of d0, its own layers 0.900" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
     assert not reply["teacher"].valid  # type: ignore[union-attr]
-    assert fleet.figures["teacher_accuracy"] == {"d0": 0.0}
+    assert cohort.figures["teacher_accuracy"] == {"d0": 0.0}
     device = make_device()
     assert device._distillation(Ask(round=1, step="learn", seed=1, parts=decode(encode(reply))), 4) == (None, 0)
 
 
 def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off() -> None:
-    server, fleet = make_server(teacher_guard=True), Fleet({})
+    server, cohort = make_server(teacher_guard=True), FakeCohort({})
     sent = triplets_of(server, make_device(), 4)
     scores = server.soft_labels(server.network, sent.first)
     good = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmax(1))
     bad = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmin(1))
-    assert server.reply(good, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
+    assert server.reply(good, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
     half = torch.where(torch.arange(20) % 2 == 0, scores.argmax(1), scores.argmin(1))  # 0.5, above chance
     middling = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, half)
-    assert server.reply(middling, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
+    assert server.reply(middling, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
     off = make_server(teacher_guard=False)
-    assert off.reply(bad, 1.0, fleet)["teacher"].valid  # type: ignore[arg-type, union-attr]
-    knows_no_better = server.reply(bad, 0.0, fleet)["teacher"]  # type: ignore[arg-type]
+    assert off.reply(bad, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
+    knows_no_better = server.reply(bad, 0.0, cohort)["teacher"]
     assert knows_no_better.valid  # type: ignore[union-attr]
-    assert fleet.events == []
+    assert cohort.events == []
 
 
 @pytest.mark.parametrize(("right", "own", "held"), [(7, 1.0, True), (7, 7 / 21, False), (8, 1.0, False)])
 def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: float, held: bool) -> None:
     """7 of 21 rows of three classes are chance."""
-    server, fleet = make_server(teacher_guard=True), Fleet({})
+    server, cohort = make_server(teacher_guard=True), FakeCohort({})
     sent = triplets_of(server, make_device(rows=21), 4)
     scores = server.soft_labels(server.network, sent.first)
     labels = torch.where(torch.arange(21) < right, scores.argmax(1), scores.argmin(1))
-    reply = server.reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, fleet)  # type: ignore[arg-type]
+    reply = server.reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, cohort)
     assert reply["teacher"].valid is not held  # type: ignore[union-attr]
-    assert len(fleet.events) == held
+    assert len(cohort.events) == held
 
 
 def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
     settings = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
     server, fleet = make_server(**settings), make_fleet(2, **settings)
-    fleet.members["d1"]._columns = lambda layer: {  # type: ignore[method-assign]
+    fleet["d1"]._columns = lambda layer: {  # type: ignore[method-assign]
         "a": np.full((20, WIDTHS[0]), 3e38, np.float32),
         "d": np.zeros((20, CLASSES), np.float32),
     }
-    run_round(server, fleet)
-    assert [(kind, device) for kind, device, _ in fleet.events] == [("copy-left-out", "d1")]
-    assert not fleet.sent["learn", "d1"]["teacher"].valid  # type: ignore[union-attr]
+    cohort = run_round(server, fleet)
+    assert [(kind, device) for kind, device, _ in cohort.events] == [("copy-left-out", "d1")]
+    assert not cohort.sent("d1", "learn")[0]["teacher"].valid  # type: ignore[union-attr]
     alone = make_server(**settings)
     run_round(alone, make_fleet(1, **settings))
     assert not changed(server.network, state_of(alone.network))
     assert server.participations == {"d0": 1, "d1": 1}
     calm = make_fleet(2, **settings)
-    run_round(make_server(**settings), calm)
-    assert calm.events == []
+    assert run_round(make_server(**settings), calm).events == []
 
 
 MODES = [{"distance": "mse"}, {"s2c_mode": "feature_grad"}, {}]
@@ -776,15 +722,15 @@ MODES = [{"distance": "mse"}, {"s2c_mode": "feature_grad"}, {}]
 @pytest.mark.parametrize("settings", MODES)
 def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str, Any]) -> None:
     """Finite weights of such a size that features, gradients or soft labels do not fit the wire."""
-    server, fleet = make_server(**settings), Fleet({})
+    server, cohort = make_server(**settings), FakeCohort({})
     device = make_device(**settings)
     sent = triplets_of(server, device, 3)
     with torch.no_grad():
         for weight in server.network.parameters():
             weight.mul_(1e20)
-    reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
-    assert [(kind, name) for kind, name, _ in fleet.events] == [("knowledge-left-out", "d0")]
-    assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in fleet.events[0][2]
+    reply = server.reply(sent, 0.9, cohort)
+    assert [(kind, name) for kind, name, _ in cohort.events] == [("knowledge-left-out", "d0")]
+    assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
     arrived = decode(encode(reply, np.float16))
     assert device._distillation(Ask(round=1, step="learn", seed=1, parts=arrived), 3) == (None, 0)
@@ -792,13 +738,13 @@ def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str
 
 def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
     for knowledge_type, kinds in (("float16", ["knowledge-left-out"]), ("float32", [])):
-        server, fleet = make_server(make_context(knowledge_type=knowledge_type), distance="mse"), Fleet({})
+        server, cohort = make_server(make_context(knowledge_type=knowledge_type), distance="mse"), FakeCohort({})
         sent = triplets_of(server, make_device(distance="mse"), 2)
         with torch.no_grad():
             for weight in server.network.parameters():
                 weight.mul_(1e6)
-        reply = server.reply(sent, 0.9, fleet)  # type: ignore[arg-type]
-        assert ([kind for kind, _, _ in fleet.events], "features" in reply) == (kinds, not kinds)
+        reply = server.reply(sent, 0.9, cohort)
+        assert ([kind for kind, _, _ in cohort.events], "features" in reply) == (kinds, not kinds)
         encode(reply, knowledge_type)
 
 
