@@ -694,7 +694,7 @@ def test_a_newcomer_that_does_not_answer_is_waited_for_less_and_less() -> None:
         rounds.fall_short()
     rounds.play()
     assert "c" in rounds.server._parts
-    assert rounds.server._silent == {}
+    assert rounds.server.state_dict()["silent"] == {}
 
 
 def test_who_was_not_waited_for_in_the_round_of_the_summaries_is_asked_in_the_next() -> None:
@@ -724,7 +724,7 @@ def test_a_device_of_an_older_state_is_asked_for_its_summary_again_and_learns() 
         steps.append([step for step, device in rounds.steps() if device == "a"])
     assert steps == [["learn"]] * 3 + [["summarise", "learn"]] + [["learn"]] * 2
     assert rounds.declined == []
-    assert rounds.server._silent == {}
+    assert rounds.server.state_dict()["silent"] == {}
     assert rounds.server._classes is classes  # what it sent first stays
     rounds.deaf = {("summarise", "a"), ("learn", "a")}
     asked = [("summarise", "a") in rounds.play().steps() for _ in range(14)]

@@ -55,6 +55,7 @@ from fleetdistill_server.methods.classstats.merge import (
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.deliveries import Deliveries
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Sizes
 
 _PROBES = 64
@@ -86,11 +87,9 @@ class AveragedServer(ServerMethod):
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._version = 0  # names the merge by what is in it
         self._agreed: tuple[int, Array] | None = None
-        self._held: dict[str, list[int]] = {}  # the merge and the soft predictions that a device has acknowledged
-        # Who gave no summary, or learned nothing though it was told all: round to ask for one again in, next pause.
-        self._silent: dict[str, list[int]] = {}
-        self._round = 0
-        self._fell_short = 0  # rounds since the last that counted
+        # Of the merge and the soft predictions. Those have missed a round who gave no summary, or learned nothing
+        # though they were sent all.
+        self.deliveries = Deliveries(nothing=[-1, -1])
 
     # --- what it declares
 
@@ -131,7 +130,7 @@ class AveragedServer(ServerMethod):
     # --- rounds
 
     async def round(self, cohort: Cohort) -> None:
-        self._note_round(cohort.round)
+        self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
         if cohort.completed < self.config.extractor_rounds:
             await self._average_extractor(cohort, asked)
@@ -142,13 +141,6 @@ class AveragedServer(ServerMethod):
             raise QuorumNotReached("learn", 0, 1)
         note_left_out(self._left_out, cohort, taught)
         await self._teach(cohort, taught)
-
-    def _note_round(self, number: int) -> None:
-        """After a round that fell short devices may hold what this state knows nothing of: they are told all again."""
-        self._fell_short = number - self._round - 1
-        if self._fell_short:
-            self._held.clear()
-        self._round = number
 
     async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
         mean = WeightedMean(self.config.robust)
@@ -162,7 +154,7 @@ class AveragedServer(ServerMethod):
         They have no quorum then: a newcomer that does not answer must not cost the others the round. In the first such
         round they have, and who was not waited for is no worse than others.
         """
-        due = [device for device in asked if self._is_asked(device, cohort.round)]
+        due = [device for device in asked if self._is_asked(device)]
         if not due:
             return
         message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
@@ -173,41 +165,35 @@ class AveragedServer(ServerMethod):
             self._parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
             note_no_class(device, self._parts[device].labels, self.config.min_samples, cohort)
         if quorum is not None:
-            self._note_silent([device for device in due if device not in answers], cohort.round)
+            self.deliveries.note_missed([device for device in due if device not in answers])
         if new:
             self._merge(cohort)
 
-    def _is_asked(self, device: str, number: int) -> bool:
+    def _is_asked(self, device: str) -> bool:
         """Who gave no summary, or may have a state from before it did: it has no frozen extractor to learn with.
 
         Not in every round: all others wait for it until the deadline. After two rounds that fell short it may be so
         with any of them.
         """
-        again, _ = self._silent.get(device, [0, 1])
-        if device in self._parts and device not in self._silent:
-            return self._fell_short > 0 and self._fell_short % 2 == 0
-        return number >= again or not self._parts
-
-    def _note_silent(self, devices: Sequence[str], number: int) -> None:
-        for device in devices:
-            again, pause = self._silent.get(device, [0, 1])
-            if number >= again:
-                self._silent[device] = [number + 1 + pause, 2 * pause]
+        if device in self._parts and not self.deliveries.has_missed(device):
+            lost = self.deliveries.rounds_lost
+            return lost > 0 and lost % 2 == 0
+        return self.deliveries.may_ask(device) or not self._parts
 
     async def _teach(self, cohort: Cohort, taught: Sequence[str]) -> None:
         """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
-        told_all = [device for device in taught if device not in self._held]
+        sent_all = self.deliveries.holding_nothing(taught)
         new = self._are_due(cohort.completed)
         plan = self._plan(cohort, new=new)
         if new and self.config.devices_agree:
             taught = await self._agree(cohort, taught, plan)
         elif new:
             self._agreed = (_seed(plan), self._own_predictions(_seed(plan)))
-        held = self._take_held(taught)
-        async for answer in cohort.ask("learn", lambda device: self._lesson(held[device], plan), to=taught):
-            self._held[answer.device] = [self._version, self._agreed_seed]
-            self._silent.pop(answer.device, None)
-        self._note_silent([device for device in told_all if device not in self._held], cohort.round)
+        holds = [self._version, self._agreed_seed]
+        lesson = partial(self._lesson, plan=plan)
+        async for answer in self.deliveries.bring(cohort, "learn", lesson, to=taught, then_holds=lambda held: holds):
+            self.deliveries.answers_again(answer.device)
+        self.deliveries.note_missed(self.deliveries.holding_nothing(sent_all))
 
     def _are_due(self, completed: int) -> bool:
         missing = self.config.server_teaches and self._agreed is None
@@ -216,11 +202,12 @@ class AveragedServer(ServerMethod):
     async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
         """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
         mean = TensorMean(self.config.robust, probabilities=True)
-        answered, seed, held = list[str](), _seed(plan), self._take_held(taught)
+        answered, seed = list[str](), _seed(plan)
         rows = self.config.drawn_rows * len(self._classes)
-        async for answer in cohort.ask("agree", lambda device: self._classes_for(held[device], plan), to=taught):
+        classes = partial(self._classes_for, plan=plan)
+        holds = lambda held: [self._version, held[1]]  # noqa: E731
+        async for answer in self.deliveries.bring(cohort, "agree", classes, to=taught, then_holds=holds):
             answered.append(answer.device)
-            self._held[answer.device] = [self._version, held[answer.device][1]]
             sent = answer.part("predictions", SoftPredictions)
             if sent.noise_seed != seed or len(sent.values) != rows:
                 text = f"{answer.device} predicts {len(sent.values)} rows of seed {sent.noise_seed}"
@@ -250,10 +237,6 @@ class AveragedServer(ServerMethod):
     def _agreed_seed(self) -> int:
         return self._agreed[0] if self._agreed is not None else -1
 
-    def _take_held(self, devices: Sequence[str]) -> dict[str, list[int]]:
-        """What each has acknowledged. It holds again when the device answers; who does not is told all anew."""
-        return {device: self._held.pop(device, [-1, -1]) for device in devices}
-
     def _classes_for(self, held: Sequence[int], plan: Plan) -> dict[str, Kind]:
         """The plan, with the fleet's classes where the device has not been told those of the last merge."""
         told, _ = held
@@ -274,8 +257,7 @@ class AveragedServer(ServerMethod):
 
     def forget(self, device: str, notes: Notes) -> None:
         """Makes the merge, and the server's own predictor, again without the device's part."""
-        self._held.pop(device, None)
-        self._silent.pop(device, None)
+        self.deliveries.forget(device)
         if self._parts.pop(device, None) is not None:
             self._merge(notes)
 
@@ -391,9 +373,7 @@ class AveragedServer(ServerMethod):
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "version": self._version,
             "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
-            "held": dict(self._held),
-            "silent": dict(self._silent),
-            "round": self._round,
+            **self.deliveries.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -406,9 +386,7 @@ class AveragedServer(ServerMethod):
         self._version = state["version"]
         agreed = state["agreed"]
         self._agreed = None if agreed is None else (agreed[0], agreed[1].numpy())
-        self._held = dict(state["held"])
-        self._silent = dict(state["silent"])
-        self._round = state["round"]
+        self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
         """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""

@@ -52,6 +52,7 @@ from fleetdistill_server.methods.classstats.merge import (
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.deliveries import Deliveries
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
@@ -81,10 +82,7 @@ class ClassStatsServer(ServerMethod):
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._space: ClassSpace | None = None
         self._merge_name = 0  # names the space by what is in it
-        self._held: dict[str, int] = {}  # the space that a device has acknowledged
-        self._silent: dict[str, list[int]] = {}  # who did not answer: round to ask it again in, next pause
-        self._round = 0
-        self._present: set[str] = set()  # at the last look between rounds; not part of the state
+        self.deliveries = Deliveries()  # of the space
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:
@@ -152,7 +150,7 @@ class ClassStatsServer(ServerMethod):
     # --- rounds
 
     async def round(self, cohort: Cohort) -> None:
-        self._note_round(cohort.round)
+        self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
         await self._take_statistics(cohort, asked)
         if not self._parts:
@@ -160,28 +158,19 @@ class ClassStatsServer(ServerMethod):
         note_left_out(self._left_out, cohort, asked)
         await self._send_space(cohort, asked)
 
-    def _note_round(self, number: int) -> None:
-        """After a round that fell short devices may hold what this state knows nothing of: they are sent all again."""
-        if number > self._round + 1:
-            self._held.clear()
-        self._round = number
-
     async def _take_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Asks devices whose statistics are not here, or are of other data than they have now.
 
         Once there is a merge they have no quorum: a newcomer that does not answer must not cost the others the round.
         """
         versions = cohort.data_versions
-        due = [one for one in asked if self._lacks_statistics(one, versions.get(one, "")) and self._is_asked(one)]
-        if not due:
-            return
-        taken = []
-        async for answer in cohort.ask("summarise", {}, to=due, quorum=0.0 if self._parts else None):
-            taken.append(answer.device)
+        lacking = [device for device in asked if self._lacks_statistics(device, versions.get(device, ""))]
+        quorum, taken = 0.0 if self._parts else None, False
+        async for answer in self.deliveries.ask(cohort, "summarise", {}, to=lacking, quorum=quorum):
+            taken = True
             sent = answer.part("statistics", SharedStatistics)
             self._parts[answer.device] = (_in_memory(sent), versions.get(answer.device, ""))
             note_no_class(answer.device, sent.labels, self.config.min_samples, cohort)
-        self._note_silent(cohort.round, due, taken)
         if taken:
             self._merge(cohort)
 
@@ -189,34 +178,22 @@ class ClassStatsServer(ServerMethod):
         known = self._parts.get(device)
         return known is None or known[1] != version
 
-    def _is_asked(self, device: str) -> bool:
-        """Not in every round: all others wait until the deadline for one that does not answer."""
-        return device not in self._silent or self._round >= self._silent[device][0]
-
-    def _note_silent(self, number: int, asked: Sequence[str], answered: Sequence[str]) -> None:
-        for device in asked:
-            if device in answered:
-                self._silent.pop(device, None)
-                continue
-            _, pause = self._silent.get(device, [0, 1])
-            self._silent[device] = [number + 1 + pause, 2 * pause]
-
     async def _send_space(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Every device that is here and does not have the space gets it; the round ends when they have it."""
+        """Every device that is here and does not have the space gets it; the round ends when they have it.
+
+        Once a device has one they have no quorum: one that does not answer must not cost the others the round.
+        """
         if self._space is None:
             return
         present = set(cohort.remaining)
-        due = [one for one in asked if one in present and self._held.get(one) != self._merge_name]
-        due = [one for one in due if self._is_asked(one)]
-        if not due:
-            return
-        taken, figures = [], defaultdict[int, list[float]](lambda: [0.0, 0.0])
-        quorum = 0.0 if self._held else None  # later on one that does not answer must not cost the others the round
-        async for answer in cohort.ask("learn", self._lesson, to=due, quorum=quorum):
-            taken.append(answer.device)
-            self._held[answer.device] = self._merge_name
+        here = [device for device in asked if device in present]
+        quorum = 0.0 if self.deliveries.any_held else None
+        figures = defaultdict[int, list[float]](lambda: [0.0, 0.0])
+        learning = self.deliveries.ask(
+            cohort, "learn", self._lesson, to=here, unless_held=self._merge_name, quorum=quorum
+        )
+        async for answer in learning:
             _add_up(figures, answer.parts, self._counted.get(answer.device, []))
-        self._note_silent(cohort.round, due, taken)
         self._note_poor_classes(cohort, figures)
 
     def _lesson(self, device: str) -> Parts:
@@ -248,21 +225,18 @@ class ClassStatsServer(ServerMethod):
 
         One that has not answered counts again when it comes back, and in a round that others make due.
         """
-        for device in present.keys() - self._present:
-            self._silent.pop(device, None)
-        self._present = set(present)
-        return any(self._is_owed(device, version) for device, version in present.items() if device not in self._silent)
+        self.deliveries.note_present(present)
+        return any(self._is_owed(*one) for one in present.items() if not self.deliveries.has_missed(one[0]))
 
     def _is_owed(self, device: str, version: str) -> bool:
-        lacks_space = self._space is not None and self._held.get(device) != self._merge_name
+        lacks_space = self._space is not None and self.deliveries.lacks(device, self._merge_name)
         return lacks_space or self._lacks_statistics(device, version)
 
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
         """Makes the merge again without the device's part; nothing of it is left in the others'."""
-        self._held.pop(device, None)
-        self._silent.pop(device, None)
+        self.deliveries.forget(device)
         if self._parts.pop(device, None) is not None:
             self._merge(notes)
 
@@ -306,9 +280,7 @@ class ClassStatsServer(ServerMethod):
             "counted": {device: list(labels) for device, labels in self._counted.items()},
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
-            "held": dict(self._held),
-            "silent": dict(self._silent),
-            "round": self._round,
+            **self.deliveries.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,8 +291,7 @@ class ClassStatsServer(ServerMethod):
         self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
         self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
         self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
-        self._held, self._silent = dict(state["held"]), dict(state["silent"])
-        self._round = state["round"]
+        self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
         """The general answer (3.7), once there is a space."""
