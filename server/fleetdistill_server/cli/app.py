@@ -34,6 +34,7 @@ from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.start import INTERRUPTED
 
 if TYPE_CHECKING:
+    from fleetdistill_server.simulation.data.datasets import Dataset
     from fleetdistill_server.simulation.spec.settings import Simulation
 
 app = typer.Typer(
@@ -54,6 +55,7 @@ _FIELDS = {
     "model": ("models",),
     "set_": ("settings",),
     "import_": ("modules",),
+    "data": ("dataset",),
     "controls": ("with_alone", "with_fedavg"),
 }
 """Options of `simulate` that have another name in `Simulation`."""
@@ -79,13 +81,22 @@ def simulate(
     dataset: Annotated[
         str, typer.Option(help="digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits.")
     ] = "digits",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An .npz file of your own: inputs and labels, or train_inputs, train_labels, test_..."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Where data sets lie or are downloaded to.")
     ] = None,
     devices: Annotated[int, typer.Option(help="Number of devices.")] = 5,
     model: Annotated[
-        list[str] | None, typer.Option(help="A device model, dealt out in turn; may be given several times.")
+        list[str] | None,
+        typer.Option(help="A device model, name or package.module:factory, dealt out in turn; repeatable."),
     ] = None,
+    extractor: Annotated[
+        str, typer.Option(help="What the device models begin with: a name, or package.module:factory.")
+    ] = "",
+    server_model: Annotated[str, typer.Option(help="The server's model: a name, or package.module:factory.")] = "",
     predictor: Annotated[
         list[str] | None,
         typer.Option(help="A device's own predictor, for classstats with predictor=trained; dealt out, repeatable."),
@@ -126,36 +137,40 @@ def simulate(
 
     Ctrl-C ends it with a report of the rounds so far; --resume goes on from there.
     """
-    from fleetdistill_server.simulation.spec.settings import Simulation, not_begun
+    from fleetdistill_server.simulation.not_begun import not_begun
 
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
-    wanted = Simulation(
-        method=method,
-        modules=tuple(import_ or ()),
-        settings=dict(_setting(one) for one in set_ or []),
-        dataset=dataset,
-        data_dir=data_dir,
-        devices=devices,
-        models=tuple(model or ()),
-        predictors=tuple(predictor or ()),
-        partition=partition,
-        alpha=alpha,
-        classes_per_device=classes_per_device,
-        validation_share=validation_share,
-        rounds=rounds,
-        control_rounds=control_rounds,
-        seed=seed,
-        link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
-        image_size=image_size,
-        train_limit=train_limit,
-        test_limit=test_limit,
-        torch_device=torch_device,
-        with_alone=controls,
-        with_fedavg=controls,
-        out=out,
-    )
     try:
+        from fleetdistill_server.simulation.spec.settings import Simulation
+
+        wanted = Simulation(
+            method=method,
+            modules=tuple(import_ or ()),
+            settings=dict(_setting(one) for one in set_ or []),
+            dataset=_dataset(context, dataset, data),
+            data_dir=data_dir,
+            devices=devices,
+            models=tuple(model or ()),
+            extractor=extractor,
+            server_model=server_model,
+            predictors=tuple(predictor or ()),
+            partition=partition,
+            alpha=alpha,
+            classes_per_device=classes_per_device,
+            validation_share=validation_share,
+            rounds=rounds,
+            control_rounds=control_rounds,
+            seed=seed,
+            link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
+            image_size=image_size,
+            train_limit=train_limit,
+            test_limit=test_limit,
+            torch_device=torch_device,
+            with_alone=controls,
+            with_fedavg=controls,
+            out=out,
+        )
         _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json)
     except KeyboardInterrupt:  # in the seconds in which torch is imported
         typer.echo(not_begun(out), err=True)
@@ -176,6 +191,17 @@ def _simulate(
     except Interrupted as interrupted:
         typer.echo(interrupted_line(interrupted, wanted.out), err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _dataset(context: typer.Context, name: str, file: Path | None) -> str | Dataset:
+    from fleetdistill_server.simulation.data.own import read_dataset
+
+    if file is None:
+        return name
+    source = context.get_parameter_source("dataset")
+    if source is not None and source.name == "COMMANDLINE":
+        raise ConfigurationError("--data and --dataset exclude each other; give one of them")
+    return read_dataset(file)
 
 
 def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -> Simulation:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import torch
-
-from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
 from fleetdistill.printable import printable
+from fleetdistill.training.model import check_local_model
 from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation.controls.fedavg import check_fedavg
@@ -58,6 +57,7 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
+        _check_shape(wanted, data)
         left = hold_out_proxy(wanted, data, work)
         deal(wanted, left)
         config = make_run_config(wanted, left, work)
@@ -66,6 +66,16 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         initial = build_method(config).initial()
         for model in dict.fromkeys(device_models(wanted, left)):
             _check_device_model(wanted, left, model, initial)
+
+
+def _check_shape(wanted: Simulation, data: Dataset) -> None:
+    """Raises ConfigurationError for data that the built-in models do not read, where no others are named."""
+    shape = list(data.train_images.shape[1:])
+    if len(shape) != 3 and not wanted.models:
+        raise ConfigurationError(
+            f"samples of {data.name} have shape {shape}, the built-in models read images [channels, height, width]; "
+            "name device models of your own (models, --model), and if the method needs them extractor and server_model"
+        )
 
 
 def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: ModelParameters | None) -> None:
@@ -80,18 +90,14 @@ def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: 
         state_dir="",
         run=RUN,
     )
-    row_bx = data.train_images[:1]
-    shape = list(row_bx.shape[1:])
+    rows_bx = data.train_images[:2]
+    shape = list(rows_bx.shape[1:])
     try:
-        with torch.no_grad():
-            logits_bc = start_model(spec, initial, tuple(shape)).eval()(row_bx)
+        check_local_model(start_model(spec, initial, tuple(shape)), rows_bx, len(data.classes))
+    except ModelError as error:
+        raise ConfigurationError(f"device model {model!r} with inputs of shape {shape}: {error}") from error
     except FleetDistillError:
         raise
     except Exception as error:  # a model's own code may fail in any way
         text = printable(f"{type(error).__name__}: {error}").strip()
         raise ConfigurationError(f"device model {model!r} does not take inputs of shape {shape} ({text})") from error
-    if tuple(logits_bc.shape) != (1, len(data.classes)):
-        raise ConfigurationError(
-            f"device model {model!r} gives {list(logits_bc.shape[1:])} numbers for an input of shape {shape}, expected "
-            f"[{len(data.classes)}], one for each class"
-        )

@@ -17,6 +17,7 @@ from fleetdistill_server.simulation.checks import check_plan, check_settings
 from fleetdistill_server.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_server.simulation.controls.local_only import note_start, train_fleet_alone
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
+from fleetdistill_server.simulation.data.own import limited
 from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder
 from fleetdistill_server.simulation.links.links import run_over_grpc, run_over_memory
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
@@ -91,13 +92,11 @@ def simulate(
 
 
 def _load(wanted: Simulation) -> Dataset:
-    data = load_dataset(
-        wanted.dataset,
-        wanted.data_dir,
-        train_limit=wanted.train_limit,
-        image_size=wanted.image_size,
-        seed=wanted.seed,
-    )
+    limit, size, seed = wanted.train_limit, wanted.image_size, wanted.seed
+    if isinstance(wanted.dataset, Dataset):
+        data = limited(wanted.dataset, limit, size, seed)
+    else:
+        data = load_dataset(str(wanted.dataset), wanted.data_dir, train_limit=limit, image_size=size, seed=seed)
     return limit_test_part(data, wanted)
 
 

@@ -6,17 +6,21 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
+from fleetdistill_server.simulation.data.datasets import Dataset
+from fleetdistill_server.simulation.data.own import digest_of, read_dataset, save_dataset
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 IfThere = Literal["refuse", "overwrite", "resume"]
 _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
+_DATA = "dataset.npz"
+"""Data of the user's own, which may be elsewhere when the simulation goes on."""
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
 
@@ -71,6 +75,8 @@ def _is_begun(out: Path) -> bool:
 
 def _save_settings(wanted: Simulation) -> None:
     """Whole or not at all: a folder without them holds no simulation."""
+    if isinstance(wanted.dataset, Dataset):
+        save_dataset(wanted.dataset, wanted.out / "work" / _DATA)
     file = wanted.out / "work" / _SETTINGS
     new = file.with_suffix(".new")
     new.write_text(json.dumps(_as_json(wanted), indent=1))
@@ -88,9 +94,11 @@ def saved_simulation(out: Path) -> Simulation:
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
+        if isinstance(values["dataset"], dict):
+            values["dataset"] = read_dataset(out / "work" / _DATA)
         values["data_dir"] = Path(values["data_dir"]) if values["data_dir"] else None
         return Simulation(**values, out=out)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         raise ConfigurationError(f"{out} holds no simulation to resume; begin one without --resume") from error
 
 
@@ -114,9 +122,11 @@ def _check_same(wanted: Simulation) -> None:
 
 def _as_json(wanted: Simulation) -> dict[str, Any]:
     """All settings but the folder, which another start may name from elsewhere."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(wanted), default=str))
-    del values["out"]
-    return values
+    values = {one.name: getattr(wanted, one.name) for one in fields(wanted) if one.name != "out"}
+    if isinstance(wanted.dataset, Dataset):
+        values["dataset"] = {"name": wanted.dataset.name, "sha256": digest_of(wanted.dataset)}
+    known: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return known
 
 
 def _clear(out: Path) -> None:

@@ -18,11 +18,12 @@ from rich.progress import (
 
 from fleetdistill_server.simulation.fleet import Interrupted, simulate
 from fleetdistill_server.simulation.folder import IfThere
+from fleetdistill_server.simulation.not_begun import not_begun
 from fleetdistill_server.simulation.progress import Progress as Done
 from fleetdistill_server.simulation.report.comparison import NAMES, comparison_table
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.report.table import report_table
-from fleetdistill_server.simulation.spec.settings import Simulation, not_begun
+from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.views.units import readable_bytes
 
 _PIPED_WIDTH = 118

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.models import PREDICTORS, build_model
+from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.methods import modules_of, server_class
@@ -85,6 +85,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
     if _needs(wanted).server_reads_inputs:
         server = largest_model(wanted, data)
+    extractor, server = path_of(wanted.extractor) or extractor, path_of(wanted.server_model) or server
     return run_config(
         {
             "run": {
@@ -158,7 +159,7 @@ def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
-    return wanted.models or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+    return wanted.model_paths or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
 
 
 def _device_model(wanted: Simulation, data: Dataset) -> str:

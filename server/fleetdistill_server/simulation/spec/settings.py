@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fleetdistill_server.config.run_config import checked_settings
+import numpy.typing as npt
 
+from fleetdistill.models import path_of
+from fleetdistill_server.config.run_config import checked_settings
+from fleetdistill_server.simulation.data.datasets import Dataset
+from fleetdistill_server.simulation.data.own import Arrays, own_dataset
+
+Factory = Callable[..., Any]
+"""Makes a torch module."""
 CONTROL_ROUNDS = 30
 """Rounds of the controls of a method that itself needs one."""
 
@@ -17,18 +24,28 @@ CONTROL_ROUNDS = 30
 class Simulation:
     """What to simulate.
 
+    Raises:
+        ConfigurationError: A function is not at the top level of a module.
+        DataError: Arrays of your own are no data set.
+
     Attributes:
         method: Name of the method.
         modules: Modules to import, which register methods of your own. Over gRPC the processes of server and devices
             import them too. A method that this process has registered needs none.
         settings: The method's settings, as under [method] in run.toml.
-        dataset: A name in `datasets.DATASETS`.
+        dataset: A name in `datasets.DATASETS`, or data of your own: a `Dataset`, or arrays as `own_dataset` takes them.
+            A simulation of your own data keeps them in its folder.
         data_dir: Where the data sets lie; see `load_dataset`.
         image_size: Pixels a side that the images are averaged down to; None for their own.
         train_limit: At most this many training images in the whole fleet.
         test_limit: At most this many test images, a stratified part.
         devices: Number of devices.
-        models: Device models, dealt out in turn; by default five different ones that fit the data set.
+        models: Device models, dealt out in turn; by default five different ones that fit the data set. Names,
+            `package.module:factory`, or functions at the top level of a module, of (input_shape, classes).
+        extractor: What the device models begin with, for methods that have features: likewise, of (input_shape). By
+            default the one of the built-in models that fit the data set.
+        server_model: The server's model, for methods that train one: likewise, of (feature_shape, classes), or of
+            (input_shape, classes) where it reads inputs.
         partition: Kind of the partition over devices, a name in `partition.PARTITIONS`.
         alpha: Concentration of the Dirichlet partitions.
         classes_per_device: Classes of each device, for the partitions that hold some classes only.
@@ -59,13 +76,15 @@ class Simulation:
     method: str = "feddkc"
     modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    dataset: str = "digits"
+    dataset: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike] = "digits"
     data_dir: Path | None = None
     image_size: int | None = None
     train_limit: int | None = None
     test_limit: int | None = None
     devices: int = 5
-    models: tuple[str, ...] = ()
+    models: Sequence[str | Factory] = ()
+    extractor: str | Factory = ""
+    server_model: str | Factory = ""
     predictors: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
     alpha: float = 0.5
@@ -84,6 +103,18 @@ class Simulation:
     out: Path = Path("out/simulation")
     with_alone: bool = True
     with_fedavg: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dataset, str | Dataset):
+            object.__setattr__(self, "dataset", own_dataset(self.dataset))
+        object.__setattr__(self, "models", tuple(path_of(one) for one in self.models))
+        object.__setattr__(self, "extractor", path_of(self.extractor))
+        object.__setattr__(self, "server_model", path_of(self.server_model))
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """`models`, each as a name or path."""
+        return tuple(path_of(one) for one in self.models)
 
     def configuration(self) -> Any:
         """The method's configuration, before the number of classes is known.
@@ -109,8 +140,3 @@ class Simulation:
         if self.control_rounds is not None:
             return self.control_rounds
         return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete
-
-
-def not_begun(out: Path) -> str:
-    """The line after Ctrl-C in a simulation that had not begun yet."""
-    return f"interrupted before anything was simulated; nothing was changed in {out}: give the same command again"

@@ -1,0 +1,135 @@
+"""The worked examples run, show what they say, and use the names that the packages export."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.outside import EXAMPLES, fresh_process
+from torch import nn
+
+import fleetdistill
+import fleetdistill_server
+from fleetdistill.methods.base import Ask, Local
+from fleetdistill.training import split_sequential
+from fleetdistill.training.local_training import as_tensor_data
+from fleetdistill.training.parameters import model_parameters
+
+PACKAGES = {"fleetdistill": fleetdistill, "fleetdistill_server": fleetdistill_server}
+
+
+def run(name: str, *options: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> None:
+    shown = run("fedprox", "--rounds", "2", "--out", str(tmp_path / "out"))
+    rates = dict(re.findall(r"^(.+?) +global model ([\d.]+%)$", shown, flags=re.M))
+    assert list(rates) == ["FedAvg", "FedProx, mu = 0", "FedProx, mu = 0.1", "FedProx, mu = 1"]
+    assert rates["FedProx, mu = 0"] == rates["FedAvg"]
+    assert rates["FedProx, mu = 1"] != rates["FedAvg"]
+
+
+@pytest.mark.slow
+def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> None:
+    shown = run("own_data", "--rounds", "5", "--out", str(tmp_path / "out"))
+    found = re.search(r"alone ([\d.]+)%, in the fleet ([\d.]+)%", shown)
+    assert found is not None
+    alone, fleet = map(float, found.groups())
+    assert fleet > alone + 10
+    assert sorted(np.load(tmp_path / "out" / "wine.npz").files) == ["classes", "inputs", "labels"]
+
+
+@pytest.mark.slow
+def test_own_models_train_in_a_fleet_over_grpc(tmp_path: Path) -> None:
+    shown = run("own_model", "--rounds", "2", "--link", "grpc", "--out", str(tmp_path / "out"))
+    assert re.findall(r"own_model:\w+", shown) == ["own_model:narrow", "own_model:wide"] * 2
+    assert "mean accuracy" in shown
+
+
+@pytest.fixture
+def fedprox(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]  # an example's module
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with fresh_process("fedprox"):
+        yield importlib.import_module("fedprox")
+
+
+def test_the_proximal_term_is_half_mu_times_the_squared_distance(fedprox) -> None:  # type: ignore[no-untyped-def]
+    model = nn.Linear(2, 1)
+    start = [torch.zeros(1, 2), torch.zeros(1)]
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
+        model.bias.fill_(2.0)
+    term = fedprox.proximal_term(model, start, 0.5)
+    assert term.item() == pytest.approx(0.5 / 2 * (3**2 + 4**2 + 2**2))
+    term.backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.5, 2.0]], "mu (w - w_t)"
+
+
+def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:  # type: ignore[no-untyped-def]
+    """Two steps of plain gradient descent by hand: the first starts at w_t, so only the second feels the term."""
+    mu, rate = 0.7, 0.1
+    x, y = torch.tensor([[1.0, -2.0]]), torch.tensor([1])
+    model = split_sequential(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), after=1)
+    plain = {"batch_size": 1, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
+    config = fedprox.FedProxConfig(mu=mu, learning_rate=rate, local_epochs=2, **plain)
+    w_t = [one.detach().clone() for one in model.parameters()]
+    w = [one.detach().clone().requires_grad_() for one in model.parameters()]
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(x @ w[0].T + w[1], y)
+        gradients = torch.autograd.grad(loss, w)
+        steps = [g + mu * (one - at) for g, one, at in zip(gradients, w, w_t, strict=True)]
+        w = [(one - rate * step).detach().requires_grad_() for one, step in zip(w, steps, strict=True)]
+    data = as_tensor_data((x.numpy(), y.numpy()), 2)
+    half = fedprox.FedProxDevice(config, Local(model=model, taps=model, data=data, classes=2, torch_device="cpu"))
+    half.train(Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(model)}))
+    for found, expected in zip(model.parameters(), w, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+# --- what the packages export
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exported_names_are_there_and_documented(package: str) -> None:
+    module = PACKAGES[package]
+    assert module.__doc__
+    for name in module.__all__:
+        found = getattr(module, name)
+        assert isinstance(found, tuple | str) or found.__doc__, f"{package}.{name} has no docstring"
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        module.absent  # noqa: B018
+
+
+def imports_of(file: Path) -> list[tuple[str, str]]:
+    """(module, name) of everything of ours that a file imports."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in nodes if node.module and node.module.split(".")[0] in PACKAGES]
+    return [(str(node.module), one.name) for node in ours for one in node.names]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_examples_import_public_names_from_where_they_are_exported(file: Path) -> None:
+    exported = {name: package for package, module in PACKAGES.items() for name in module.__all__}
+    for module, name in imports_of(file):
+        assert not name.startswith("_")
+        assert not any(part.startswith("_") for part in module.split("."))
+        assert exported.get(name, module) == module, f"{name} is exported by {exported[name]}; import it from there"
+        folder = importlib.import_module(module)
+        names = getattr(folder, "__all__", None)
+        assert names is None or name in names or hasattr(folder, "__path__")
