@@ -10,10 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill import FleetDistillError
-from fleetdistill_server.simulation.report.report import write_report
-from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.show import exchange_lines, show_comparison, show_run, simulate_with_progress
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server import Simulation
+from fleetdistill_server.simulation import (
+    FleetReport,
+    exchange_lines,
+    show_comparison,
+    show_run,
+    simulate_with_progress,
+    write_report,
+)
 
 SEED = 2026  # not chosen by its result; the settings are the defaults, which were found on other seeds
 ONE_EXCHANGE = "classstats"

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.hostile import ATTACKS
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server import Simulation, simulate
+from fleetdistill_server.simulation import ATTACKS
 
 
 def main() -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server import Simulation, simulate
+from fleetdistill_server.simulation import FleetReport
 
 REFINEMENTS = ("none", "kkr", "skr")
 

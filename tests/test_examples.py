@@ -1,8 +1,7 @@
-"""The worked examples run, show what they say, and use the names that the packages export."""
+"""The worked examples run and show what they say."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import re
@@ -16,14 +15,10 @@ import torch
 from support.outside import EXAMPLES, fresh_process
 from torch import nn
 
-import fleetdistill
-import fleetdistill_server
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.training import split_sequential
 from fleetdistill.training.local_training import as_tensor_data
 from fleetdistill.training.parameters import model_parameters
-
-PACKAGES = {"fleetdistill": fleetdistill, "fleetdistill_server": fleetdistill_server}
 
 
 def run(name: str, *options: str) -> str:
@@ -36,7 +31,7 @@ def run(name: str, *options: str) -> str:
 
 @pytest.mark.slow
 def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> None:
-    shown = run("fedprox", "--rounds", "2", "--out", str(tmp_path / "out"))
+    shown = run("fedprox", "--rounds", "1", "--out", str(tmp_path / "out"))
     rates = dict(re.findall(r"^(.+?) +global model ([\d.]+%)$", shown, flags=re.M))
     assert list(rates) == ["FedAvg", "FedProx, mu = 0", "FedProx, mu = 0.1", "FedProx, mu = 1"]
     assert rates["FedProx, mu = 0"] == rates["FedAvg"]
@@ -99,37 +94,3 @@ def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:  # 
     half.train(Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(model)}))
     for found, expected in zip(model.parameters(), w, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-# --- what the packages export
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_exported_names_are_there_and_documented(package: str) -> None:
-    module = PACKAGES[package]
-    assert module.__doc__
-    for name in module.__all__:
-        found = getattr(module, name)
-        assert isinstance(found, tuple | str) or found.__doc__, f"{package}.{name} has no docstring"
-    assert set(module.__all__) <= set(dir(module))
-    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
-        module.absent  # noqa: B018
-
-
-def imports_of(file: Path) -> list[tuple[str, str]]:
-    """(module, name) of everything of ours that a file imports."""
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in nodes if node.module and node.module.split(".")[0] in PACKAGES]
-    return [(str(node.module), one.name) for node in ours for one in node.names]
-
-
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
-def test_examples_import_public_names_from_where_they_are_exported(file: Path) -> None:
-    exported = {name: package for package, module in PACKAGES.items() for name in module.__all__}
-    for module, name in imports_of(file):
-        assert not name.startswith("_")
-        assert not any(part.startswith("_") for part in module.split("."))
-        assert exported.get(name, module) == module, f"{name} is exported by {exported[name]}; import it from there"
-        folder = importlib.import_module(module)
-        names = getattr(folder, "__all__", None)
-        assert names is None or name in names or hasattr(folder, "__path__")

@@ -1,22 +1,25 @@
-"""What the SDK exports can be imported, is documented, and is all that its examples and pages use."""
+"""What the packages export can be imported, is documented, and is all that examples and pages use."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import python
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "client_sdk" / "fleetdistill"
+PACKAGES = (ROOT / "client_sdk" / "fleetdistill", ROOT / "server" / "fleetdistill_server")
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    package = next(one for one in PACKAGES if path.is_relative_to(one))
+    parts = path.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -24,11 +27,11 @@ def has_all(path: Path) -> bool:
     return re.search(r"^__all__ = ", path.read_text(), re.MULTILINE) is not None
 
 
-PUBLIC = sorted(module_name(path) for path in PACKAGE.rglob("*.py") if has_all(path))
+PUBLIC = sorted(module_name(path) for package in PACKAGES for path in package.rglob("*.py") if has_all(path))
 
 
 def uses() -> Iterator[tuple[str, str, str]]:
-    """Page or example, module and name of each import from the SDK in what people copy."""
+    """Page or example, module and name of each import from our packages in what people copy."""
     pages = [path for folder in (ROOT, ROOT / "client_sdk", ROOT / "server") for path in folder.glob("*.md")]
     for path in [*pages, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]:
         text = path.read_text()
@@ -36,7 +39,7 @@ def uses() -> Iterator[tuple[str, str, str]]:
             re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if path.suffix == ".md" else [text]
         )
         for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
-            if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(\.|$)", node.module or ""):
+            if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(_server)?(\.|$)", node.module or ""):
                 yield from ((str(path.relative_to(ROOT)), node.module or "", one.name) for one in node.names)
 
 
@@ -48,11 +51,28 @@ def test_the_folders_of_the_sdk_have_public_names() -> None:
     assert {f"fleetdistill{one}" for one in folders} <= set(PUBLIC)
 
 
+def test_the_folders_of_the_server_for_code_of_others_have_public_names() -> None:
+    folders = {"", ".methods", ".simulation", ".testing"}
+    assert {f"fleetdistill_server{one}" for one in folders} <= set(PUBLIC)
+
+
+def test_importing_the_server_loads_neither_torch_nor_pydantic_until_a_name_is_used() -> None:
+    code = """
+import sys, fleetdistill_server, fleetdistill_server.simulation
+print(*sorted({"torch", "pydantic"} & sys.modules.keys()))
+fleetdistill_server.Simulation
+print("pydantic" in sys.modules, {*fleetdistill_server.__all__} <= {*dir(fleetdistill_server)})
+"""
+    path = os.pathsep.join(str(one.parent) for one in PACKAGES)
+    assert python(code, {"PYTHONPATH": path}).splitlines() == ["", "True True"]
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_exported_names_are_importable_and_documented(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     assert len(set(module.__all__)) == len(module.__all__)
+    assert not hasattr(module, "absent")
     for one in module.__all__:
         found = getattr(module, one)
         if inspect.isclass(found) or inspect.isroutine(found):

@@ -45,6 +45,9 @@ class Needs:
     server_has_device_model: bool = False
 
 
+__all__ = ["ServerMethod"]
+
+
 class ServerMethod:
     """Base of all server halves.
 

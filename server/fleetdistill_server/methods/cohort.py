@@ -14,6 +14,8 @@ from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode
 
+__all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor"]
+
 PayloadFor = Parts | Callable[[str], Parts] | None
 """Parts for all devices, or a function of the device id."""
 ColumnsFor = Callable[[str], Sequence[str]]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fleetdistill.training.local_training import TensorData
     from fleetdistill.wire.codec import Payload
 
+__all__ = ["MethodContext"]
+
 G = TypeVar("G", bound=nn.Module)
 
 

@@ -18,6 +18,8 @@ from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
+__all__ = ["FedAvgServer"]
+
 
 class FedAvgServer(ServerMethod):
     """Keeps the global model."""

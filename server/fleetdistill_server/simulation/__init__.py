@@ -1,1 +1,62 @@
-"""A fleet on one machine: the real engine, store, messages and device halves, with controls and a report."""
+"""A fleet on one machine: the real engine, store, messages and device halves, with controls and a report.
+
+Names are looked up when they are used, so that one part does not load the others.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
+    from fleetdistill_server.simulation.data.own import own_dataset, read_dataset
+    from fleetdistill_server.simulation.fleet import Interrupted, simulate
+    from fleetdistill_server.simulation.progress import Progress
+    from fleetdistill_server.simulation.report.report import write_report
+    from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
+    from fleetdistill_server.simulation.show import exchange_lines, show_comparison, show_run, simulate_with_progress
+    from fleetdistill_server.simulation.spec.hostile import ATTACKS
+    from fleetdistill_server.simulation.spec.settings import Simulation
+
+__all__ = [
+    "ATTACKS",
+    "Dataset",
+    "DeviceReport",
+    "FleetReport",
+    "Interrupted",
+    "Progress",
+    "Simulation",
+    "exchange_lines",
+    "load_dataset",
+    "own_dataset",
+    "read_dataset",
+    "show_comparison",
+    "show_run",
+    "simulate",
+    "simulate_with_progress",
+    "write_report",
+]
+
+_WHERE = {
+    "data.datasets": ("Dataset", "load_dataset"),
+    "data.own": ("own_dataset", "read_dataset"),
+    "fleet": ("Interrupted", "simulate"),
+    "progress": ("Progress",),
+    "report.report": ("write_report",),
+    "report.results": ("DeviceReport", "FleetReport"),
+    "show": ("exchange_lines", "show_comparison", "show_run", "simulate_with_progress"),
+    "spec.hostile": ("ATTACKS",),
+    "spec.settings": ("Simulation",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
