@@ -44,7 +44,7 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
-from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
+from fleetdistill_server.methods.traffic import KnowledgeType, Sizes, features_of, round_bytes
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
@@ -880,9 +880,21 @@ def test_controls_match_the_passes_over_labels() -> None:
 # --- a run
 
 
-@pytest.mark.parametrize("settings", [{}, {"s2c_mode": "feature_grad"}, {"distance": "mse"}, {"paper": True}])
-def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Four rounds of two devices on `fedd2s_digits` at float16; L = 5 and one layer drops a round, down to C2."""
+@pytest.mark.parametrize(
+    ("settings", "knowledge_type"),
+    [
+        ({}, "float16"),
+        ({"s2c_mode": "feature_grad"}, "float16"),
+        ({"s2c_mode": "feature_grad"}, "uint8"),
+        ({"distance": "mse"}, "float16"),
+        ({"distance": "mse"}, "uint8"),
+        ({"paper": True}, "float16"),
+    ],
+)
+def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(
+    settings: dict[str, Any], knowledge_type: KnowledgeType, tmp_path: Path
+) -> None:
+    """Four rounds of two devices on `fedd2s_digits`; L = 5 and one layer drops a round, down to C2."""
     fleet = Simulation(
         method="fedd2s",
         models=("fedd2s_digits",),
@@ -892,6 +904,7 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(settings: dict[st
         test_limit=20,
         torch_device="cpu",
         settings={"drop_every": 1, "teacher_guard": False, **settings},
+        knowledge_type=knowledge_type,
     )
     prepared = prepare(fleet, tmp_path / "work")
     store = run_in_memory(prepared)
@@ -899,15 +912,16 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(settings: dict[st
     assert cuts == [dict.fromkeys(("device-0", "device-1"), cut) for cut in ("F3", "F2", "F1", "C2")]
     model = build_model("fedd2s_digits")
     assert isinstance(model, SplitModel)
-    features = int(np.prod(model.stage_shapes((1, 8, 8))["C1"]))
+    first = model.stage_shapes((1, 8, 8))["C1"]
     config = FedD2SConfig(**settings).for_classes(10)
     rows = store.history.traffic(RUN)
     traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in rows}
     for spec in prepared[1]:
         rows = len(np.load(spec.data_file)["labels"])
         for number, cut in enumerate(("F3", "F2", "F1", "C2"), start=1):
-            sizes = at_layer(Sizes(samples=rows, features=features, classes=10), model, cut, (1, 8, 8))
-            predicted = round_bytes(FedD2SServer.exchanges(config, sizes), "float16")
+            start_sizes = Sizes(samples=rows, features=int(np.prod(first)), channels=first[0], classes=10)
+            sizes = at_layer(start_sizes, model, cut, (1, 8, 8))
+            predicted = round_bytes(FedD2SServer.exchanges(config, sizes), knowledge_type)
             assert traffic[number, spec.name, "up"] == predicted["up"]
             start = parameter_count(model) if number == 1 and "paper" not in settings else 0
             assert traffic[number, spec.name, "down"] == predicted["down"] + 4 * start
