@@ -31,7 +31,6 @@ from support.wire_samples import (
 from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
 from fleetdistill.knowledge.reports import MOST_METRICS
-from fleetdistill.training.parameters import part_shapes
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, digest, slots
@@ -653,7 +652,7 @@ def test_every_tensor_of_a_model_has_the_type_that_the_contract_says() -> None:
     right = k.ModelParameters(parameters={"w": f32([1])}, buffers={"running_mean": f32([1]), "counter": i64(3)})
     contract = make_contract()
     shapes = contract.uploads.add(part="x")
-    for name, shape in part_shapes(right).items():
+    for name, shape in k.Weights.of(right).tensors.items():
         shapes.tensors.add(name=name, shape=shape, element_type=ELEMENT_TYPES[shape.dtype])
     Ingest("d1", encode({"x": right}).header(), contract, {"x": "model_parameters"})
     for name, array, wanted in (

@@ -10,15 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.errors import ModelError, WireError
-from fleetdistill.knowledge import Array, Kind, ModelParameters
-from fleetdistill.wire.codec import encode
-from fleetdistill.wire.schema import TypedShape
+from fleetdistill.knowledge import Array, ModelParameters
 
 __all__ = [
     "batch_norm_names",
     "load_parameters",
     "model_parameters",
-    "part_shapes",
     "state_tensors",
     "take_weights",
     "tensors_of",
@@ -88,12 +85,6 @@ def batch_norm_names(module: nn.Module) -> frozenset[str]:
         if isinstance(part, _BatchNorm)
         for name in part.state_dict()
     )
-
-
-def part_shapes(kind: Kind) -> Mapping[str, TypedShape]:
-    """The tensors of a part by their path within it, such as `parameters/0.weight`; what a contract declares."""
-    slots = encode({"x": kind}).slots
-    return {slot.path.removeprefix("x/"): TypedShape.of(slot.shape, slot.dtype) for slot in slots}
 
 
 def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
-from fleetdistill.knowledge import ModelParameters
+from fleetdistill.knowledge import ModelParameters, Weights
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill.training.parameters import part_shapes
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
@@ -119,6 +118,6 @@ def _take_initial(method: ServerMethod, initial: ModelParameters | None) -> None
     own = method.initial()
     if own is None or not method.keeps_initial:
         return
-    if initial is None or part_shapes(initial) != part_shapes(own):
+    if initial is None or Weights.of(initial).tensors != Weights.of(own).tensors:
         raise ConfigurationError("its devices started from another model; name the same [model]")
     method.given_initial = initial
