@@ -42,13 +42,13 @@ class _LocalStore:
     """Reads the store in a directory as `RemoteServer` reads a server's."""
 
     def __init__(self, directory: Path) -> None:
-        self._store, self._served = open_store(directory), served(directory)
+        self._directory, self._store = directory, open_store(directory)
 
     def runs(self) -> View:
-        return views.runs(self._store, self._served)
+        return views.runs(self._store, served(self._directory))
 
     def run(self, name: str) -> View:
-        return views.run(self._store, name, self._served)
+        return views.run(self._store, name, served(self._directory))
 
     def follow(self, name: str) -> Iterator[list[Row]]:
         from fleetdistill_server.views.watch import follow
