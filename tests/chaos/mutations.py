@@ -26,10 +26,10 @@ def _settle_before_commit() -> None:
 
 def _forget_what_was_accepted() -> None:
     """The front takes every upload for the first answer to its ask, and the store keeps them all."""
-    from fleetdistill_server.intake.device_api import DeviceApi
+    from fleetdistill_server.intake.uploads import Uploads
     from fleetdistill_server.store.asks import Asks
 
-    asked, accept = DeviceApi._asked, Asks.accept_upload
+    asked, accept = Uploads._asked, Asks.accept_upload
 
     def open_ask(self: Any, *about: Any) -> Any:
         return {**asked(self, *about), "status": "open"}
@@ -41,7 +41,7 @@ def _forget_what_was_accepted() -> None:
         self._db.write("UPDATE asks SET status = 'open' WHERE id = ?", ask)
         return accept(self, ask, *about)
 
-    _replace(DeviceApi, "_asked", open_ask)
+    _replace(Uploads, "_asked", open_ask)
     _replace(Asks, "accept_upload", accept_again)
     _replace(Asks, "upload_of", lambda self, ask: None)
 

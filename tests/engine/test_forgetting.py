@@ -39,7 +39,8 @@ from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_api
-from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.methods.base import Notes
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -248,7 +249,7 @@ def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted,
     api = DeviceApi(store)
     identity = service_pb2.Identity(run=RUN, device=upload["device"], secret=b"")
     store.database.write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
-    said = api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+    said = api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
     assert said.receipt.id == upload["receipt"]
 
 
@@ -526,7 +527,7 @@ class Joined:
         header = service_pb2.UploadHeader(
             identity=self.identity, name=upload_name(self.round), payload=payload.header(), samples=4
         )
-        session = self.api.begin_upload(header)
+        session = self.api.uploads.begin(header)
         for chunk in in_pieces(payload, 1 << 20):
             session.feed(chunk)
         return payload, session

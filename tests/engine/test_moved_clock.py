@@ -13,7 +13,7 @@ from support.moved_clock import MovedClock
 
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake import device_api
+from fleetdistill_server.intake import sessions
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -100,17 +100,17 @@ def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most()
 @both_ways
 def test_leases_do_not_follow_the_clock(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = Store.in_memory(), MovedClock()
-    monkeypatch.setattr(device_api, "time", SimpleNamespace(time=lambda: clock.system, monotonic=lambda: clock.steady))
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(time=lambda: clock.system, monotonic=lambda: clock.steady))
     waits = Waits(store, clock, by)
     with suppress(Crash):
         asyncio.run(Engine(store, config(), Waits(store, clock, by, dies=True)).run())
     api = waits.api
-    api.adopt_present_devices()
+    api.sessions.adopt_present_devices()
     clock.set_system(by)
-    api.end_leases()
+    api.sessions.end_leases()
     assert store.devices.present(RUN) == ["d0", "d1"]
     for _ in range(30):
-        clock.pass_time(api.lease_seconds / 15)
-        api.end_leases()
+        clock.pass_time(api.sessions.lease_seconds / 15)
+        api.sessions.end_leases()
     assert store.devices.present(RUN) == []
     store.close()

@@ -185,13 +185,13 @@ def opened(fleet: Prepared) -> Iterator[tuple[Store, DeviceApi, bytes]]:
     store = Store.in_memory()
     Engine(store, fleet[0], Wait([], lambda: None))._prepare()
     api = DeviceApi(store)
-    yield store, api, api.contract(RUN).proxy_digest
+    yield store, api, api.sessions.contract(RUN).proxy_digest
     store.close()
 
 
 def test_the_contract_names_the_proxy_set_and_its_size(opened: tuple[Store, DeviceApi, bytes]) -> None:
     _, api, digest = opened
-    contract = api.contract(RUN)
+    contract = api.sessions.contract(RUN)
     assert (len(digest), contract.proxy_samples, contract.requirements.proxy_set) == (32, 80, True)
 
 
@@ -234,27 +234,27 @@ def test_only_a_device_of_the_run_may_fetch_it(opened: tuple[Store, DeviceApi, b
     _, api, digest = opened
     request = service_pb2.DownloadRequest(identity=make_identity("stranger", b"s" * 32, RUN), sha256=digest)
     with pytest.raises(RefusedError) as error:
-        api.download(request)
+        api.downloads.open(request)
     assert error.value.code == Code.BAD_IDENTITY
 
 
 def test_an_empty_digest_names_nothing(opened: tuple[Store, DeviceApi, bytes]) -> None:
     _, api, digest = opened
-    contract = api.contract(RUN)
+    contract = api.sessions.contract(RUN)
     profile = make_profile(
         classes=10, features=[], proxy_digest=digest, knowledge_types=[contract.knowledge_type], model_name="m"
     )
     identity = make_identity("d", b"", RUN)
     identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
-    assert api.download(service_pb2.DownloadRequest(identity=identity, sha256=digest))[0].sha256 == digest
+    assert api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=digest))[0].sha256 == digest
     with pytest.raises(RefusedError) as error:
-        api.download(service_pb2.DownloadRequest(identity=identity, sha256=b""))
+        api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=b""))
     assert error.value.code == Code.NOT_FOUND
 
 
 def test_a_device_that_knows_no_proxy_sets_is_refused(opened: tuple[Store, DeviceApi, bytes]) -> None:
     _, api, digest = opened
-    profile = make_profile(classes=10, features=[], knowledge_types=[api.contract(RUN).knowledge_type])
+    profile = make_profile(classes=10, features=[], knowledge_types=[api.sessions.contract(RUN).knowledge_type])
     with pytest.raises(RefusedError, match=f"proxy set: the device has none, run 'simulation' has {digest.hex()[:12]}"):
         api.check_in(service_pb2.CheckInRequest(identity=make_identity("d", b"", RUN), profile=profile))
 

@@ -200,17 +200,17 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
     device = fleet.devices[0]
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
-    assert fleet.api.upload_status(status).receipt.id == upload["receipt"]
+    assert fleet.api.uploads.status(status).receipt.id == upload["receipt"]
     fleet.blob(upload).unlink()
     fleet.store.asks.take_back_upload(upload["ask"], "payload is gone")
-    told = fleet.api.upload_status(status)
+    told = fleet.api.uploads.status(status)
     assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
     ask = fleet.api.next_ask(device.identity)
     assert ask is not None
     assert ask.ask.first_attempt == 2
     receipt = device.answer(ask.ask, attempt=1)  # it still had them
     assert receipt.id != upload["receipt"]
-    assert fleet.api.upload_status(status).receipt == receipt
+    assert fleet.api.uploads.status(status).receipt == receipt
     assert fleet.store.blobs.open(receipt.sha256, verify=True).data_bytes == receipt.data_bytes
 
 
@@ -289,7 +289,7 @@ def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
     wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask["payload"])
     for _ in range(2):
         with pytest.raises(DamagedError, match="is not in the store"):
-            fleet.api.download(wanted)
+            fleet.api.downloads.open(wanted)
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], ask["payload"].hex() in event["text"]) == (1, True)
 
@@ -397,7 +397,7 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_initial_weights_are_made_again_from_the_seed(fleet: Fleet, name: str) -> None:
     answered_round(fleet)
-    sha256 = fleet.api.contract(RUN).initial_weights
+    sha256 = fleet.api.sessions.contract(RUN).initial_weights
     DAMAGES[name](fleet.blob({"sha256": sha256}))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
@@ -409,7 +409,7 @@ def test_initial_weights_that_cannot_be_made_again_end_the_engine_with_a_sentenc
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.api.contract(RUN).initial_weights}))
+    flip_a_bit(fleet.blob({"sha256": fleet.api.sessions.contract(RUN).initial_weights}))
     monkeypatch.setattr(FedAvgServer, "initial", lambda self: None)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()
@@ -427,7 +427,7 @@ def give_extractor(monkeypatch: pytest.MonkeyPatch, file: NetworkFile) -> None:
 def test_a_damaged_extractor_file_is_made_again(fleet: Fleet, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    sha256 = fleet.api.contract(RUN).extractor_file
+    sha256 = fleet.api.sessions.contract(RUN).extractor_file
     DAMAGES[name](fleet.blob({"sha256": sha256}))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
@@ -439,10 +439,10 @@ def test_a_run_keeps_the_extractor_file_that_it_began_with(fleet: Fleet, monkeyp
     """Another release may write the same network in other bytes; what devices have fetched is still the contract's."""
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    sha256 = fleet.api.contract(RUN).extractor_file
+    sha256 = fleet.api.sessions.contract(RUN).extractor_file
     give_extractor(monkeypatch, OTHER)
     fleet.run()
-    assert fleet.api.contract(RUN).extractor_file == sha256
+    assert fleet.api.sessions.contract(RUN).extractor_file == sha256
     assert fleet.store.blobs.has(sha256)
     assert not fleet.store.blobs.has(encode({"extractor": OTHER}).sha256)
 
@@ -452,7 +452,7 @@ def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
 ) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.api.contract(RUN).extractor_file}))
+    flip_a_bit(fleet.blob({"sha256": fleet.api.sessions.contract(RUN).extractor_file}))
     give_extractor(monkeypatch, OTHER)
     with pytest.raises(DamagedError, match="is damaged: its SHA-256 does not match"):
         fleet.run()

@@ -20,6 +20,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.server import _guarded
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
@@ -124,11 +125,14 @@ def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_pat
 def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    class SlowApi:
-        def begin_upload(self, header: object) -> object:
+    class SlowUploads:
+        def begin(self, header: object) -> object:
             began.set()
             go_on.wait()
             raise StoreError("never mind")
+
+    class SlowApi:
+        uploads = SlowUploads()
 
         def heartbeat(self, request: object) -> service_pb2.HeartbeatResponse:
             return service_pb2.HeartbeatResponse(ask_open=True)
@@ -158,19 +162,16 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
     counted: list[Counted] = []
 
     class OneDownload:
-        def __init__(self) -> None:
-            self.limiter = DeviceApi(Store.in_memory()).limiter
-
-        def run_name(self, name: str) -> str:
-            return name or RUN
-
-        def download(self, request: object) -> object:
+        def open(self, request: object) -> object:
             return make_payload(), Sending(iter(()), make_payload().slots, counted.append)
+
+    api = DeviceApi(Store.in_memory())
+    api.downloads = cast(Downloads, OneDownload())
 
     async def close() -> None:
         with ThreadPoolExecutor(1) as pool:
-            service = DeviceService(cast(DeviceApi, OneDownload()), pool)
-            responses = service._responses(service_pb2.DownloadRequest(), None)
+            service = DeviceService(api, pool)
+            responses = service._responses(service_pb2.DownloadRequest(identity=service_pb2.Identity(run=RUN)), None)
             assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
             await responses.aclose()
 

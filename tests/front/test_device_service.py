@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -511,8 +512,8 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
             synced.wait(PATIENCE_SECONDS)
             abandoned.set()
 
-    class SlowApi:
-        def begin_upload(self, header: object) -> SlowSession:
+    class SlowUploads:
+        def begin(self, header: object) -> SlowSession:
             began.set()
             return SlowSession()
 
@@ -523,7 +524,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
 
     async def break_one() -> None:
         with ThreadPoolExecutor(2) as pool:
-            service = DeviceService(cast(DeviceApi, SlowApi()), pool)
+            service = DeviceService(cast(DeviceApi, SimpleNamespace(uploads=SlowUploads())), pool)
             upload = asyncio.create_task(service.Upload(messages(), None))
             while not began.is_set():
                 await asyncio.sleep(0.01)

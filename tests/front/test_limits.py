@@ -463,7 +463,7 @@ def test_a_run_takes_so_many_devices_and_no_more() -> None:
     identity = make_identity("d1")
     request = service_pb2.CheckInRequest(identity=identity, profile=make_profile())
     identity = make_identity("d1", api.check_in(request).secret)
-    api._registered.clear()  # the count is looked up once a second
+    api.sessions._registered.clear()  # the count is looked up once a second
     too_many(api.check_in, service_pb2.CheckInRequest(identity=make_identity("d2"), profile=make_profile()))
     api.check_in(service_pb2.CheckInRequest(identity=identity, profile=make_profile()))
     store.close()

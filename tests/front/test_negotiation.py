@@ -61,7 +61,7 @@ def upload(api: DeviceApi, payload: Payload, compression: Any, first_byte: int =
     header = service_pb2.UploadHeader(
         identity=IDENTITY, name=name, payload=payload.header(), samples=4, first_byte=first_byte
     )
-    session = api.begin_upload(header)
+    session = api.uploads.begin(header)
     for chunk in list(wire.chunks(payload.source, payload.slots, first_byte, compression))[:stop]:
         session.feed(chunk)
     if stop is None:
@@ -123,7 +123,7 @@ def download(api: DeviceApi, payload: Payload, compressions: list[Any], first_by
     request = service_pb2.DownloadRequest(
         identity=IDENTITY, sha256=payload.sha256, first_byte=first_byte, compressions=compressions
     )
-    return api.download(request)[1]
+    return api.downloads.open(request)[1]
 
 
 @pytest.mark.parametrize(("offered", "packed"), [([], False), ([9], False), ([ZSTD], True)])

@@ -195,7 +195,7 @@ class ApiTarget:
             "heartbeat": self._unary(self._api.heartbeat, self._heartbeat_request),
             "leave": self._unary(self._api.leave, self._leave_request),
             "decline": self._unary(self._api.decline, self._decline_request),
-            "upload_status": self._unary(self._api.upload_status, self._status_request),
+            "upload_status": self._unary(self._api.uploads.status, self._status_request),
             "download": self._unary(self._download, self._download_request),
             "upload": self._upload,
         }
@@ -259,7 +259,7 @@ class ApiTarget:
             header = hostile(random, header)
 
         def send() -> None:
-            session = self._api.begin_upload(header)
+            session = self._api.uploads.begin(header)
             for chunk in chunks:
                 session.feed(chunk)
             session.finish()
@@ -291,11 +291,11 @@ class ApiTarget:
         return service_pb2.DownloadRequest(identity=self._identity, sha256=bytes(32), first_byte=0)
 
     def _download(self, request: service_pb2.DownloadRequest) -> None:
-        for _ in self._api.download(request)[1]:
+        for _ in self._api.downloads.open(request)[1]:
             pass
 
 
 def fitting_profile(api: DeviceApi) -> Any:
     """A profile that fits the run's contract."""
-    contract = api.contract(RUN)
+    contract = api.sessions.contract(RUN)
     return make_profile(features=contract.features, proxy_digest=contract.proxy_digest)

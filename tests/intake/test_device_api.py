@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,8 @@ from fleetdistill.knowledge import NetworkFile, SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import sweep
@@ -91,7 +93,7 @@ class Fleet:
         step_number: int = 1,
         number: int = 1,
     ) -> UploadSession:
-        return self.api.begin_upload(
+        return self.api.uploads.begin(
             service_pb2.UploadHeader(
                 identity=identity,
                 name=service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt),
@@ -110,7 +112,7 @@ class Fleet:
         self, identity: service_pb2.Identity, attempt: int = 1, number: int = 1, step_number: int = 1
     ) -> service_pb2.UploadStatusResponse:
         name = service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt)
-        return self.api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+        return self.api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
 
     def refused(self) -> list[tuple[str, str]]:
         """Device and code of every refusal that `runs show` would list."""
@@ -291,7 +293,7 @@ def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
     assert error.value.code == Code.UNKNOWN_RUN
     assert fleet.store.devices.all(RUN) == []
     silence(fleet, "d1")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.history.events(RUN) == []
 
 
@@ -415,13 +417,13 @@ def test_of_two_devices_that_take_an_id_at_the_same_moment_one_is_refused(fleet:
     fleet.before_commit = quicker
     with pytest.raises(RefusedError, match="device id 'd1' belongs to another device"):
         fleet.check_in("d1")
-    fleet.api.authenticate(make_identity("d1", secrets[0]))
+    fleet.api.sessions.authenticate(make_identity("d1", secrets[0]))
 
 
 def test_a_secret_that_the_server_lost_is_taken_up_again(fleet: Fleet) -> None:
     """A device that knows its secret can join a fresh store."""
     assert fleet.check_in("d1", b"s" * 32).secret == b""
-    fleet.api.authenticate(make_identity("d1", b"s" * 32))
+    fleet.api.sessions.authenticate(make_identity("d1", b"s" * 32))
 
 
 @pytest.mark.parametrize("device", ["", "a b", "a/b", "é", "x" * 65, "d1\n", "../up"])
@@ -436,7 +438,7 @@ def test_malformed_ids_are_refused(fleet: Fleet, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["next_ask", "heartbeat", "leave", "decline", "upload_status", "begin_upload", "download"]
+    "call", ["next_ask", "heartbeat", "leave", "decline", "uploads.status", "uploads.begin", "downloads.open"]
 )
 @pytest.mark.parametrize("who", [make_identity("d1", b"x" * 32), make_identity("d1"), make_identity("d2", b"x" * 32)])
 def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.Identity) -> None:
@@ -447,12 +449,12 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
         "heartbeat": service_pb2.HeartbeatRequest(identity=who),
         "leave": service_pb2.LeaveRequest(identity=who),
         "decline": service_pb2.DeclineRequest(identity=who, round=1, step_number=1),
-        "upload_status": service_pb2.UploadStatusRequest(identity=who),
-        "begin_upload": service_pb2.UploadHeader(identity=who),
-        "download": service_pb2.DownloadRequest(identity=who),
+        "uploads.status": service_pb2.UploadStatusRequest(identity=who),
+        "uploads.begin": service_pb2.UploadHeader(identity=who),
+        "downloads.open": service_pb2.DownloadRequest(identity=who),
     }
     with pytest.raises(RefusedError) as error:
-        getattr(fleet.api, call)(requests[call])
+        attrgetter(call)(fleet.api)(requests[call])
     assert (error.value.code, str(error.value)) == (
         Code.BAD_IDENTITY,
         f"device {who.device!r} is not checked in with this secret",
@@ -518,7 +520,7 @@ def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet
     """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
     identity = fleet.join()
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
-    fleet.api.lease_seconds = lease
+    fleet.api.sessions.lease_seconds = lease
     response = fleet.api.next_ask(identity)
     assert response is not None
     assert response.come_back.before_seconds <= lease / 2
@@ -550,13 +552,13 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
-        monkeypatch.setattr("fleetdistill_server.intake.device_api.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("fleetdistill_server.intake.sessions.time.monotonic", lambda: self.now)
 
 
 def silence(fleet: Fleet, *devices: str) -> None:
     """Lets the leases of these devices run out."""
     for device in devices:
-        fleet.api._leases[RUN, device] = time.monotonic() - 1
+        fleet.api.sessions._leases[RUN, device] = time.monotonic() - 1
 
 
 def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: Fleet) -> None:
@@ -565,13 +567,13 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     fleet.ask("d1", "d2")
     silence(fleet, "d1")
     wakes = fleet.wakes
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d2"]
     assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
     (event,) = fleet.store.history.events(RUN, "lease-ended")
     assert (event["device"], event["text"]) == ("d1", "d1 was silent for 60 s")
     assert fleet.wakes > wakes
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert len(fleet.store.history.events(RUN)) == 1
 
 
@@ -581,14 +583,14 @@ def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: 
     identity = fleet.join("d1")
     fleet.join("d2")
     fleet.ask("d1", "d2")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     clock.now += 600
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1", "d2"]
     for _ in range(70):
         clock.now += 1
         fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
-        fleet.api.end_leases()
+        fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
     assert fleet.ask_state("d2") == ("out", "lease ended")
 
@@ -598,14 +600,14 @@ def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(
 ) -> None:
     clock = Clock(monkeypatch)
     fleet.join("d1")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     clock.now += 6  # it is time to write down who called, and that takes long
 
     def hang() -> None:
         clock.now += 600
 
     fleet.before_commit = hang
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
@@ -622,7 +624,7 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
             fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=joined["d3"]))
 
     fleet.before_commit = call
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert len(commits) == 1
     assert fleet.store.devices.present(RUN) == ["d3"]
     assert fleet.ask_state("d3") == ("open", None)
@@ -631,7 +633,7 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
 
 def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None:
     fleet.join("d1")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     silence(fleet, "d1")
 
     def fail() -> None:
@@ -640,8 +642,8 @@ def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None
 
     fleet.before_commit = fail
     with pytest.raises(StoreError):
-        fleet.api.end_leases()
-    fleet.api.end_leases()
+        fleet.api.sessions.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == []
 
 
@@ -656,7 +658,7 @@ def test_every_call_renews_the_lease(fleet: Fleet, call: str) -> None:
         fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
     else:
         fleet.status(identity)
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
@@ -665,13 +667,13 @@ def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fle
     identity = fleet.join()
     fleet.ask()
     silence(fleet, "d1")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     wakes = fleet.wakes
     assert fleet.api.next_ask(identity) is None
     assert fleet.store.devices.present(RUN) == ["d1"]
     assert fleet.wakes > wakes  # a run may wait for devices
     silence(fleet, "d1")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == []
 
 
@@ -681,7 +683,7 @@ def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
     fleet.api.leave(service_pb2.LeaveRequest(identity=identity))
     assert fleet.store.devices.present(RUN) == []
     assert fleet.ask_state() == ("out", "device left")
-    fleet.api.end_leases()
+    fleet.api.sessions.end_leases()
     assert fleet.store.history.events(RUN) == []  # leaving is nothing out of the ordinary
 
 
@@ -726,11 +728,11 @@ def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fl
 def test_after_a_restart_present_devices_have_a_fresh_lease(fleet: Fleet) -> None:
     fleet.join()
     restarted = DeviceApi(fleet.store, lease_seconds=0.0)
-    restarted.end_leases()
+    restarted.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"]
-    restarted.adopt_present_devices()
+    restarted.sessions.adopt_present_devices()
     time.sleep(0.01)
-    restarted.end_leases()
+    restarted.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == []
 
 
@@ -1050,10 +1052,10 @@ def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(f"fleetdistill_server.intake.device_api.Ingest.{where}", fail)
+    monkeypatch.setattr(f"fleetdistill_server.intake.uploads.Ingest.{where}", fail)
     with pytest.raises(MemoryError):
         any_fleet.send(identity, payload)
-    assert any_fleet.api._uploads == {}
+    assert any_fleet.api.uploads._streams == {}
     assert any_fleet.api.limiter._calls.all == 0
     monkeypatch.undo()
     session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
@@ -1079,7 +1081,7 @@ def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
     monkeypatch.setattr(Path, "unlink", fail)
     with pytest.raises(StoreError, match="deleting what is staged"):
         feed(session, in_pieces(make_payload(labels=i32([9, 0, 0, 0])), WHOLE))
-    assert fleet.api._uploads == {}
+    assert fleet.api.uploads._streams == {}
     fleet.store.close()
 
 
@@ -1310,7 +1312,7 @@ def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> Non
 
 def fetch(fleet: Fleet, identity: service_pb2.Identity, sha256: bytes, first_byte: int = 0) -> tuple[Payload, bytes]:
     request = service_pb2.DownloadRequest(identity=identity, sha256=sha256, first_byte=first_byte)
-    payload, chunks = fleet.api.download(request)
+    payload, chunks = fleet.api.downloads.open(request)
     return payload, b"".join(chunk.data for chunk in chunks)
 
 

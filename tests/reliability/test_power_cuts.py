@@ -139,7 +139,7 @@ def serve(disk: RecordedDisk) -> None:
         store.blobs.put(asked)
         store.asks.write([ask_row(number, asked.sha256)])
         name = service_pb2.UploadName(round=number, step_number=1, attempt=1)
-        session = api.begin_upload(
+        session = api.uploads.begin(
             service_pb2.UploadHeader(identity=identity, name=name, payload=PAYLOAD.header(), samples=4)
         )
         for chunk in wire.chunks(PAYLOAD.source, PAYLOAD.slots, 0):

@@ -118,7 +118,7 @@ def test_a_backup_has_what_the_contract_names(tmp_path: Path, monkeypatch: pytes
     made.store.close()
     restore(tmp_path / "backup", tmp_path / "restored")
     store = Store.open(tmp_path / "restored")
-    contract = DeviceApi(store).contract(RUN)
+    contract = DeviceApi(store).sessions.contract(RUN)
     for sha256 in (contract.initial_weights, contract.extractor_file):
         assert store.blobs.open(sha256, verify=True).sha256 == sha256
     store.close()

@@ -23,7 +23,8 @@ from fleetdistill.errors import NoSpaceError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
@@ -49,14 +50,14 @@ class Sender:
             self.secrets[device] = self.api.check_in(request).secret
         taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         bounds = Bounds(disk_budget_bytes=int(taken + room_for * SIZE + 400_000))  # the database grows too
-        self.api.space = DiskSpace(directory, self.store.blobs, bounds, make_room)
+        self.api.uploads.space = DiskSpace(directory, self.store.blobs, bounds, make_room)
 
     def begin(self, device: str, payload: Payload = PAYLOAD) -> UploadSession:
         name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
         identity = make_identity(device, self.secrets[device])
         request = service_pb2.UploadStatusRequest(identity=identity, name=name)
-        first = self.api.upload_status(request).next_byte
-        return self.api.begin_upload(
+        first = self.api.uploads.status(request).next_byte
+        return self.api.uploads.begin(
             service_pb2.UploadHeader(
                 identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
             )
@@ -102,8 +103,8 @@ def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError):
         sender.begin("d2", LARGE)
     first.abandon()
-    assert sender.api.space is not None
-    sender.api.space._looked = -1e9  # the next look at the disk
+    assert sender.api.uploads.space is not None
+    sender.api.uploads.space._looked = -1e9  # the next look at the disk
     sender.begin("d2", LARGE).abandon()
     assert len(sender.events()) == 1
     sender.store.close()
@@ -164,8 +165,8 @@ def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> N
     for chunk in in_pieces(LARGE, 1 << 20)[:-1]:
         session.feed(chunk)
     session.abandon()
-    assert sender.api.space is not None
-    sender.api.space._looked = -1e9
+    assert sender.api.uploads.space is not None
+    sender.api.uploads.space._looked = -1e9
     sender.begin("d1", LARGE).abandon()
     sender.store.close()
 

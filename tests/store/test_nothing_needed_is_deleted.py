@@ -70,17 +70,17 @@ class Retention(RuleBasedStateMachine):
         ask = self.store.asks.next_open(run, device)
         if ask is None:
             return  # the round has as many steps as this test gives it
-        commit = self.api._commit
+        commit = self.api.uploads._commit
         if struck:
-            self.api._commit = self._sweep_first(commit)
+            self.api.uploads._commit = self._sweep_first(commit)
         for _ in range(3):
             try:
                 self._upload(run, ask, payload)
                 break
             except RefusedError as refusal:
                 self.codes.append(refusal.code)
-                self.api._commit = commit
-        self.api._commit = commit
+                self.api.uploads._commit = commit
+        self.api.uploads._commit = commit
         assert self.store.asks.upload_of(ask["id"]) is not None
         assert set(self.codes) <= {Code.INCOMPLETE, Code.OUT_OF_STEP}
         self.lost.discard(payload.sha256)
@@ -89,11 +89,11 @@ class Retention(RuleBasedStateMachine):
         """Goes on where the server stands, as a device does."""
         identity = make_identity(ask["device"], self.secrets[run, ask["device"]], run)
         name = service_pb2.UploadName(round=ask["round"], step_number=ask["step_number"], attempt=1)
-        first = self.api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
+        first = self.api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
         header = service_pb2.UploadHeader(
             identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
         )
-        session = self.api.begin_upload(header)
+        session = self.api.uploads.begin(header)
         try:
             for chunk in wire.chunks(payload.source, payload.slots, first):
                 session.feed(chunk)

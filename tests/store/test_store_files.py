@@ -413,7 +413,7 @@ class _Sender:
         self.payload = payload
 
     def status(self) -> service_pb2.UploadStatusResponse:
-        return self.api.upload_status(service_pb2.UploadStatusRequest(identity=self.identity, name=self.name))
+        return self.api.uploads.status(service_pb2.UploadStatusRequest(identity=self.identity, name=self.name))
 
     def send(self) -> service_pb2.Receipt:
         """Goes on where the server stands."""
@@ -421,7 +421,7 @@ class _Sender:
         header = service_pb2.UploadHeader(
             identity=self.identity, name=self.name, payload=self.payload.header(), samples=1, first_byte=first
         )
-        session = self.api.begin_upload(header)
+        session = self.api.uploads.begin(header)
         try:
             for chunk in in_pieces(self.payload, 100_000):
                 start = self.payload.slots[chunk.tensor].start + chunk.offset

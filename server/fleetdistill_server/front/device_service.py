@@ -21,8 +21,9 @@ from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort, ended, in_pool
 from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
-from fleetdistill_server.intake.device_api import DeviceApi, UploadSession
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import Who
+from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.traffic import Sending
@@ -77,7 +78,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def UploadStatus(
         self, request: service_pb2.UploadStatusRequest, context: Any
     ) -> service_pb2.UploadStatusResponse:
-        return await self._call(context, lambda: self._api.upload_status(request))
+        return await self._call(context, lambda: self._api.uploads.status(request))
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
         found, who = await self._call(context, lambda: self._look(request.identity))
@@ -92,14 +93,14 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, Who]:
         """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
-        return self._api.next_ask(identity), (self._api.run_name(identity.run), identity.device)
+        return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _wait_for_work(self, who: Who, wait_seconds: float) -> None:
         """Waits for a wake-up; who calls has shown that it is this device."""
         event = asyncio.Event()
         self._waiting[event] = who
         # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
-        longest = min(LONGEST_WAIT_SECONDS, self._api.lease_seconds / 2)
+        longest = min(LONGEST_WAIT_SECONDS, self._api.sessions.lease_seconds / 2)
         try:
             await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
             await asyncio.sleep(random.uniform(0, self._spread()))
@@ -177,7 +178,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], Who]:
         identity = request.identity
-        return self._api.download(request), (self._api.run_name(identity.run), identity.device)
+        return self._api.downloads.open(request), (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
         """The chunks as messages; the next ones are made while these are sent."""
@@ -222,7 +223,7 @@ class _Upload:
     def __init__(self, api: DeviceApi) -> None:
         self._api = api
         self._lock = threading.Lock()
-        self._session: UploadSession | None = None
+        self._session: UploadSession | RepeatedUpload | None = None
 
     def take(self, requests: list[service_pb2.UploadRequest]) -> None:
         """Takes the next messages. Raises RefusedError, as `UploadSession` does too."""
@@ -233,7 +234,7 @@ class _Upload:
     def _take(self, request: service_pb2.UploadRequest) -> None:
         message = request.WhichOneof("message")
         if message == "header" and self._session is None:
-            self._session = self._api.begin_upload(request.header)
+            self._session = self._api.uploads.begin(request.header)
         elif message == "chunk" and self._session is not None:
             self._session.feed(request.chunk)
         else:

@@ -80,7 +80,7 @@ def open_api(
     try:
         wake = partial(commits.afterwards, wake_engine)
         api = DeviceApi(reader, commits.commit, wake, lease_seconds, compression, limits)
-        api.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
+        api.uploads.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
         yield api, commits
     finally:
         commits.close()
@@ -113,7 +113,7 @@ async def serve(
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
-        api.adopt_present_devices()
+        api.sessions.adopt_present_devices()
         service = DeviceService(api, pool, commits, limits, uploads)
         status = health.aio.HealthServicer()
         server, enrolment = await _make_server(service, guard, limits, status), _bare_enrolment_server(guard, limits)
@@ -176,7 +176,7 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        await _guarded(loop.run_in_executor(pool, api.end_leases))
+        await _guarded(loop.run_in_executor(pool, api.sessions.end_leases))
 
 
 async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:

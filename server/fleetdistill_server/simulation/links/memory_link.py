@@ -39,10 +39,10 @@ class MemoryLink:
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
-        return self._api.upload_status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+        return self._api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
-        session = self._api.begin_upload(header)
+        session = self._api.uploads.begin(header)
         try:
             for chunk in chunks:
                 session.feed(chunk)
@@ -56,7 +56,7 @@ class MemoryLink:
         request = service_pb2.DownloadRequest(
             identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
         )
-        payload, chunks = self._api.download(request)
+        payload, chunks = self._api.downloads.open(request)
         return payload.header(), chunks
 
     def interrupt(self) -> None:

@@ -1,0 +1,84 @@
+"""What becomes of an answer: its rows, its receipt, or why it is taken no more."""
+
+from __future__ import annotations
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.knowledge import Metrics
+from fleetdistill.state import failpoints
+from fleetdistill.wire.codec import Payload, decode
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.retention import drop_unneeded
+from fleetdistill_server.store.states import DEADLINE_PASSED
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
+
+LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
+_LONGEST_SENTENCE = 1000
+
+
+def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
+    """Takes an answer with what is counted of it; returns its receipt's row, None if the ask takes none any more."""
+    payload, device = header.payload, ask["device"]
+    first = store.asks.upload_of(ask["id"]) is None
+    if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
+        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
+    row = store.asks.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
+    if row is None:
+        _drop_if_to_forget(run, device, payload.sha256, store)
+    elif first:
+        store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
+        for part in payload.parts.parts:
+            if part.WhichOneof("kind") == "metrics":
+                store.history.add_figures(run, ask["round"], device, _metrics(part))
+    failpoints.hit("front.receipt.before-commit")
+    return row
+
+
+def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> None:
+    """A late answer of a device that is to be forgotten goes at once; every other one is left to a sweep.
+
+    Also this one is, while a backup is made: who waited here would hold up all commits.
+    """
+    known = store.devices.get(run, device)
+    if known is not None and known["forget_asked_at"] is not None:
+        drop_unneeded(store, [sha256], wait_seconds=0.0)
+
+
+def other_question(ask: Row) -> RefusedError:
+    """An answer from before a backup was restored, whose round has the same number as the one played again."""
+    step = f"step {ask['step']!r} of round {ask['round']}"
+    text = f"device {ask['device']}: the answer is to another question than {step}"
+    return RefusedError(Code.CLOSED, text)
+
+
+def closed(ask: Row | None) -> RefusedError:
+    """Why an ask takes no answer any more: its deadline has passed, or its round is over for this device."""
+    if ask is None:
+        return RefusedError(Code.CLOSED, "the ask is gone")
+    why = ask["reason"] or ask["status"]
+    text = f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} takes no answer any more ({why})"
+    return RefusedError(Code.LATE if why == DEADLINE_PASSED else Code.CLOSED, text[:_LONGEST_SENTENCE])
+
+
+def receipt_of(name: service_pb2.UploadName, row: Row) -> service_pb2.Receipt:
+    return service_pb2.Receipt(
+        id=row["receipt"],
+        name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=row["attempt"]),
+        sha256=row["sha256"],
+        data_bytes=row["data_bytes"],
+        received_at_ms=int(row["received_at"] * 1000),
+    )
+
+
+def _metrics(part: knowledge_pb2.Part) -> Metrics:
+    parts = knowledge_pb2.Parts(parts=[part])
+    found = decode(Payload(parts, (), _NoData(), b""))[part.name]
+    assert isinstance(found, Metrics)
+    return found
+
+
+class _NoData:
+    def read(self, start: int, size: int) -> bytes:
+        return b""

@@ -1,0 +1,250 @@
+"""Answers on their way in: one stream of one upload at a time, and a receipt once it is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
+from fleetdistill.state import failpoints
+from fleetdistill.wire.codes import Code, is_final
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.intake.commit import Commit
+from fleetdistill_server.intake.ingest import Ingest
+from fleetdistill_server.intake.limiter import Limiter
+from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, other_question, receipt_of, record
+from fleetdistill_server.intake.refusal_log import RefusalLog
+from fleetdistill_server.intake.sessions import Sessions
+from fleetdistill_server.intake.upload_session import GOES_ON, RepeatedUpload, Stream, UploadSession
+from fleetdistill_server.store.blobs import Staging
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.disk_space import DiskSpace
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
+
+_CHECKED_BYTES = 16 << 20  # of headers of uploads that wait for their next stream
+
+
+class Uploads:
+    """Takes answers of devices that have shown who they are.
+
+    Attributes:
+        space: Room on the disk for uploads; None: nothing is refused before the disk itself does.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        commit: Commit,
+        wake_engine: Callable[[], None],
+        sessions: Sessions,
+        limiter: Limiter,
+        refusals: RefusalLog,
+    ) -> None:
+        self._store = store
+        self._commit = commit
+        self._wake_engine = wake_engine
+        self._sessions = sessions
+        self._limiter = limiter
+        self._refusals = refusals
+        self.space: DiskSpace | None = None
+        self._no_space = False
+        self._streams: dict[int, Stream] = {}  # by ask
+        self._checked: dict[str, Ingest] = {}  # by key of the staging area, the oldest first
+        self._lock = threading.Lock()
+
+    def begin(self, header: service_pb2.UploadHeader) -> UploadSession | RepeatedUpload:
+        """Checks an upload's header; the session takes its chunks.
+
+        A session of the same upload that is still open elsewhere is ended: the newest stream wins.
+        """
+        run, device = self._sessions.authenticate(header.identity)
+        self._limiter.begin_upload((run, device))
+        ask = self._asked(run, device, header.name)
+        stream = Stream(ask, _staging_key(ask, header.name.attempt))
+        stream.places.enter_context(self._limiter.open_call((run, device)))
+        try:
+            with stream.lock:
+                self._end_older(stream)
+                stream.session = self._session(stream, run, header)
+        except BaseException:
+            self.forget(stream)
+            raise
+        return stream.session
+
+    def _end_older(self, stream: Stream) -> None:
+        """Makes a stream the one that counts for its ask, once the older one has let go of what is staged."""
+        with self._lock:
+            older = self._streams.get(stream.ask["id"])
+            self._streams[stream.ask["id"]] = stream
+        if older is not None:
+            older.places.close()
+            with older.lock:
+                session = older.session
+            if session is not None:
+                session.abandon()
+
+    def _session(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> UploadSession | RepeatedUpload:
+        accepted = self._store.asks.upload_of(stream.ask["id"])
+        if accepted is not None:
+            return RepeatedUpload(self, stream, header, accepted)
+        try:
+            ingest, staging = self._stage(stream, run, header)
+        except RefusedError as refusal:
+            self.forget(stream)
+            came = 0 if refusal.code in GOES_ON else header.payload.ByteSize()
+            raise self.refuse(run, stream.ask, refusal, came) from refusal
+        session = UploadSession(self, stream, run, header, ingest, staging)
+        session.start(self.take_checked(stream.key))
+        return session
+
+    def _stage(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
+        """Checks an upload before its first byte, and opens what is staged of it."""
+        ask, device = stream.ask, stream.ask["device"]
+        if ask["status"] != "open":
+            raise closed(ask)
+        declared = self._declared_samples(run, device)
+        _check_weight(device, header.samples, declared)
+        contract, expects = self._sessions.contract(run), json.loads(ask["expects"])
+        ingest = Ingest(device, header.payload, contract, expects, declared)
+        if header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
+            self.discard_other_attempts(ask, stream.key)
+        size = header.payload.data_bytes
+        stream.places.enter_context(self._limiter.hold_bytes((run, device), size))
+        give_back = self.reserve(run, ask, stream.key, size)
+        stream.places.callback(lambda: give_back(stream.stored))
+        return ingest, self._store.blobs.stage(stream.key, header.payload.parts)
+
+    def _declared_samples(self, run: str, device: str) -> int | None:
+        """What the device said at its last check-in; it may have fewer by now, not more."""
+        row = self._store.devices.get(run, device)
+        return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
+
+    def forget(self, stream: Stream) -> None:
+        """Removes a stream that has ended."""
+        try:
+            stream.places.close()
+        finally:
+            with self._lock:
+                if self._streams.get(stream.ask["id"]) is stream:
+                    del self._streams[stream.ask["id"]]
+
+    def status(self, request: service_pb2.UploadStatusRequest) -> service_pb2.UploadStatusResponse:
+        """Tells how far an upload has come."""
+        run, device = self._sessions.authenticate(request.identity)
+        ask = self._asked(run, device, request.name)
+        answer = service_pb2.UploadStatusResponse(ask_open=ask["status"] == "open")
+        accepted = self._store.asks.upload_of(ask["id"])
+        if accepted is not None:
+            answer.receipt.CopyFrom(receipt_of(request.name, accepted))
+        else:
+            answer.next_byte = self._store.blobs.staged(_staging_key(ask, request.name.attempt))
+            if not answer.ask_open:
+                refusal = closed(ask)
+                answer.closed_code, answer.closed_text = refusal.code, str(refusal)
+        return answer
+
+    def discard_other_attempts(self, ask: Row, key: str) -> None:
+        """Deletes what other attempts to answer an ask have staged: it is one answer that a device may have here."""
+        for one in self._store.blobs.staging():
+            if one.key.startswith(_staging_key(ask, "")) and one.key != key:
+                came = self._store.blobs.staged(one.key)
+                self._store.blobs.discard(one.key)
+                self.count_refused(ask, came)
+
+    def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[int], None]:
+        """Sets room on the disk aside for an upload; returns what gives it back, told the bytes that are at rest now.
+
+        Raises:
+            NoSpaceError: There is none; the first time in a row with an event.
+        """
+        if self.space is None:
+            return lambda stored: None
+        try:
+            reserved = self.space.reserve(key, size)
+        except NoSpaceError as error:
+            if not self._no_space:
+                self._no_space, text = True, f"uploads are refused: {error}"
+                self._commit(lambda store: store.history.add_event(run, "no-space", text, number=ask["round"]))
+            raise
+        self._no_space = False
+        return reserved.release
+
+    def keep_checked(self, key: str, checked: Ingest) -> None:
+        """Remembers of a stream that has ended what was checked, so that the next one need not read it all again."""
+        with self._lock:
+            self._checked.pop(key, None)
+            self._checked[key] = checked
+            while sum(one.header.ByteSize() for one in self._checked.values()) > _CHECKED_BYTES:
+                del self._checked[next(iter(self._checked))]
+
+    def take_checked(self, key: str) -> Ingest | None:
+        """What `keep_checked` remembers of an upload, once."""
+        with self._lock:
+            return self._checked.pop(key, None)
+
+    def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
+        number = min(name.round, LARGEST_NUMBER)
+        ask = self._store.asks.get(run, number, name.step_number, device)
+        if ask is None:
+            text = f"device {device} was not asked step {name.step_number} of round {name.round}"
+            refusal = RefusedError(Code.NOT_ASKED, text)
+        elif name.payload and name.payload != (ask["payload"] or b""):  # not final for the ask: its own answer may come
+            refusal = other_question(ask)
+        else:
+            return ask
+        self._refusals.note(run, number, device, refusal)
+        raise refusal
+
+    def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
+        """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
+        row = self._commit(partial(record, run, ask, header, counted))
+        if row is None:
+            came = header.payload.ByteSize() + counted.sent.total()
+            raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), came)
+        failpoints.hit("front.receipt.before-send")
+        self._wake_engine()
+        return receipt_of(header.name, row)
+
+    def refuse(self, run: str, ask: Row, refusal: RefusedError, came: int = 0) -> RefusedError:
+        """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it.
+
+        Args:
+            run: The run.
+            ask: The ask whose answer is refused.
+            refusal: Why.
+            came: Bytes that have travelled in vain.
+        """
+        self._refusals.note(run, ask["round"], ask["device"], refusal)
+        self.count_refused(ask, came)
+        if is_final(refusal.code):
+            self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))
+            self._wake_engine()
+        return refusal
+
+    def count_refused(self, ask: Row, came: int) -> None:
+        """Counts bytes that came for an ask and were not taken."""
+        if came:
+            with contextlib.suppress(StoreError):  # what is done with them is worth more than their count
+                self._commit(lambda store: store.history.add_refused_traffic(ask["id"], came))
+
+
+def _check_weight(device: str, samples: int, declared: int | None) -> None:
+    text = f"device {device}: the answer is weighted with {samples} samples"
+    if not 1 <= samples <= LARGEST_NUMBER:
+        raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
+    if declared is not None and samples > declared:
+        # One that was honest has data of after the backup that this server was restored from.
+        details = {"check_in": "again"}
+        raise RefusedError(Code.BAD_VALUE, f"{text}, the device has declared {declared} samples", details)
+
+
+def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:
+    return run, ask["round"], ask["step_number"], ask["device"]
+
+
+def _staging_key(ask: Row, attempt: int | str) -> str:
+    return f"ask-{ask['id']}-attempt-{attempt}"
