@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from fleetdistill import methods as device_methods
-from fleetdistill.device.compute import Work
+from fleetdistill.device.compute import Computed
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind, Plan, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
@@ -81,7 +81,7 @@ class CountingDevice(DeviceMethod):
 
 
 class CountingWorker:
-    """Computes for a device without torch: a `fleetdistill.device.compute.DeviceWorker`."""
+    """Computes for a device without torch: a `fleetdistill.device.compute.Compute`."""
 
     def __init__(self, contract: contract_pb2.Contract) -> None:
         self.contract = contract
@@ -123,9 +123,9 @@ class CountingWorker:
     def forget_state(self) -> None:
         self.has_state = False
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
-        return Work(answer, self.state(), Replacement(replaced=True), self.state())
+        return Computed(answer, self.state(), Replacement(replaced=True), self.state())
 
     def deliver(self, replacement: Replacement) -> None:
         """There is no model."""

@@ -24,7 +24,7 @@ from fleetdistill import Device, Event, Step
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.events import Events as DeviceEvents
 from fleetdistill.device.sender import Sender
-from fleetdistill.device.torch_compute import Worker
+from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -353,7 +353,7 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
     with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
         for one in (fleet, other):
             one.ask("d")
-        method = device._check_in.ready_worker()._method
+        method = device._check_in.ready_compute()._method
         method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
         with pytest.raises(Crash):
             device.step(0)
@@ -371,7 +371,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
-        method = device._check_in.ready_worker()._method
+        method = device._check_in.ready_compute()._method
         before = device._storage.load("state.safetensors")
 
         def cannot(ask: Any) -> Any:
@@ -394,8 +394,8 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
-    assert device._session.worker is not None
-    assert all(bool(one.any()) for one in device._session.worker._module.parameters()), (
+    assert device._session.compute is not None
+    assert all(bool(one.any()) for one in device._session.compute._module.parameters()), (
         "it went on from the committed state"
     )
 
@@ -411,12 +411,12 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
     with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
         for number in range(9):
             before = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
-            trained = device._session.worker.state()  # type: ignore[union-attr]
+            trained = device._session.compute.state()  # type: ignore[union-attr]
             fleet.ask("d", wrong if number >= 3 else None)
             device.step(0)
             same = all(torch.equal(tensor, before[name]) for name, tensor in device.model.state_dict().items())
             assert same == (events[-1].kind == "kept")
-            assert device._session.worker.state() != trained, "training goes on either way"  # type: ignore[union-attr]
+            assert device._session.compute.state() != trained, "training goes on either way"  # type: ignore[union-attr]
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert verdicts[0].kind == "delivered"
     kept = [event for event in verdicts if event.kind == "kept"]
@@ -465,7 +465,7 @@ def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
     with make_device(fleet, tmp_path, export_onnx="round") as device:
         fleet.ask("d")
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "export", fail)
+            patch.setattr(TorchCompute, "export", fail)
             with pytest.raises(ExportError):
                 device.step(0)
             assert device.step(0) is Step.WAITED, "not again at every call"
@@ -492,7 +492,7 @@ def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
     with make_device(fleet, tmp_path, events) as device:
         fleet.ask("d")
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "answer", diverge)
+            patch.setattr(TorchCompute, "answer", diverge)
             assert device.step(0) is Step.ANSWERED
         (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the loss is not finite" in declined["text"]
@@ -598,7 +598,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
 def test_a_device_killed_while_training_trains_again_from_the_committed_state(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path)
-    worker = crashing._check_in.ready_worker()
+    worker = crashing._check_in.ready_compute()
     original = worker._method._knowledge  # type: ignore[attr-defined]
     worker._method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
     with pytest.raises(Crash):
@@ -863,7 +863,7 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
         assert events[-1].kind == "refused"
         assert events[-1].values["code"] == "bad-value"
         assert device.model is not None
-        assert torch.equal(device._session.worker._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
+        assert torch.equal(device._session.compute._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
 
 
 # --- what the app gives
@@ -1191,7 +1191,7 @@ def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
 ) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
-    monkeypatch.setattr(CheckIn, "make_worker", lambda device, contract: pytest.fail("nobody has asked for work"))
+    monkeypatch.setattr(CheckIn, "make_compute", lambda device, contract: pytest.fail("nobody has asked for work"))
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.WAITED
 

@@ -203,7 +203,7 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
     for expected in (1, 0, 0):  # a new device; the same one started again, twice
         link = CountingLink(api)
         with make_device(spec, link) as device:
-            worker = device._check_in.ready_worker()
+            worker = device._check_in.ready_compute()
             assert worker.has_payload(digest)
             proxy = worker._method.local.proxy
             assert proxy is not None

@@ -31,7 +31,7 @@ from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
 from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
 from fleetdistill.light.answers import unpack_answers
-from fleetdistill.light.light import LightWorker, light_worker
+from fleetdistill.light.light import LightCompute, light_worker
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import ClassStatsConfig
@@ -96,10 +96,10 @@ class Offered:
         assert isinstance(file, NetworkFile)
         self.file = file.onnx.tobytes()
 
-    def worker(self, data: Any = None, **more: Any) -> LightWorker:
+    def worker(self, data: Any = None, **more: Any) -> LightCompute:
         """With its extractor."""
         made = light_worker(digits(0) if data is None else data, **more)(self.contract)
-        assert isinstance(made, LightWorker)
+        assert isinstance(made, LightCompute)
         made.take_payload(self.contract.extractor_file, self.parts)
         return made
 
@@ -146,7 +146,7 @@ def lesson(space: ClassSpace, merge: int = 5) -> dict[str, Any]:
     return decode(encode({"plan": plan, "space": space}))  # type: ignore[return-value]
 
 
-def learned(worker: LightWorker, space: ClassSpace, allow: Any = COLUMNS) -> Any:
+def learned(worker: LightCompute, space: ClassSpace, allow: Any = COLUMNS) -> Any:
     work = worker.answer(ASK, lesson(space), allow)
     assert work.replacement is not None
     worker.deliver(work.replacement)
@@ -396,7 +396,7 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
         for fetched in ([expected], []):  # a new device; the same one started again
             link.wanted.clear()
             with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
-                device._check_in.ready_worker()
+                device._check_in.ready_compute()
             assert link.wanted == fetched
     store.close()
 

@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 from fleetdistill import Device, Event  # noqa: E402
 from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
-from fleetdistill.light.light import LightWorker, light_worker  # noqa: E402
+from fleetdistill.light.light import LightCompute, light_worker  # noqa: E402
 from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -39,7 +39,7 @@ def played(folder: Path) -> None:
     contract = contract_pb2.Contract.FromString((folder / "contract.bin").read_bytes())
     data = arrays_of(folder / "data.npz")
     worker = light_worker(lambda: data, test_data=data, validation_data=data)(contract)
-    assert isinstance(worker, LightWorker)
+    assert isinstance(worker, LightCompute)
     worker.profile(["metrics"])
     take_extractor(worker, folder)
     summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"])

@@ -11,7 +11,7 @@ from support.live_front import RUN
 from support.wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device
-from fleetdistill.device.compute import Work
+from fleetdistill.device.compute import Computed
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind
 from fleetdistill.link.grpc_link import GrpcLink
@@ -57,12 +57,12 @@ class SmallWorker:
     def forget_state(self) -> None:
         self.has_state = False
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         self.asked.append(ask)
         self.count += 1
         knowledge = make_knowledge(self.rows)
         knowledge.logits[:] = self.count  # type: ignore[index]
-        return Work(
+        return Computed(
             Answer(parts={"knowledge": knowledge}, samples=self.rows), self.state(), Replacement(True), self.state()
         )
 

@@ -21,7 +21,7 @@ from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Device, Event
 from fleetdistill.device import device as sdk
-from fleetdistill.device.compute import Work
+from fleetdistill.device.compute import Computed
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
 from fleetdistill.methods.base import Answer
@@ -101,7 +101,7 @@ class ParrotWorker:
     def forget_state(self) -> None:
         self.has_state = False
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         if ask.round == 1 and self._name == FRAGILE:
             raise CannotAnswer("it keeps out of the first round")
         self._count += 1
@@ -112,7 +112,7 @@ class ParrotWorker:
             by = self._count / 8 + ord(self._name[-1]) / 1024
             values = {name: one + one.dtype.type(by) for name, one in sent.parameters.items()}
             moved = {"parameters": ModelParameters(parameters=values, buffers=sent.buffers)}
-        return Work(Answer(parts=moved, samples=3), self.state(), Replacement(replaced=True), self.state())
+        return Computed(Answer(parts=moved, samples=3), self.state(), Replacement(replaced=True), self.state())
 
     def deliver(self, replacement: Replacement) -> None:
         assert replacement.replaced

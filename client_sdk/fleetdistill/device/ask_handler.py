@@ -31,7 +31,7 @@ from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import DeviceWorker
+    from fleetdistill.device.compute import Compute
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer
 
@@ -42,7 +42,7 @@ class AskHandler:
     Args:
         session: The device.
         events: What the app learns.
-        check_in: Gives the worker and downloads payloads.
+        check_in: Gives the compute backend and downloads payloads.
         sender: Settles the answer.
         stopped: Set when the app stops the device.
         allow: Columns that may leave the device.
@@ -77,9 +77,9 @@ class AskHandler:
             return
         self._events.tell_ask(ask)
         with self._sender.heartbeats():
-            worker = self._check_in.ready_worker()
+            compute = self._check_in.ready_compute()
             try:
-                pending, answer = self._work(worker, ask, self._question(ask))
+                pending, answer = self._compute_answer(compute, ask, self._question(ask))
             except _AskIsOver as over:
                 self._events.tell("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
                 return
@@ -89,7 +89,7 @@ class AskHandler:
                 self._decline(ask, reason)
                 return
             except BaseException:
-                worker.forget_state()  # half an answer's training must not enter the next one
+                compute.forget_state()  # half an answer's training must not enter the next one
                 raise
         if any(answer.notes.values()):
             self._events.tell("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
@@ -105,20 +105,22 @@ class AskHandler:
             # The device was so slow that its round is over; it is out for the round, not for the run.
             raise _AskIsOver(refusal) from refusal
 
-    def _work(self, worker: DeviceWorker, ask: service_pb2.Ask, parts: Mapping[str, Kind]) -> tuple[Pending, Answer]:
+    def _compute_answer(
+        self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind]
+    ) -> tuple[Pending, Answer]:
         """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
         with time_limit(self._max_seconds, self._session.clock.now):
-            work = worker.answer(ask, parts, self._allow)
-        answer = work.answer
+            computed = compute.answer(ask, parts, self._allow)
+        answer = computed.answer
         check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
-        payload = encode(answer.parts, DTYPES[worker.contract.knowledge_type])
+        payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
         # The server asks again under a new number when it has lost an answer that this device has forgotten.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
-        scores = {split: counts.confusion.tolist() for split, counts in work.scores.items()}
+        scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}
         pending = Pending(
-            ask.round, ask.step_number, attempt, answer.samples, work.replacement, scores, ask.payload.hex()
+            ask.round, ask.step_number, attempt, answer.samples, computed.replacement, scores, ask.payload.hex()
         )
-        self._storage.outbox.put(pending, payload, work.state, work.delivered)
+        self._storage.outbox.put(pending, payload, computed.state, computed.delivered)
         self._session.computed = pending
         return pending, answer
 
@@ -127,8 +129,8 @@ class AskHandler:
 
         The same ask again, from a server that missed this or does not care, is declined without work, ever slower.
         """
-        if self._session.worker is not None:
-            self._session.worker.forget_state()
+        if self._session.compute is not None:
+            self._session.compute.forget_state()
         self._session.clock.wait(self._stopped, self._declines.note(ask, reason))
         request = service_pb2.DeclineRequest(
             identity=self._session.identity, round=ask.round, step_number=ask.step_number

@@ -1,4 +1,4 @@
-"""A device introduces itself to the server, and its worker gets what it needs: payloads of the run, and its state."""
+"""A device introduces itself to the server, and readies its compute backend: payloads of the run, and its state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import DeviceWorker
+    from fleetdistill.device.compute import Compute
 
-MakeForData = Callable[[contract_pb2.Contract, Any], "DeviceWorker"]
-"""Makes a worker of the run's contract and the app's data."""
+MakeForData = Callable[[contract_pb2.Contract, Any], "Compute"]
+"""Makes a compute backend of the run's contract and the app's data."""
 
 
 class CheckIn:
-    """A device's check-in, and the worker that it describes.
+    """A device's check-in, and the compute backend that it describes.
 
     Args:
         session: The device.
         events: What the app learns.
-        make_worker: Makes the worker when it is needed.
+        make_compute: Makes the compute backend when it is needed.
         data: The app's rows, as `Device(data=...)` takes them.
         allow: Columns that may leave the device.
         max_threads: Most threads that a run may compute with.
@@ -46,17 +46,17 @@ class CheckIn:
         session: Session,
         events: Events,
         *,
-        make_worker: MakeForData,
+        make_compute: MakeForData,
         data: Any,
         allow: Sequence[str],
         max_threads: int,
         downloads: Downloads,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._make, self._data = make_worker, data
+        self._make, self._data = make_compute, data
         self._allow, self._max_threads = tuple(allow), max_threads
         self._downloads = downloads
-        self._declared = False  # whether the server knows the worker's profile
+        self._declared = False  # whether the server knows the profile
         self._rows_known = False  # whether the server knows the version of the app's rows
 
     def check_in(self) -> service_pb2.CheckInResponse:
@@ -64,7 +64,7 @@ class CheckIn:
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None:
             terms = self._greet(None)
-            profile = self._profile_of(self.make_worker(terms.contract))
+            profile = self._profile_of(self.make_compute(terms.contract))
         else:
             del profile.allowed_columns[:]
             profile.allowed_columns.extend(self._allow)
@@ -74,7 +74,7 @@ class CheckIn:
         failpoints.hit("device.check-in.before-save")
         self._save(profile)
         failpoints.hit("device.check-in.after-save")
-        if self._session.worker is not None:
+        if self._session.compute is not None:
             self._note_rows(profile)
         self._session.terms = terms
         device = self._session.identity.device
@@ -86,14 +86,14 @@ class CheckIn:
         check_terms(terms, self._session.identity.run, self._max_threads)
         return terms
 
-    def _profile_of(self, worker: DeviceWorker) -> contract_pb2.DeviceProfile:
+    def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         # Not above: it loads methods, and the front, which imports this package, must know none.
         from fleetdistill.device.compute import NamesRows
 
-        profile = worker.profile(self._allow)
+        profile = compute.profile(self._allow)
         _set_compressions(profile)
-        if isinstance(worker, NamesRows):
-            profile.data_version = data_version(self._session.identity.secret, worker.data_digest())
+        if isinstance(compute, NamesRows):
+            profile.data_version = data_version(self._session.identity.secret, compute.data_digest())
         return profile
 
     def _save(self, profile: contract_pb2.DeviceProfile) -> None:
@@ -103,9 +103,9 @@ class CheckIn:
     # --- rows
 
     def replace_data(self, data: Any) -> None:
-        """The app has other rows: the next check-in is about them, and the worker is made anew."""
+        """The app has other rows: the next check-in is about them, and the compute backend is made anew."""
         self._storage.forget_rows()  # first: an app that dies now tells of its rows after its restart
-        self._data, self._session.worker, self._session.computed = data, None, None
+        self._data, self._session.compute, self._session.computed = data, None, None
         self._declared = self._rows_known = False
 
     def declare_other_rows(self) -> None:
@@ -122,76 +122,76 @@ class CheckIn:
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None or not self._storage.names_rows(profile.data_version, digest_of_given(self._data)):
             assert self._session.terms is not None  # checked in by `Device.step`
-            self._declare(self.make_worker(self._session.terms.contract))
+            self._declare(self.make_compute(self._session.terms.contract))
         self._rows_known = True
 
     def _note_rows(self, profile: contract_pb2.DeviceProfile) -> None:
         self._storage.note_rows(profile.data_version, digest_of_given(self._data))
         self._rows_known = True
 
-    def _declare(self, worker: DeviceWorker) -> None:
+    def _declare(self, compute: Compute) -> None:
         """Checks in again where the app's model or data changed since the last time.
 
         Not while an answer waits that was made of the data of before: it may have more samples than there are now.
         """
         if self._declared or self._storage.outbox.pending() is not None:
             return
-        profile = self._profile_of(worker)
+        profile = self._profile_of(compute)
         if profile.SerializeToString() != self._storage.load("profile.bin"):
             self._session.link.check_in(self._session.identity, profile)
             self._save(profile)
         self._note_rows(profile)
         self._declared = True
 
-    # --- the worker
+    # --- compute backend
 
-    def make_worker(self, contract: contract_pb2.Contract) -> DeviceWorker:
-        """The worker as it is, or a new one without state."""
-        if self._session.worker is None:
-            self._session.worker = self._make(contract, self._data)
-        return self._session.worker
+    def make_compute(self, contract: contract_pb2.Contract) -> Compute:
+        """The compute backend as it is, or a new one without state."""
+        if self._session.compute is None:
+            self._session.compute = self._make(contract, self._data)
+        return self._session.compute
 
-    def ready_worker(self) -> DeviceWorker:
-        """The worker with the device's state: the committed one, or the run's initial weights."""
+    def ready_compute(self) -> Compute:
+        """The compute backend with the device's state: the committed one, or the run's initial weights."""
         with self._session.guard.held():
-            return self._prepared_worker()
+            return self._prepared_compute()
 
-    def _prepared_worker(self) -> DeviceWorker:
+    def _prepared_compute(self) -> Compute:
         contract = (self._session.terms or self.check_in()).contract
-        worker = self.make_worker(contract)
-        self._declare(worker)
-        for sha256 in _kept_payloads(worker, contract):
-            if not worker.has_payload(sha256):
-                worker.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
-        if not worker.has_state:
-            self._restore(worker, contract)
-        return worker
+        compute = self.make_compute(contract)
+        self._declare(compute)
+        for sha256 in _kept_payloads(compute, contract):
+            if not compute.has_payload(sha256):
+                compute.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
+        if not compute.has_state:
+            self._restore(compute, contract)
+        return compute
 
-    def _restore(self, worker: DeviceWorker, contract: contract_pb2.Contract) -> None:
+    def _restore(self, compute: Compute, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")
         if saved is not None:
-            worker.restore(saved, self._storage.load("delivered.safetensors"))
+            compute.restore(saved, self._storage.load("delivered.safetensors"))
             return
-        if contract.initial_weights and contract.initial_weights in worker.wanted_payloads():
-            worker.load_initial(decode(self.download(contract.initial_weights)))
+        if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
+            compute.load_initial(decode(self.download(contract.initial_weights)))
         # Kept from the start: a first answer that is dropped leads back here, and the app may keep its first model.
         failpoints.hit("device.first-state.before-save")
-        self._storage.save("delivered.safetensors", worker.delivered_state())
-        self._storage.save("state.safetensors", worker.state())
+        self._storage.save("delivered.safetensors", compute.delivered_state())
+        self._storage.save("state.safetensors", compute.state())
         failpoints.hit("device.first-state.after-save")
-        worker.has_state = True
+        compute.has_state = True
 
     # --- payloads
 
     def download(self, sha256: bytes) -> Payload:
-        """A payload of the run; what is kept besides is what the worker works with."""
+        """A payload of the run; what is kept besides is what the compute backend works with."""
         assert self._session.terms is not None
-        assert self._session.worker is not None
-        keep = _kept_payloads(self._session.worker, self._session.terms.contract)
+        assert self._session.compute is not None
+        keep = _kept_payloads(self._session.compute, self._session.terms.contract)
         return self._downloads.fetch(self._session.link, self._session.identity, sha256, keep)
 
     def _kept_payload(self, sha256: bytes, contract: contract_pb2.Contract) -> Payload:
-        """A payload that the worker works with: the one that is kept here, or fetched, once."""
+        """A payload that the compute backend works with: the one that is kept here, or fetched, once."""
         kept = self._downloads.held(sha256)
         if kept is not None:
             return kept
@@ -228,6 +228,6 @@ def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
         return None
 
 
-def _kept_payloads(worker: DeviceWorker, contract: contract_pb2.Contract) -> list[bytes]:
-    """What the worker works with for as long as it lives; the initial weights are used once."""
-    return [one for one in worker.wanted_payloads() if one != contract.initial_weights]
+def _kept_payloads(compute: Compute, contract: contract_pb2.Contract) -> list[bytes]:
+    """What the compute backend works with for as long as it lives; the initial weights are used once."""
+    return [one for one in compute.wanted_payloads() if one != contract.initial_weights]

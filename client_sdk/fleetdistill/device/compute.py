@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
-__all__ = ["DeviceWorker", "MakeWorker", "NamesRows", "Work", "faults_decline"]
+__all__ = ["Compute", "Computed", "MakeCompute", "NamesRows", "faults_decline"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def faults_decline(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Work:
+class Computed:
     """What came of an ask.
 
     Attributes:
@@ -80,7 +80,7 @@ class Work:
     scores: Mapping[str, Counts] = field(default_factory=dict)
 
 
-class DeviceWorker(Protocol):
+class Compute(Protocol):
     """Does a device's computing: holds model and method, answers asks, and packs its state into bytes.
 
     The device keeps these bytes, and hands them back after a crash; it never looks into them. Errors must be
@@ -121,7 +121,7 @@ class DeviceWorker(Protocol):
     def forget_state(self) -> None:
         """Clears `has_state`: what was learned since the last receipt does not count."""
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Answers an ask from the state of the last receipt, with nothing in it that `allow` keeps back."""
 
     def deliver(self, replacement: Replacement) -> None:
@@ -145,10 +145,10 @@ class DeviceWorker(Protocol):
 
 @runtime_checkable
 class NamesRows(Protocol):
-    """What a `DeviceWorker` may do beside: then the server learns when the device has other rows than before."""
+    """What a `Compute` may do beside: then the server learns when the device has other rows than before."""
 
     def data_digest(self) -> bytes:
         """SHA-256 over all training inputs and labels: the same bytes for the same rows. It stays on the device."""
 
 
-MakeWorker = Callable[[contract_pb2.Contract], DeviceWorker]
+MakeCompute = Callable[[contract_pb2.Contract], Compute]

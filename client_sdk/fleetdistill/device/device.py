@@ -53,7 +53,7 @@ from fleetdistill.wire.v1 import contract_pb2
 if TYPE_CHECKING:
     from torch import nn
 
-    from fleetdistill.device.compute import DeviceWorker, MakeWorker
+    from fleetdistill.device.compute import Compute, MakeCompute
     from fleetdistill.methods.classstats.space_model import MakePredictor
 
 POLL_SECONDS = 20.0
@@ -75,7 +75,7 @@ class Device:
         data: Private training data: `(inputs, labels)` as tensors or numpy arrays, a map-style torch Dataset, or a
             function that returns one of these.
         worker: Instead of model, data and what goes with them, for an app that computes with something else than
-            PyTorch: a function that takes the run's contract and returns a `fleetdistill.device.compute.DeviceWorker`.
+            PyTorch: a function that takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
         state_dir: Directory of this device alone; keeps identity, model and what is under way.
         run: Name of the run; may be left out where the server has only one.
         device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
@@ -113,7 +113,7 @@ class Device:
         server: str | Link,
         model: nn.Module | Callable[[], nn.Module] | None = None,
         data: Any = None,
-        worker: MakeWorker | None = None,
+        worker: MakeCompute | None = None,
         state_dir: str | Path,
         run: str = "",
         device_id: str | None = None,
@@ -160,10 +160,10 @@ class Device:
         self._check_in = CheckIn(
             self._session,
             self._events,
-            make_worker=_ignoring_data(worker)
+            make_compute=_ignoring_data(worker)
             if worker is not None
             else partial(
-                _torch_worker,
+                _torch_compute,
                 model=model,
                 model_name=model_name,
                 test_data=test_data,
@@ -177,7 +177,7 @@ class Device:
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
         self._stopped = threading.Event()
-        self._sender = Sender(self._session, self._events, self._check_in.ready_worker, export_onnx)
+        self._sender = Sender(self._session, self._events, self._check_in.ready_compute, export_onnx)
         self._handler = AskHandler(
             self._session,
             self._events,
@@ -218,7 +218,7 @@ class Device:
         that was best on `validation_data`, without such data `general`.
         """
         with self._guard.held():
-            return self._check_in.ready_worker().delivered_model()
+            return self._check_in.ready_compute().delivered_model()
 
     @property
     def models(self) -> Mapping[str, Any]:
@@ -232,21 +232,21 @@ class Device:
         ModelError, `in` and `get` tell without.
         """
         with self._guard.held():
-            return AppModels(self._check_in.ready_worker().delivered_models())
+            return AppModels(self._check_in.ready_compute().delivered_models())
 
     def replace_data(self, data: Any = None) -> None:
         """Says that the app's rows are others now. The next `step` checks in with them before it asks for work.
 
         An answer that waits for its receipt is settled first: it was made of the rows of before. What the device has
-        learned stays; the worker is made anew and goes on from it, so `model` and `models` give other objects from now
+        learned stays; a new compute backend goes on from it, so `model` and `models` give other objects from now
         on. May also be called from within `on_event`. Data that do not fit raise DataError from that step on.
 
         Args:
-            data: The rows, as `Device(data=...)` takes them. None in an app with a worker of its own: its function is
+            data: The rows, as `Device(data=...)` takes them. None in an app that gave `worker`: its function is
                 called again.
 
         Raises:
-            ConfigurationError: There are data and a worker of the app's own, or neither.
+            ConfigurationError: There are data and `worker` was given, or neither.
         """
         if (data is None) is not self._own_worker:
             raise ConfigurationError("replace_data takes the new data, or none in an app that gave worker=")
@@ -365,12 +365,12 @@ class Device:
         return Step.FINISHED
 
 
-def _torch_worker(contract: contract_pb2.Contract, data: Any, **given: Any) -> DeviceWorker:
-    from fleetdistill.device.torch_compute import Worker
+def _torch_compute(contract: contract_pb2.Contract, data: Any, **given: Any) -> Compute:
+    from fleetdistill.device.torch_compute import TorchCompute
 
-    return Worker(contract, data=data, **given)
+    return TorchCompute(contract, data=data, **given)
 
 
-def _ignoring_data(make: MakeWorker) -> MakeForData:
+def _ignoring_data(make: MakeCompute) -> MakeForData:
     """An app's own function, which knows its data itself."""
     return lambda contract, data: make(contract)

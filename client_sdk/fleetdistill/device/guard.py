@@ -1,4 +1,4 @@
-"""One thread at a time at a device's worker and identity, without a lock held while the app is told something."""
+"""One thread at a time at a device's compute backend and identity, without a lock held while the app is told something."""
 
 from __future__ import annotations
 

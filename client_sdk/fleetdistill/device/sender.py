@@ -20,7 +20,7 @@ from fleetdistill.wire.compression import RAW, offered
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import DeviceWorker
+    from fleetdistill.device.compute import Compute
 
 _EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
@@ -38,15 +38,15 @@ class Sender:
     Args:
         session: The device.
         events: What the app learns.
-        ready_worker: The worker with the device's state.
+        ready_compute: The compute backend with the device's state.
         export_onnx: When the delivered model is exported, as `Device` has it.
     """
 
     def __init__(
-        self, session: Session, events: Events, ready_worker: Callable[[], DeviceWorker], export_onnx: str
+        self, session: Session, events: Events, ready_compute: Callable[[], Compute], export_onnx: str
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._ready_worker, self._export_onnx = ready_worker, export_onnx
+        self._ready_compute, self._export_onnx = ready_compute, export_onnx
 
     def settle(self, pending: Pending) -> None:
         """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
@@ -173,14 +173,14 @@ class Sender:
         if self._export_onnx == "round" and pending.replacement is not None and pending.replacement.replaced:
             self._storage.save(_EXPORT_DUE, str(pending.round).encode())  # before: a crash must not leave an old file
         self._storage.outbox.promote()
-        worker = self._session.worker
-        if worker is None:
+        compute = self._session.compute
+        if compute is None:
             return
         if self._session.computed == pending:
             if pending.replacement is not None:
-                worker.deliver(pending.replacement)
+                compute.deliver(pending.replacement)
         else:
-            worker.forget_state()  # the answer is an earlier process's; its state is read from the disk
+            compute.forget_state()  # the answer is an earlier process's; its state is read from the disk
 
     def _drop(self) -> None:
         """No receipt will come: the state goes back to the last answer that has one."""
@@ -202,7 +202,7 @@ class Sender:
 
     def export(self, number: int) -> None:
         """Exports the delivered model as that of a round."""
-        report = self._ready_worker().export(self._storage.directory / "model.onnx", number)
+        report = self._ready_compute().export(self._storage.directory / "model.onnx", number)
         self._events.tell_exported(report, number)
 
 

@@ -13,7 +13,7 @@ from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import DeviceWorker
+    from fleetdistill.device.compute import Compute
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Session:
         storage: The state directory.
         link: The connection to the server.
         identity: Run, device id and secret.
-        guard: Held while the worker or the identity is used.
+        guard: Held while the compute backend or the identity is used.
         clock: What the device waits by.
         terms: The server's reply to the check-in; None before it, and when the device has to check in again.
-        worker: Computes for the device; None until it is needed.
-        computed: The answer whose state the worker holds.
+        compute: Computes for the device; None until it is needed.
+        computed: The answer whose state the compute backend holds.
     """
 
     storage: Storage
@@ -37,11 +37,11 @@ class Session:
     guard: Guard
     clock: Clock
     terms: service_pb2.CheckInResponse | None = None
-    worker: DeviceWorker | None = None
+    compute: Compute | None = None
     computed: Pending | None = None
 
     def forget_state(self) -> None:
-        """The worker reads its state from the disk before it works again."""
+        """The compute backend reads its state from the disk before it works again."""
         self.computed = None
-        if self.worker is not None:
-            self.worker.forget_state()
+        if self.compute is not None:
+            self.compute.forget_state()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetdistill.device.compute import Work, faults_decline
+from fleetdistill.device.compute import Computed, faults_decline
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
@@ -45,8 +45,8 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 _PARITY_SAMPLES = 64
 
 
-class Worker:
-    """Does a device's computing with PyTorch: the `DeviceWorker` of every app that gives no other. See `Device`.
+class TorchCompute:
+    """Does a device's computing with PyTorch: the `Compute` of every app that gives no other. See `Device`.
 
     Attributes:
         contract: The run's terms.
@@ -206,12 +206,12 @@ class Worker:
 
     # --- work
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Runs the handler under the ask's seed and the run's thread count, and judges the model if the round ends."""
         with faults_decline(f"step {ask.step!r}"):
             return self._answer(ask, parts, allow)
 
-    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         with self._reproducible(ask.seed):
             self._method.trained, self._method.figures = None, ()
             asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
@@ -234,7 +234,7 @@ class Worker:
         if figures and told:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
         delivered = self._delivery(models, self._best) if replacement is not None and replacement.replaced else None
-        return Work(answer, self.state(), replacement, delivered, scores)
+        return Computed(answer, self.state(), replacement, delivered, scores)
 
     def _score_brought(self, ask: Ask) -> dict[str, Counts]:
         """How the fleet's model does as the ask brings it; nothing where it cannot be scored."""

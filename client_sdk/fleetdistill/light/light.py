@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.device.compute import MakeWorker, Work, faults_decline
+from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
 from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
@@ -42,7 +42,7 @@ _SAMPLES_COMPARED = 64
 _WITH_TORCH = "let this device run with PyTorch: Device(model=..., data=...) with fleetdistill[train] installed"
 
 
-def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = None) -> MakeWorker:
+def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = None) -> MakeCompute:
     """What `Device(worker=...)` takes on a device without PyTorch.
 
     Args:
@@ -55,7 +55,7 @@ def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = Non
         A function of the contract. It raises ConfigurationError for a run that such a device cannot take part in, and
         DataError for data that do not fit the run.
     """
-    return lambda contract: LightWorker(contract, data, test_data, validation_data)
+    return lambda contract: LightCompute(contract, data, test_data, validation_data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ class LabelledArrays:
     labels: Array
 
 
-class LightWorker:
-    """Does a device's computing in numpy: a `fleetdistill.device.compute.DeviceWorker`. See `light_worker`.
+class LightCompute:
+    """Does a device's computing in numpy: a `fleetdistill.device.compute.Compute`. See `light_worker`.
 
     Attributes:
         contract: The run's terms.
@@ -195,14 +195,14 @@ class LightWorker:
 
     # --- work
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Sends the statistics of own rows, or takes the fleet's space and says how its answers do on own data."""
         with faults_decline(f"step {ask.step!r}"):
             return self._answer(ask, parts, allow)
 
-    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         if ask.step == "summarise":
-            return Work(self._own.summarise(), self.state())
+            return Computed(self._own.summarise(), self.state())
         if ask.step != "learn":
             raise WireError(f"a device without PyTorch has no step {ask.step!r}; is the SDK older than the server?")
         answer = self._own.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
@@ -217,7 +217,7 @@ class LightWorker:
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
         delivered = self._packed_delivery(found, self._best) if replacement.replaced else None
-        return Work(answer, self.state(), replacement, delivered, scores)
+        return Computed(answer, self.state(), replacement, delivered, scores)
 
     def _answers(self) -> dict[str, SpaceAnswer]:
         """Both of the last step."""

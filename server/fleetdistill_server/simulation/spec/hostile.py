@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.device.compute import Work
-from fleetdistill.device.torch_compute import Worker
+from fleetdistill.device.compute import Computed
+from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.knowledge import (
     Array,
     ClassStatistics,
@@ -70,13 +70,13 @@ def flipped(attack: str, labels: Array, classes: int) -> Array:
     return classes - 1 - labels if attack in _FLIPS else labels
 
 
-class HostileWorker(Worker):
+class HostileWorker(TorchCompute):
     """A worker that computes as every other and changes what it sends.
 
     Args:
         contract: The run's terms.
         attack: A name in `ATTACKS`.
-        given: Arguments of `Worker`.
+        given: Arguments of `TorchCompute`.
     """
 
     def __init__(self, contract: contract_pb2.Contract, attack: str, **given: Any) -> None:
@@ -91,7 +91,7 @@ class HostileWorker(Worker):
             profile.samples = self._declared
         return profile
 
-    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Work:
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """The answer that an honest device would give, changed."""
         work = super().answer(ask, parts, allow)
         sent, samples = dict(work.answer.parts), work.answer.samples
