@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError
-from fleetdistill.training.rollback import check_can_be_sent, reason_undone, way_back
+from fleetdistill.training.rollback import check_can_be_sent, snapshot, train_or_roll_back
 
 RATE = ("server_learning_rate", 0.1)
 
 
 def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str | None, bool]:
-    """What `reason_undone` says, and whether weights, statistics and momentum are those of before."""
+    """What `train_or_roll_back` says, and whether weights, statistics and momentum are those of before."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -34,7 +34,7 @@ def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str | N
 
     step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    reason = reason_undone(train, model, optimizer, rate=RATE)
+    reason = train_or_roll_back(train, model, optimizer, rate=RATE)
     momentum = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values()]
     was = [one["momentum_buffer"] for one in before[1]["state"].values()]
     pairs = [*zip(model.state_dict().values(), before[0].values(), strict=True), *zip(momentum, was, strict=True)]
@@ -80,7 +80,7 @@ def test_a_float32_run_takes_what_float16_cannot_hold_and_nothing_infinite(value
 def test_a_way_back_leads_to_where_it_was_made_more_than_once() -> None:
     model = nn.Linear(1, 1, bias=False)
     before = model.weight.item()
-    restore = way_back(model)
+    restore = snapshot(model)
     for value in (3.0, 5.0):
         nn.init.constant_(model.weight, value)
         restore()

@@ -1,4 +1,4 @@
-"""One thread at a time at a device's compute backend and identity, without a lock held while the app is told something."""
+"""One thread at a time at a device's compute backend and identity, with no lock held while the app gets an event."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Stateful(Protocol):
         """Takes a state."""
 
 
-def way_back(*changed: Stateful) -> Callable[[], None]:
+def snapshot(*changed: Stateful) -> Callable[[], None]:
     """Remembers states as they are now; the function that it returns puts them back."""
     before = [copy.deepcopy(one.state_dict()) for one in changed]
 
@@ -37,7 +37,7 @@ def way_back(*changed: Stateful) -> Callable[[], None]:
     return restore
 
 
-def reason_undone(train: Callable[[], object], *changed: Stateful, rate: Rate) -> str | None:
+def train_or_roll_back(train: Callable[[], object], *changed: Stateful, rate: Rate) -> str | None:
     """Trains, and puts everything back to where it was if that failed.
 
     Args:
@@ -48,7 +48,7 @@ def reason_undone(train: Callable[[], object], *changed: Stateful, rate: Rate) -
     Returns:
         Why it was taken back; None if it was not.
     """
-    restore = way_back(*changed)
+    restore = snapshot(*changed)
     try:
         train()
         for one in changed:

@@ -23,7 +23,7 @@ from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import TensorData, extract, train_steps
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
-from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
+from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
@@ -121,7 +121,7 @@ class CDKTServer(ServerMethod):
     def _distil(self, collective: Knowledge, cohort: Cohort) -> None:
         """Eq. (7); what does not stay finite is undone."""
         transfer = partial(self.transfer, collective, cohort.generator("transfer"))
-        failure = reason_undone(transfer, self.model, rate=self._rate)
+        failure = train_or_roll_back(transfer, self.model, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the global model stays as it was before the round: {failure}")
 

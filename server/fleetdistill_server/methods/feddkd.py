@@ -20,7 +20,7 @@ from fleetdistill.knowledge import Array, DistillationGradient, ModelParameters,
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters
-from fleetdistill.training.rollback import reason_undone, way_back
+from fleetdistill.training.rollback import snapshot, train_or_roll_back
 from fleetdistill_server.methods.averaging import OFF, WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
@@ -185,8 +185,8 @@ class FedDKDServer(ServerMethod):
 
     def _descend(self, cohort: Cohort, step: int, gradients: Gradients, progress: Progress) -> None:
         """w <- w - gamma_j * the mean gradient; what does not stay finite is undone."""
-        restore, rate = way_back(self.model), self.config.dkd_rate(cohort.completed + 1, step)
-        failure = reason_undone(
+        restore, rate = snapshot(self.model), self.config.dkd_rate(cohort.completed + 1, step)
+        failure = train_or_roll_back(
             lambda: descend(self.model, self._limited_mean(gradients, cohort), rate),
             self.model,
             rate=("this step's dkd_lr", rate),

@@ -42,7 +42,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TrainingReport, extract, train_epochs, train_steps
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.parameters import model_parameters, state_tensors, take_weights
-from fleetdistill.training.rollback import reason_undone
+from fleetdistill.training.rollback import train_or_roll_back
 
 
 class AveragedDevice(DeviceMethod):
@@ -244,7 +244,7 @@ class AveragedDevice(DeviceMethod):
 
         train = partial(self._train, personal, "personal", losses, seed)
         changed = (personal, self._optimizer("personal"))
-        return reason_undone(train, *changed, rate=("learning_rate", rate)) is not None
+        return train_or_roll_back(train, *changed, rate=("learning_rate", rate)) is not None
 
     @property
     def _personal_has_own_extractor(self) -> bool:

@@ -38,7 +38,7 @@ from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters
-from fleetdistill.training.rollback import reason_undone
+from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.schema import PartSchema, float_type
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
@@ -304,7 +304,7 @@ class AveragedServer(ServerMethod):
         if not classes:
             return []
         train = partial(self._train_predictor, classes, notes.generator("predictor").initial_seed())
-        failure = reason_undone(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
+        failure = train_or_roll_back(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
         if not failure:
             return []
         longest = max(classes, key=lambda label: length(classes[label]))

@@ -33,7 +33,7 @@ from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import fingerprint, frozen_batch_norm
 from fleetdistill.training.parameters import load_parameters, model_parameters
-from fleetdistill.training.rollback import reason_undone
+from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill.wire.schema import PartSchema
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
@@ -188,7 +188,7 @@ class DaFKDServer(ServerMethod):
         if teacher is None:
             return
         train = partial(self.train_student, *teacher, cohort.generator("distil"))
-        failure = reason_undone(train, self.model, rate=("kd_lr", self.config.kd_lr))
+        failure = train_or_roll_back(train, self.model, rate=("kd_lr", self.config.kd_lr))
         if failure:
             cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
 

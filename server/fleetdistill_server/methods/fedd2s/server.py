@@ -37,7 +37,7 @@ from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import distillation_loss, feature_distance, soft_targets
 from fleetdistill.training.model import SplitModel, evaluating
 from fleetdistill.training.parameters import load_parameters, model_parameters
-from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_undone
+from fleetdistill.training.rollback import Rate, check_can_be_sent, train_or_roll_back
 from fleetdistill.wire.schema import Shapes
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
@@ -203,7 +203,7 @@ class FedD2SServer(ServerMethod):
             generator=cohort.generator(f"clients to server {sent.device}"),
             device=self.context.torch_device,
         )
-        failure = reason_undone(training, trained, rate=self._rate)
+        failure = train_or_roll_back(training, trained, rate=self._rate)
         if failure:
             text = f"training on what {sent.device} sent failed and is left out of the mean: {failure}"
             cohort.event("copy-left-out", text, sent.device)

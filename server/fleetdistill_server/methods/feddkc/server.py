@@ -23,7 +23,7 @@ from fleetdistill.training.local_training import extract, make_optimizer, smalle
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, reason_undone
+from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
@@ -113,7 +113,7 @@ class FedDKCServer(ServerMethod):
     def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> None:
         """Eq. (2); what does not stay finite is undone."""
         train = partial(self._train, uploads, refined, cohort.generator("distil"))
-        failure = reason_undone(train, self.predictor, self._optimizer, rate=self._rate)
+        failure = train_or_roll_back(train, self.predictor, self._optimizer, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
 
