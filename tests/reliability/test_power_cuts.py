@@ -82,7 +82,7 @@ def use_storage(disk: RecordedDisk) -> None:
                 then(replace(now, pending=None), storage.outbox.drop)
             else:
                 then(promoted(now, number), storage.outbox.promote)
-            then(replace(now, noted=False), storage.outbox.outcome_told)
+            then(replace(now, noted=False), storage.outbox.outcome_reported)
 
 
 def check_storage(root: Path, said: tuple[Any, ...]) -> None:

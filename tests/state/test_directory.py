@@ -567,7 +567,7 @@ def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
         put(storage, pending)
         storage.outbox.note_outcome(Outcome(pending, code="checksum"))
         storage.outbox.drop()
-        storage.outbox.outcome_told()
+        storage.outbox.outcome_reported()
         kill(storage)
         storage = Storage(tmp_path)
         assert storage.outbox.next_attempt(3, 2) == attempt + 1
@@ -607,7 +607,7 @@ def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
     kill(storage)
     again = Storage(tmp_path)
     assert again.outbox.outcome() == told
-    again.outbox.outcome_told()
+    again.outbox.outcome_reported()
     assert again.outbox.outcome() is None
     again.close()
 

@@ -8,7 +8,7 @@ from fleetdistill.errors import ModelError
 
 
 class AppModels(dict[str, Any]):
-    """A mapping that says what to do where an answer is not there yet; `in` and `get` tell without an error."""
+    """A mapping whose error names what to do while a variant is missing; `in` and `get` raise none."""
 
     def __missing__(self, name: str) -> Any:
         if not self:

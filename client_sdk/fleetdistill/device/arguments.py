@@ -11,7 +11,7 @@ from fleetdistill.names import unknown_name
 COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
 """Everything that an app can allow to leave the device."""
 DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "metrics")
-"""Allowed unless the app says otherwise: all but the labels of its samples."""
+"""Allowed by default: all but the labels of its samples."""
 _EXPORTS = ("round", "finish", "never")
 _UNUSED_BY_A_WORKER: Mapping[str, object] = {
     "test_data": None,
@@ -69,7 +69,7 @@ def check_columns(allow: Sequence[str]) -> None:
         raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; known are {', '.join(COLUMNS)}")
 
 
-def check_way(server: str, insecure: bool, tls: bool) -> None:
+def check_transport_security(server: str, insecure: bool, tls: bool) -> None:
     """Raises ConfigurationError for plain text to another machine that the app has not allowed."""
     from fleetdistill.link.grpc_link import is_loopback
 

@@ -41,7 +41,7 @@ class AskHandler:
 
     Args:
         session: The device.
-        events: What the app learns.
+        events: Events for the app.
         check_in: Gives the compute backend and downloads payloads.
         sender: Settles the answer.
         stopped: Set when the app stops the device.
@@ -75,13 +75,13 @@ class AskHandler:
         except WireError as reason:
             self._decline(ask, reason)
             return
-        self._events.tell_ask(ask)
+        self._events.emit_ask(ask)
         with self._sender.heartbeats():
             compute = self._check_in.ready_compute()
             try:
                 pending, answer = self._compute_answer(compute, ask, self._question(ask))
-            except _AskIsOver as over:
-                self._events.tell("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
+            except _AskClosed as over:
+                self._events.emit("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
                 return
             except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training has made no numbers of it, it comes from a server that is newer or broken, or the disk is
@@ -92,7 +92,7 @@ class AskHandler:
                 compute.forget_state()  # half an answer's training must not enter the next one
                 raise
         if any(answer.notes.values()):
-            self._events.tell("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
+            self._events.emit("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
         self._sender.settle(pending)
 
     def _question(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
@@ -103,7 +103,7 @@ class AskHandler:
             if refusal.code != Code.NOT_FOUND:
                 raise
             # The device was so slow that its round is over; it is out for the round, not for the run.
-            raise _AskIsOver(refusal) from refusal
+            raise _AskClosed(refusal) from refusal
 
     def _compute_answer(
         self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind]
@@ -112,7 +112,7 @@ class AskHandler:
         with time_limit(self._max_seconds, self._session.clock.now):
             computed = compute.answer(ask, parts, self._allow)
         answer = computed.answer
-        check_may_leave(answer.parts, self._allow)  # the gate: the one way out of the device
+        check_may_leave(answer.parts, self._allow)  # nothing else leaves the device
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
         # The server asks again under a new number when it has lost an answer that this device has forgotten.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
@@ -137,11 +137,11 @@ class AskHandler:
         )
         request.reason = str(reason)[:MAX_REASON]
         self._session.link.decline(request)
-        if self._declines.is_news():
-            self._events.tell("dropped", ask.round, str(reason))
+        if self._declines.is_first_report():
+            self._events.emit("dropped", ask.round, str(reason))
 
 
-class _AskIsOver(Exception):
+class _AskClosed(Exception):
     """The payload of an ask is gone, so its round is over."""
 
     def __init__(self, refusal: RefusedError) -> None:

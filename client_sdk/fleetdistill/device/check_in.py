@@ -33,7 +33,7 @@ class CheckIn:
 
     Args:
         session: The device.
-        events: What the app learns.
+        events: Events for the app.
         make_compute: Makes the compute backend when it is needed.
         data: The app's rows, as `Device(data=...)` takes them.
         allow: Columns that may leave the device.
@@ -78,7 +78,7 @@ class CheckIn:
             self._note_rows(profile)
         self._session.terms = terms
         device = self._session.identity.device
-        self._events.tell("checked-in", 0, f"{device} takes part in run {terms.contract.run!r}")
+        self._events.emit("checked-in", 0, f"{device} takes part in run {terms.contract.run!r}")
         return terms
 
     def _greet(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
@@ -104,12 +104,12 @@ class CheckIn:
 
     def replace_data(self, data: Any) -> None:
         """The app has other rows: the next check-in is about them, and the compute backend is made anew."""
-        self._storage.forget_rows()  # first: an app that dies now tells of its rows after its restart
+        self._storage.forget_rows()  # first: an app that dies now checks in with its rows after its restart
         self._data, self._session.compute, self._session.computed = data, None, None
         self._declared = self._rows_known = False
 
     def declare_other_rows(self) -> None:
-        """Checks in again where the app's rows are not those that the server knows of.
+        """Checks in again where the app's rows are not those of the last check-in.
 
         Arrays are compared by their digest, so that an idle device whose rows are the same needs no torch.
         """
@@ -199,7 +199,7 @@ class CheckIn:
         kind = "proxy" if sha256 == contract.proxy_digest else "extractor"
         what = "proxy set" if kind == "proxy" else "extractor file"
         values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
-        self._events.tell(kind, 0, f"fetched the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
+        self._events.emit(kind, 0, f"fetched the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
         return payload
 
 

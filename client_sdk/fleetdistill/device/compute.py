@@ -95,7 +95,7 @@ class Compute(Protocol):
     has_state: bool
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """What the device says of itself at check-in; the same bytes each time for the same model and data."""
+        """The device's profile for the check-in; the same bytes each time for the same model and data."""
 
     def wanted_payloads(self) -> Sequence[bytes]:
         """Digests of the contract's payloads that it works with: initial weights, proxy set, extractor file.

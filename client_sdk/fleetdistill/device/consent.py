@@ -1,4 +1,4 @@
-"""The gate: what may leave the device is the app's decision, and everything that leaves passes here."""
+"""Consent: the app decides which columns leave the device, and every answer is checked against that."""
 
 from __future__ import annotations
 

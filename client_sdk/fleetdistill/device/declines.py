@@ -1,4 +1,4 @@
-"""The ask that a device has declined last: a server that asks the same again gets the same word, without new work."""
+"""The ask that a device declined last: the same ask again is declined without new work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LONGEST_PAUSE_SECONDS = 60.0
 
 
 class Declines:
-    """Knows one ask; a server has one open at a time."""
+    """Remembers one ask; a server has one open at a time."""
 
     def __init__(self) -> None:
         self._ask = b""
         self._times = 0
-        self._told = False
+        self._reported = False
         self.reason = FleetDistillError()
 
     def knows(self, ask: service_pb2.Ask) -> bool:
@@ -25,17 +25,17 @@ class Declines:
         return self._times > 0 and self._ask == _name(ask)
 
     def note(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
-        """Notes that an ask is declined; returns the seconds to wait before it is said, 0 the first time."""
+        """Notes that an ask is declined; returns the seconds to wait before the reply, 0 the first time."""
         if not self.knows(ask):
-            self._ask, self._times, self._told, self.reason = _name(ask), 0, False, reason
+            self._ask, self._times, self._reported, self.reason = _name(ask), 0, False, reason
         self._times += 1
         pause = _FIRST_PAUSE_SECONDS * 2.0 ** min(self._times - 2, 10)
         return min(pause, _LONGEST_PAUSE_SECONDS) if self._times > 1 else 0.0
 
-    def is_news(self) -> bool:
-        """Whether the app has not been told of this one; from now on it has."""
-        told, self._told = self._told, True
-        return not told
+    def is_first_report(self) -> bool:
+        """Whether the app has had no event about this ask; from now on it has."""
+        reported, self._reported = self._reported, True
+        return not reported
 
 
 def _name(ask: service_pb2.Ask) -> bytes:

@@ -26,7 +26,7 @@ from fleetdistill.device.arguments import (
     check_columns,
     check_computes,
     check_export,
-    check_way,
+    check_transport_security,
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 20.0
 MAX_THREADS = 64
-"""Most threads that a run may compute with unless the app says otherwise."""
+"""Default of `max_threads`."""
 MAX_SECONDS_PER_ASK = 3600.0
-"""Most seconds that a device works on one ask unless the app says otherwise."""
+"""Default of `max_seconds_per_ask`, in seconds."""
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 15.0
 
@@ -80,12 +80,12 @@ class Device:
         run: Name of the run; may be left out where the server has only one.
         device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
         allow: What may leave the device, of `COLUMNS`. The default keeps labels back; FedDKC needs them, so an app
-            that takes part in it says `allow=COLUMNS`.
+            that takes part in it gives `allow=COLUMNS`.
             The number of samples leaves with every answer, the training loss with `metrics`; with `counts` beside it
             the figures of `test_data` and `validation_data` come by class, with the samples of each class.
         test_data: Data whose figures are reported to the server after each round.
         validation_data: Data that decide whether the app's model, at first the one that it gives, is replaced: it is
-            not when its accuracy falls. The server is told which (a metric).
+            not when its accuracy falls. A metric reports which to the server.
         model_name: Name of the model in the server's lists.
         export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
         torch_device: Where to train, such as "cpu" or "cuda".
@@ -146,7 +146,7 @@ class Device:
         check_export(export_onnx)
         check_bounds(max_threads, max_seconds_per_ask)
         if isinstance(server, str):
-            check_way(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
+            check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
         self._own_worker = worker is not None
         self._allow, self._export_onnx = tuple(allow), export_onnx
         self._guard = Guard(on_event or (lambda event: None))
@@ -235,7 +235,7 @@ class Device:
             return AppModels(self._check_in.ready_compute().delivered_models())
 
     def replace_data(self, data: Any = None) -> None:
-        """Says that the app's rows are others now. The next `step` checks in with them before it asks for work.
+        """Replaces the app's rows. The next `step` checks in with them before it asks for work.
 
         An answer that waits for its receipt is settled first: it was made of the rows of before. What the device has
         learned stays; a new compute backend goes on from it, so `model` and `models` give other objects from now
@@ -257,14 +257,14 @@ class Device:
         """Takes part until the run is over or `stop` is called, or Ctrl-C. Waits out a server that is away.
 
         Raises:
-            RefusedError: The server will not have this device; the message says why and what to do.
+            RefusedError: The server refuses this device; the message has the reason and what to do.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
         try:
             self._run()
         except KeyboardInterrupt:
             self._stopped.set()
-            self._events.tell("interrupted", 0, "interrupted by Ctrl-C; started again, the device goes on where it was")
+            self._events.emit("interrupted", 0, "interrupted by Ctrl-C; started again, the device goes on where it was")
 
     def _run(self) -> None:
         pause, trouble = _FIRST_PAUSE_SECONDS, ""
@@ -276,9 +276,9 @@ class Device:
             except LinkError as error:
                 if self._stopped.is_set():
                     return
-                if str(error) != trouble:  # said once, not at every try
+                if str(error) != trouble:  # one event, not one for every attempt
                     trouble = str(error)
-                    self._events.tell("lost-contact", 0, f"{trouble}; the device keeps trying")
+                    self._events.emit("lost-contact", 0, f"{trouble}; the device keeps trying")
                 self._session.clock.wait(self._stopped, error.after_seconds + random.uniform(pause / 2, pause))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -289,9 +289,9 @@ class Device:
             wait_seconds: How long the server may hold the question when there is no work, 0 to 60.
 
         Raises:
-            LinkError: The server is away or has said no for now, or the disk has no room to note what it said; calling
+            LinkError: The server is away or refuses for now, or the disk has no room to note its reply; calling
                 again later goes on.
-            RefusedError: The server will not have this device.
+            RefusedError: The server refuses this device.
         """
         try:
             return self._step(wait_seconds)
@@ -312,19 +312,19 @@ class Device:
         if pending is not None:
             self._sender.settle(pending)
             return Step.ANSWERED
-        self._sender.tell_outcome()  # an earlier process's, which ended before it had told the app
+        self._sender.emit_outcome()  # an earlier process's, which ended before its events
         self._check_in.declare_other_rows()
         self._sender.export_due()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)
         match response.WhichOneof("next"):
             case "ask":
-                self._events.tell_reason("")
+                self._events.emit_reason("")
                 self._handler.handle(response.ask)
                 return Step.ANSWERED
             case "finished":
                 return self._finish(response.finished)
             case _:
-                self._events.tell_reason(response.come_back.reason)
+                self._events.emit_reason(response.come_back.reason)
                 self._session.clock.wait(self._stopped, pause_of(response.come_back, self._session.link.remote))
                 return Step.WAITED
 
@@ -334,12 +334,12 @@ class Device:
         self._session.link.interrupt()
 
     def close(self, *, leave: bool = True) -> None:
-        """Says goodbye to the server and releases the state directory.
+        """Leaves the run and releases the state directory.
 
         Not while an answer waits for its receipt: leaving would close its ask, and the device may come back in time.
 
         Args:
-            leave: False says no goodbye, so that the server keeps waiting for the answer to an open ask.
+            leave: With False the device does not leave, so that the server keeps waiting for the answer to an open ask.
         """
         if self._closed:
             return
@@ -361,7 +361,7 @@ class Device:
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":
             self._sender.export(0)
-        self._events.tell("finished", 0, plain(reason))
+        self._events.emit("finished", 0, plain(reason))
         return Step.FINISHED
 
 
@@ -372,5 +372,5 @@ def _torch_compute(contract: contract_pb2.Contract, data: Any, **given: Any) -> 
 
 
 def _ignoring_data(make: MakeCompute) -> MakeForData:
-    """An app's own function, which knows its data itself."""
+    """An app's own function, which has its data itself."""
     return lambda contract, data: make(contract)

@@ -1,4 +1,4 @@
-"""What the app learns of its device: what a step did, and events."""
+"""Events for the app, and what a step of the device did."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TAKES_NONE = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
+_DROPPED = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
 
 
 class Step(StrEnum):
@@ -50,7 +50,7 @@ class Event:
 
 
 class Events:
-    """Tells the app, and the log, what happens.
+    """Reports what happens to the app and the log.
 
     Args:
         guard: Calls the app when no lock is held.
@@ -59,56 +59,56 @@ class Events:
 
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
-        self._reason = ""  # why there is nothing to do, as the app was told
+        self._reason = ""  # why there is nothing to do, as last reported
 
-    def tell(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
-        """Tells the app one thing about a round; 0 is none."""
+    def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
+        """One event about a round; 0 is none."""
         logger.info("%s: %s", self._device_id, printable(text))
-        self._guard.tell(Event(kind, number, text, values or {}))
+        self._guard.emit(Event(kind, number, text, values or {}))
 
-    def tell_ask(self, ask: service_pb2.Ask) -> None:
+    def emit_ask(self, ask: service_pb2.Ask) -> None:
         """Work begins."""
         if ask.first_attempt > 1:
             text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
-            self.tell("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
+            self.emit("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
         text = f"round {ask.round}: the server asks for step {plain(ask.step)!r}"
-        self.tell("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
+        self.emit("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
 
-    def tell_outcome(self, outcome: Outcome) -> None:
+    def emit_outcome(self, outcome: Outcome) -> None:
         """What became of an answer, and of the app's model with it."""
         number = outcome.pending.round
         if outcome.receipt:
-            self.tell_scores(outcome.pending)
+            self.emit_scores(outcome.pending)
             values = {"receipt": outcome.receipt, "tries": outcome.tries}
-            self.tell("answered", number, f"round {number}: receipt {outcome.receipt}", values)
-            self._tell_replacement(outcome.pending)
+            self.emit("answered", number, f"round {number}: receipt {outcome.receipt}", values)
+            self._emit_replacement(outcome.pending)
         else:
-            kind = "dropped" if outcome.code in _TAKES_NONE else "refused"
-            self.tell(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
+            kind = "dropped" if outcome.code in _DROPPED else "refused"
+            self.emit(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
 
-    def tell_scores(self, pending: Pending) -> None:
+    def emit_scores(self, pending: Pending) -> None:
         """How the round's model does on the app's own data."""
         for split, confusion in pending.scores.items():
             correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
             accuracy = correct / count if count else math.nan
             values = {"split": split, "accuracy": accuracy, "confusion": confusion}
-            self.tell("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
+            self.emit("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
 
-    def _tell_replacement(self, pending: Pending) -> None:
-        """Tells the app what became of its model."""
+    def _emit_replacement(self, pending: Pending) -> None:
+        """Whether the app's model was replaced."""
         replacement = pending.replacement
         if replacement is not None:
             kind = "delivered" if replacement.replaced else "kept"
-            self.tell(kind, pending.round, f"round {pending.round}: {replacement.text}", replacement.values)
+            self.emit(kind, pending.round, f"round {pending.round}: {replacement.text}", replacement.values)
 
-    def tell_exported(self, report: OnnxReport, number: int) -> None:
+    def emit_exported(self, report: OnnxReport, number: int) -> None:
         """The delivered model was written as ONNX."""
         values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
         text = f"{report.path.name} agrees with the model to {report.max_difference:.1e}"
-        self.tell("exported", number, text, values)
+        self.emit("exported", number, text, values)
 
-    def tell_reason(self, reason: str) -> None:
-        """Tells the app once why there is nothing to do, where the server says so; empty where there is work."""
+    def emit_reason(self, reason: str) -> None:
+        """Once, the server's reason why there is nothing to do; empty where there is work."""
         if reason and reason != self._reason:
-            self.tell("stopped", 0, f"{plain(reason)}; the device waits")
+            self.emit("stopped", 0, f"{plain(reason)}; the device waits")
         self._reason = reason

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """A lock, and the app's callback: what its holder tells waits until the lock is free.
+    """A lock, and the app's callback: events of the thread that holds the lock wait until it is free.
 
     The callback may itself wait for another thread of the app that wants the model.
 
     Args:
-        on_event: The app's callback, called in the thread that tells.
+        on_event: The app's callback, called in the thread that emits.
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self._lock = threading.RLock()
         self._holder: int | None = None
         self._depth = 0
-        self._untold: list[Event] = []
+        self._queued: list[Event] = []
         self._on_event = on_event
 
     @contextmanager
@@ -39,14 +39,14 @@ class Guard:
                 finally:
                     self._depth -= 1
                     if not self._depth:
-                        self._holder, due, self._untold = None, self._untold, []
+                        self._holder, due, self._queued = None, self._queued, []
         finally:
             for event in due:
                 self._on_event(event)
 
-    def tell(self, event: Event) -> None:
-        """Tells the app, now or when this thread lets the lock go."""
+    def emit(self, event: Event) -> None:
+        """Calls the app, now or when this thread releases the lock."""
         if self._holder == threading.get_ident():
-            self._untold.append(event)
+            self._queued.append(event)
         else:
             self._on_event(event)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
-# gRPC statuses of refusals that say nothing about the answer: it waits in the outbox. The server cannot take it now ...
-_LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-# ... or keeps what has come of it and waits for the rest ...
-_GOES_ON = "ABORTED"
-# ... or does not take the caller for the one it says it is, which the app must hear.
-_ABOUT_THE_CALLER = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+# gRPC statuses of refusals for other reasons than the answer, which waits in the outbox: no room for it now ...
+_RETRY_LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+# ... the server keeps what has come of it and waits for the rest ...
+_RESUME = "ABORTED"
+# ... or the caller is refused, which ends `Device.run`.
+_CALLER_REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
 class Sender:
@@ -37,7 +37,7 @@ class Sender:
 
     Args:
         session: The device.
-        events: What the app learns.
+        events: Events for the app.
         ready_compute: The compute backend with the device's state.
         export_onnx: When the delivered model is exported, as `Device` has it.
     """
@@ -51,8 +51,8 @@ class Sender:
     def settle(self, pending: Pending) -> None:
         """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
 
-        What it was is kept before anything is done about it, and until the app was told: the app hears at least once.
-        Raises LinkError while the disk has no room for that; the server says the same again when there is.
+        The outcome is stored before anything is done about it, and until the app had its events: at least once.
+        Raises LinkError while the disk has no room for that; the server then repeats its reply.
         """
         outcome = self._outcome_of(pending)
         try:
@@ -60,7 +60,7 @@ class Sender:
         except NoRoomError as full:
             self._session.forget_state()  # what of it is on the disk, the next turn finds there
             raise LinkError(f"round {pending.round}: no room to note what the server said: {full}") from full
-        self.tell_outcome()
+        self.emit_outcome()
 
     def _carry_out(self, outcome: Outcome) -> None:
         with self._session.guard.held():
@@ -70,13 +70,13 @@ class Sender:
             else:
                 self._drop()
 
-    def tell_outcome(self) -> None:
-        """Tells the app what became of the last answer, if it has not been told; then exports what that delivered."""
+    def emit_outcome(self) -> None:
+        """Emits what became of the last answer, if the app had no such events; then exports what that delivered."""
         outcome = self._storage.outbox.outcome()
         if outcome is None:
             return
-        self._events.tell_outcome(outcome)
-        self._storage.outbox.outcome_told()
+        self._events.emit_outcome(outcome)
+        self._storage.outbox.outcome_reported()
         self.export_due()
 
     # --- sending
@@ -90,12 +90,12 @@ class Sender:
                 return Outcome(pending, plain(receipt.id, 64), tries=self._storage.outbox.tries)
             except RefusedError as refusal:
                 status = status_of(refusal.code)
-                if status in _LATER:
+                if status in _RETRY_LATER:
                     raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
-                if status in _ABOUT_THE_CALLER or refusal.code == Code.UNKNOWN_RUN:
+                if status in _CALLER_REFUSED or refusal.code == Code.UNKNOWN_RUN:
                     raise
-                trouble, damaged = str(refusal), damaged + (status != _GOES_ON)
-                if "check_in" in refusal.details:  # a server that was restored knows what the device had earlier
+                trouble, damaged = str(refusal), damaged + (status != _RESUME)
+                if "check_in" in refusal.details:  # a restored server has an earlier profile of the device
                     self._session.terms = None
                 if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
@@ -147,7 +147,7 @@ class Sender:
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Says that the device lives while this thread computes or sends."""
+        """Sends heartbeats while this thread computes or sends."""
         if not self._session.link.remote or self._session.terms is None:
             yield
             return
@@ -196,14 +196,14 @@ class Sender:
             if self._export_onnx == "round":
                 self.export(int(number) if number.isdigit() else 0)
         except ExportError:
-            self._storage.remove(_EXPORT_DUE)  # the app is told once; the next delivered round tries again
+            self._storage.remove(_EXPORT_DUE)  # one error is enough; the next delivered round tries again
             raise
         self._storage.remove(_EXPORT_DUE)
 
     def export(self, number: int) -> None:
         """Exports the delivered model as that of a round."""
         report = self._ready_compute().export(self._storage.directory / "model.onnx", number)
-        self._events.tell_exported(report, number)
+        self._events.emit_exported(report, number)
 
 
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:

@@ -101,7 +101,7 @@ class TorchCompute:
         self._delivered_accuracy: float | None = None
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """What the device says of itself at check-in."""
+        """The device's profile for the check-in."""
         return contract_pb2.DeviceProfile(
             model_name=self._model_name[:128],
             parameters=parameter_count(self._module),
@@ -218,7 +218,7 @@ class TorchCompute:
             brought = self._score_brought(asked)
             torch.manual_seed(ask.seed)  # whatever scoring drew
             answer = self._method.handle(asked)
-            measured, told = ask.step in self._method.metrics_steps(self._method.config), "metrics" in allow
+            measured, allowed_metrics = ask.step in self._method.metrics_steps(self._method.config), "metrics" in allow
             models = self._method.answers()
             scores = brought | (self._score(models) if measured else {})
             replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
@@ -231,7 +231,7 @@ class TorchCompute:
         if replacement is not None and replacement.accuracy is not None:
             figures.append(replacement.metric(REPLACED if measured else REPLACED_BY_RESULT))
             figures += picked(models, replacement)
-        if figures and told:
+        if figures and allowed_metrics:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
         delivered = self._delivery(models, self._best) if replacement is not None and replacement.replaced else None
         return Computed(answer, self.state(), replacement, delivered, scores)

@@ -15,7 +15,7 @@ class Link(Protocol):
     """The calls of `DeviceService`. Each raises `RefusedError` or `LinkError`, never anything of the transport.
 
     Attributes:
-        remote: True where the server must hear heartbeats while the device computes.
+        remote: True where the server needs heartbeats while the device computes.
     """
 
     remote: bool
@@ -29,13 +29,13 @@ class Link(Protocol):
         """Asks for work, waiting at most `wait_seconds`."""
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
-        """Says that the device lives."""
+        """Renews the device's lease."""
 
     def leave(self, identity: service_pb2.Identity) -> None:
-        """Says that the device goes."""
+        """Ends the device's lease."""
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
-        """Says that the device cannot answer an ask."""
+        """Declines an ask."""
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName

@@ -11,8 +11,8 @@
     model.onnx.due          the round whose delivered model is still to be exported
     outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors where the app's model is
                             to be replaced, then manifest.json, which makes it count; tries.txt: how often it was sent;
-                            outcome.json: what became of it, until the app has been told
-    last_outcome.json       the one before, of which the app has been told
+                            outcome.json: what became of it, until the app had its events
+    last_outcome.json       the one before, of which the app had its events
 
 `fleetdistill.state.outbox` has what lies in `outbox/`, and when.
 """
@@ -35,7 +35,7 @@ from fleetdistill.state.outbox import Outbox
 from fleetdistill.version import VERSION
 
 MAX_SPOOL_BYTES = 16 << 30
-"""Most bytes of an answer with its states, or of one download, unless the app says otherwise."""
+"""Most bytes of an answer with its states, or of one download, by default."""
 
 
 class Storage(Files):
@@ -100,7 +100,7 @@ class Storage(Files):
         self._write_rows(f"{version.hex()}\n{(digest or b'').hex()}")
 
     def names_rows(self, version: bytes, digest: bytes | None) -> bool:
-        """Whether this data version names the app's rows; without a digest they are, unless `forget_rows` was told."""
+        """Whether this data version names the app's rows; without a digest yes, unless `forget_rows` was called."""
         noted = self.load("rows.txt")
         if noted is None:
             return digest is None

@@ -1,8 +1,8 @@
 """The outbox of a state directory: the one answer that is under way, and what became of the one before.
 
 An answer, the state that produced it and the model that it delivers are written and fsynced *before* anything is sent;
-the receipt promotes both by renames. Whatever the moment of a crash, `Outbox.pending` tells what is left to settle and
-`Outbox.outcome` what is left to tell. No answer takes the place of one that has no receipt yet.
+the receipt promotes both by renames. Whatever the moment of a crash, `Outbox.pending` is what is left to settle and
+`Outbox.outcome` what is left to report to the app. No answer takes the place of one that has no receipt yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pending:
         round, step_number, attempt: Name of the upload.
         samples: Weight of the answer.
         replacement: What becomes of the app's model with the receipt; None where the device's round goes on.
-        scores: Confusion matrices of the round's model by split of the app's data, which the app is told with the
+        scores: Confusion matrices of the round's model by split of the app's data, an event with the
             receipt.
         payload: SHA-256 of the question that it answers, hex; empty where the ask had none, and from an SDK of 0.1.
     """
@@ -99,7 +99,7 @@ class Outbox:
             NoRoomError: It is over the bound, or the disk is full. What was there before is untouched.
             StateError: Another answer still waits for its receipt.
         """
-        self._check_waits_for_none(pending)
+        self._check_vacant(pending)
         self._check_room(payload.data_bytes + len(candidate) + len(delivered or b""))
         try:
             self._write_answer(pending, payload, candidate, delivered)
@@ -107,7 +107,7 @@ class Outbox:
             self.drop()  # half an answer must not take the room that is left
             raise
 
-    def _check_waits_for_none(self, pending: Pending) -> None:
+    def _check_vacant(self, pending: Pending) -> None:
         waiting = self.pending()
         if waiting is not None and waiting.name != pending.name:
             raise StateError(
@@ -217,10 +217,10 @@ class Outbox:
                 (self._outbox / name).unlink(missing_ok=True)
             failpoints.hit("device.drop.after-files")
 
-    # --- what the app is to be told
+    # --- outcomes, for the app
 
     def note_outcome(self, outcome: Outcome) -> None:
-        """Keeps what became of the answer, before the outbox is emptied: whatever happens now, the app is told."""
+        """Keeps what became of the answer, before the outbox is emptied: from now on its events are certain."""
         failpoints.hit("device.outcome.before-note")
         self._files.save(
             "outbox/outcome.json",
@@ -229,11 +229,11 @@ class Outbox:
         failpoints.hit("device.outcome.after-note")
 
     def outcome(self) -> Outcome | None:
-        """What the app has not been told yet, if anything; a damaged note counts as none."""
+        """What is still to be reported to the app, if anything; a damaged file counts as none."""
         return self._outcome("outbox/outcome.json")
 
-    def outcome_told(self) -> None:
-        """The app knows. A crash before this tells it again."""
+    def outcome_reported(self) -> None:
+        """The app has had its events. A crash before this repeats them."""
         with disk_errors(self.directory):
             (self._outbox / "outcome.json").replace(self.directory / "last_outcome.json")
             failpoints.hit("device.outcome.after-told")
