@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,17 @@ from fleetdistill.methods.dafkd.samples import distillation_samples, make_genera
 from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
 from fleetdistill.models import GENERATORS, build_generator, build_model
 from fleetdistill.models.discriminators import JudgedClassifier, OwnNetwork
-from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.losses import distillation_loss
-from fleetdistill.training.model import SplitModel, check_local_model, fingerprint, parameter_count
+from fleetdistill.training.model import SplitModel, check_local_model, parameter_count
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.portable_noise import portable_noise, splitmix64
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
@@ -60,6 +60,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.testing import FakeCohort, play
 
 CLASSES, SHAPE = 10, (1, 8, 8)
 CPU = torch.device("cpu")
@@ -100,55 +101,13 @@ def make_device(seed: int = 1, rows: int = 40, model: str = "digits_mlp_small", 
     return DaFKDDevice(config_of(**settings), local)
 
 
-class SmallCohort:
-    """A cohort of device halves in this process, which answer at once; keeps what was sent and reported."""
-
-    def __init__(self, devices: dict[str, DaFKDDevice], completed: int = 0) -> None:
-        self.halves, self.completed, self.round = devices, completed, completed + 1
-        self.devices = self.remaining = tuple(sorted(devices))
-        self.asked: list[tuple[str, str, Parts]] = []
-        self.answered: list[tuple[str, str, Parts]] = []
-        self.events: list[tuple[str, str]] = []
-        self.figures: dict[str, Any] = {}
-
-    async def ask(
-        self, step: str, payload: Any, *, to: Sequence[str], quorum: float | None = None
-    ) -> AsyncIterator[Any]:
-        for device in to:
-            parts = payload(device) if callable(payload) else payload
-            self.asked.append((step, device, parts))
-            seed = derive_seed(7, self.round, step, device)
-            torch.manual_seed(seed)
-            answer = self.halves[device].handle(Ask(round=self.round, step=step, seed=seed, parts=parts))
-            self.answered.append((step, device, answer.parts))
-            yield FakeAnswer(device, answer.samples, answer.parts)
-
-    def sample(self, ratio: float) -> list[str]:
-        return list(self.devices)[: max(1, int(ratio * len(self.devices)))]
-
-    def model_fingerprint(self, device: str) -> str:
-        return fingerprint(self.halves[device].local.model)
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(derive_seed(7, self.round, name))
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        self.events.append((kind, text))
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        self.event(f"{name}-guard", text, device)
-
-    def report(self, name: str, value: Any) -> None:
-        self.figures[name] = {**self.figures.get(name, {}), **value} if isinstance(value, dict) else value
+def answer_of(device: str, parts: Parts) -> DeviceAnswer:
+    return DeviceAnswer(device, 1, encode(parts))
 
 
-class FakeAnswer:
-    def __init__(self, device: str, samples: int, parts: Parts) -> None:
-        self.device, self.samples, self.parts = device, samples, parts
-
-    def part(self, name: str, kind: type[Kind]) -> Any:
-        assert isinstance(self.parts[name], kind)
-        return self.parts[name]
+def answered(cohort: FakeCohort) -> list[tuple[str, str, Parts]]:
+    """Step, device and parts of every answer."""
+    return [(one.step, one.device, one.answer.parts) for one in cohort.asked if one.answer is not None]
 
 
 def part_of(parts: Parts, name: str, kind: type[PartKind]) -> PartKind:
@@ -157,10 +116,8 @@ def part_of(parts: Parts, name: str, kind: type[PartKind]) -> PartKind:
     return found
 
 
-def run_round(server: DaFKDServer, devices: dict[str, DaFKDDevice], completed: int = 0) -> SmallCohort:
-    cohort = SmallCohort(devices, completed)
-    torch.manual_seed(11)
-    asyncio.run(server.round(cohort))  # type: ignore[arg-type]
+def run_round(server: DaFKDServer, devices: Mapping[str, DaFKDDevice], completed: int = 0) -> FakeCohort:
+    (cohort,) = play(server, devices, completed=completed)
     return cohort
 
 
@@ -289,11 +246,11 @@ def test_the_guard_opens_at_104_classes_for_a_generator_that_covers_what_the_ens
     teacher[:, :34] = 0.9 / 34
     teacher[torch.arange(340), torch.arange(340) % 17] += 0.001
     teacher /= teacher.sum(1, keepdim=True)
-    cohort = SmallCohort({})
-    assert server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
+    cohort = FakeCohort({})
+    assert server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)
     teacher[:, 0] += 0.01  # one class is the best of every sample
-    assert not server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)  # type: ignore[arg-type]
-    assert cohort.events[0][0] == "maturity-guard"
+    assert not server.if_mature((torch.rand(340, *SHAPE), teacher), cohort)
+    assert cohort.events[0].kind == "maturity-guard"
 
 
 # --- losses
@@ -508,7 +465,7 @@ def test_a_classifier_is_judged_wherever_it_is_split(make: Any, sharing: bool) -
 
 
 def asked(server: DaFKDServer, device: DaFKDDevice) -> Parts:
-    return server.message("a", SmallCohort({"a": device}), 5)  # type: ignore[arg-type]
+    return server.message("a", FakeCohort({"a": device}), 5)
 
 
 def train(server: DaFKDServer, device: DaFKDDevice, seed: int = 4) -> Parts:
@@ -650,7 +607,7 @@ def test_a_round_of_every_variant(name: str) -> None:
     before = copied(server.model)
     cohort = run_round(server, devices)
     assert not states_equal(copied(server.model), before) or cohort.events
-    for step, device, parts in cohort.answered:
+    for step, device, parts in answered(cohort):
         kinds = {part.name: part.WhichOneof("kind") for part in encode(parts).parts.parts}
         assert kinds == server.answer_kinds()[step], device
     assert 1 <= cohort.figures["effective_devices"] <= 2 + 1e-9
@@ -660,8 +617,8 @@ def test_a_round_of_every_variant(name: str) -> None:
 def test_the_start_of_distillation_is_the_mean_of_classifiers_and_generators() -> None:
     server, devices = make_server(kd_epochs=0), two_devices()
     cohort = run_round(server, devices)
-    generators = [part_of(parts, "generator", Generator).parameters for _, _, parts in cohort.answered]
-    classifiers = [part_of(parts, "parameters", ModelParameters) for _, _, parts in cohort.answered]
+    generators = [part_of(parts, "generator", Generator).parameters for _, _, parts in answered(cohort)]
+    classifiers = [part_of(parts, "parameters", ModelParameters) for _, _, parts in answered(cohort)]
     for module, sent in ((server.model, classifiers), (server.generator, generators)):
         for name, array in model_parameters(module).parameters.items():
             expected = np.mean([one.parameters[name] for one in sent], axis=0)
@@ -672,7 +629,7 @@ def test_the_mean_can_weigh_devices_by_their_samples() -> None:
     server, devices = make_server(kd_epochs=0, aggregation="samples"), two_devices()
     cohort = run_round(server, devices)
     name = "stages.head.bias"
-    first, second = (part_of(parts, "parameters", ModelParameters).parameters[name] for *_, parts in cohort.answered)
+    first, second = (part_of(parts, "parameters", ModelParameters).parameters[name] for *_, parts in answered(cohort))
     expected = (40 * first + 25 * second) / 65
     np.testing.assert_allclose(model_parameters(server.model).parameters[name], expected, atol=1e-6)
 
@@ -682,8 +639,8 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
     server, devices = make_server(), two_devices()
     cohort = run_round(server, devices)
     samples = server.samples(5)
-    answers = [FakeAnswer(device, 1, parts) for _, device, parts in cohort.answered]
-    found = server.judged_ensemble(answers, samples, cohort)  # type: ignore[arg-type]
+    answers = [answer_of(device, parts) for _, device, parts in answered(cohort)]
+    found = server.judged_ensemble(answers, samples, cohort)
     assert found is not None
     with torch.no_grad():
         heard = [half._ready()[0].eval() for half in devices.values()]
@@ -754,7 +711,7 @@ def test_distillation_that_does_not_stay_finite_is_undone() -> None:
     run_round(averaging, two_devices())
     cohort = run_round(distilling, two_devices())
     assert states_equal(copied(distilling.model), copied(averaging.model))
-    assert [kind for kind, _ in cohort.events] == ["distillation-undone"]
+    assert cohort.kinds == ["distillation-undone"]
 
 
 def test_distillation_starts_in_its_round() -> None:
@@ -768,11 +725,12 @@ def one_class_teacher(classes: int) -> tuple[Tensor, Tensor]:
 
 
 def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
-    cohort = SmallCohort({})
-    assert not make_server().if_mature(one_class_teacher(4), cohort)  # type: ignore[arg-type]
+    cohort = FakeCohort({})
+    assert not make_server().if_mature(one_class_teacher(4), cohort)
     assert cohort.events == [
         (
             "maturity-guard",
+            "",
             "the ensemble sees 4 of 10 classes in the generated samples, 5 are needed; nothing is distilled from them",
         )
     ]
@@ -780,9 +738,9 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
 
 
 def test_the_guard_stays_still_for_a_mature_generator_and_when_switched_off() -> None:
-    cohort = SmallCohort({})
-    assert make_server().if_mature(one_class_teacher(5), cohort)  # type: ignore[arg-type]
-    assert make_server(maturity_guard=False).if_mature(one_class_teacher(1), cohort)  # type: ignore[arg-type]
+    cohort = FakeCohort({})
+    assert make_server().if_mature(one_class_teacher(5), cohort)
+    assert make_server(maturity_guard=False).if_mature(one_class_teacher(1), cohort)
     assert cohort.events == []
 
 
@@ -794,7 +752,7 @@ def round_of_one_class(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
     for half in devices.values():
         half._data = TensorData(half._data.inputs, torch.zeros_like(half._data.labels))
     cohort = run_round(server, devices)
-    return copied(server.model), [kind for kind, _ in cohort.events]
+    return copied(server.model), cohort.kinds
 
 
 def test_where_the_guard_fires_the_mean_of_the_models_stays() -> None:
@@ -807,40 +765,40 @@ def test_where_the_guard_fires_the_mean_of_the_models_stays() -> None:
 
 
 def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -> None:
-    server, cohort = make_server(**VARIANTS["lagged"]), SmallCohort({})
+    server, cohort = make_server(**VARIANTS["lagged"]), FakeCohort({})
     samples = server.samples(5)
     good = WeightedPredictions(noise_seed=5, values=np.full((64, 10), 0.05, np.float32))
     stale = WeightedPredictions(noise_seed=6, values=np.full((64, 10), 0.01, np.float32))
-    answers = [FakeAnswer("a", 1, {"predictions": good}), FakeAnswer("b", 1, {"predictions": stale})]
-    found = server.weighted_ensemble(answers, samples, 5, cohort)  # type: ignore[arg-type]
+    answers = [answer_of("a", {"predictions": good}), answer_of("b", {"predictions": stale})]
+    found = server.weighted_ensemble(answers, samples, 5, cohort)
     assert found is not None
     assert cohort.figures["likelihood"] == {"a": pytest.approx(0.5)}
-    assert cohort.events[0][0] == "member-left-out"
-    assert "predicts on samples of seed 6, the round's is 5" in cohort.events[0][1]
-    assert server.weighted_ensemble(answers[1:], samples, 5, cohort) is None  # type: ignore[arg-type]
+    assert cohort.events[0].kind == "member-left-out"
+    assert "predicts on samples of seed 6, the round's is 5" in cohort.events[0].text
+    assert server.weighted_ensemble(answers[1:], samples, 5, cohort) is None
 
 
 def test_where_all_importance_vanishes_no_figure_is_made_up() -> None:
-    server, cohort = make_server(**VARIANTS["lagged"]), SmallCohort({})
+    server, cohort = make_server(**VARIANTS["lagged"]), FakeCohort({})
     nowhere = WeightedPredictions(noise_seed=5, values=np.zeros((64, 10), np.float32))
-    found = server.weighted_ensemble([FakeAnswer("a", 1, {"predictions": nowhere})], server.samples(5), 5, cohort)  # type: ignore[list-item, arg-type]
+    found = server.weighted_ensemble([answer_of("a", {"predictions": nowhere})], server.samples(5), 5, cohort)
     assert found is not None
     assert [len(one) for one in found] == [0, 0]
     assert cohort.figures == {"likelihood": {"a": 0.0}, "dropped_samples": 64}
-    assert not server.if_mature(found, cohort)  # type: ignore[arg-type]
+    assert not server.if_mature(found, cohort)
     json.dumps(cohort.figures, allow_nan=False)
 
 
 def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> None:
-    server, cohort = make_server(), SmallCohort({})
+    server, cohort = make_server(), FakeCohort({})
     sent = model_parameters(server.model)
     huge = ModelParameters(
         parameters={name: np.full_like(array, 3e38) for name, array in sent.parameters.items()}, buffers=sent.buffers
     )
     judge = Discriminator(parameters=model_parameters(server._member.discriminator), shares_extractor=True)
-    answers = [FakeAnswer("a", 1, {"parameters": huge, "discriminator": judge})]
-    assert server.judged_ensemble(answers, server.samples(5), cohort) is None  # type: ignore[arg-type]
-    assert [kind for kind, _ in cohort.events] == ["member-left-out"]
+    answers = [answer_of("a", {"parameters": huge, "discriminator": judge})]
+    assert server.judged_ensemble(answers, server.samples(5), cohort) is None
+    assert cohort.kinds == ["member-left-out"]
 
 
 def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> None:
@@ -848,14 +806,14 @@ def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> 
     server = make_server(**settings)
     devices = {"a": make_device(1, **settings), "b": make_device(2, model="digits_cnn_small", **settings)}
     cohort = run_round(server, devices)
-    sent = {device: parts for _, device, parts in cohort.asked}
+    sent = {one.device: one.parts for one in cohort.asked}
     assert "parameters" in sent["a"]
     assert "parameters" not in sent["b"]
     assert cohort.figures["likelihood"].keys() == {"a", "b"}
     assert server.requirements().same_architecture is False
     assert server.initial() is None
-    asyncio.run(server.finish(end := SmallCohort(devices)))  # type: ignore[arg-type]
-    assert [(step, device) for step, device, _ in end.asked] == [("deliver", "a")]
+    asyncio.run(server.finish(end := FakeCohort(devices)))
+    assert [(one.step, one.device) for one in end.asked] == [("deliver", "a")]
     assert states_equal(copied(devices["a"].local.model), copied(server.model))
 
 
