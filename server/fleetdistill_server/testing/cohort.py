@@ -101,6 +101,7 @@ class FakeCohort:
         asked: Every ask, in the order in which the method made them.
         events: What `event` and `guard` were given.
         figures: What `report` was given.
+        silent: As given; may change between asks.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class FakeCohort:
         self.asked: list[Asked] = []
         self.events: list[Event] = []
         self.figures: dict[str, Any] = {}
-        self._seed, self._quorum, self._silent = seed, quorum, set(silent)
+        self.silent = set(silent)
+        self._seed, self._quorum = seed, quorum
         self._knowledge_type = np.dtype(knowledge_type)
         self._fingerprints = dict(fingerprints or {})
         self._steps = 0
@@ -185,7 +187,7 @@ class FakeCohort:
 
     def _answer(self, step: str, number: int, device: str, sent: Payload) -> tuple[Answer | None, str]:
         """The answer, if there is one, and why the device declined, if it did."""
-        if {(step, device), (number, device)} & self._silent:
+        if {(step, device), (number, device)} & self.silent:
             return None, ""
         seed = ask_seed(self._seed, self.round, step, number, device)
         member = self.members[device]

@@ -8,7 +8,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,17 +39,15 @@ from fleetdistill.methods.fedavg import FedAvgConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import FedDKDDevice, distillation_gradient
 from fleetdistill.models import build_model
-from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.losses import activation_divergence, distillation_loss, soft_cross_entropy, soft_targets
 from fleetdistill.training.model import SplitModel, check_local_model, parameter_count
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters
-from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.admission import check_profile
@@ -65,6 +64,7 @@ from fleetdistill_server.simulation.spec.device import make_device as make_simul
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.testing import FakeCohort
 
 CLASSES, INPUTS, HIDDEN = 3, 6, 8
 
@@ -127,81 +127,44 @@ def make_device(seed: int = 0, rows: int = 20, model: str = "test_feddkd:tiny_mo
 Handle = Callable[[Ask], Any]
 
 
-class Fleet:
-    """A round's cohort; asks and answers go over the wire's encoding, without a server.
-
-    Attributes:
-        members: What answers the asks of each device.
-        fails: (number of the ask in the round, device) pairs that give no answer.
-    """
-
-    def __init__(self, members: dict[str, Handle], completed: int = 0, fails: frozenset[tuple[int, str]] = frozenset()):
-        self.members, self.fails = members, fails
-        self.round, self.completed = completed + 1, completed
-        self.devices = tuple(sorted(members))
-        self.asked: list[tuple[str, tuple[str, ...]]] = []
-        self.sent: list[Parts] = []
-        self.answers: list[dict[str, Parts]] = []
-        self.events: list[tuple[str, str, str]] = []
-        self.figures: dict[str, Any] = {}
-
-    sample = StoreCohort.sample
-
-    def needed(self, asked: int) -> int:
-        return math.ceil(2 / 3 * asked - 1e-9)
-
-    async def ask(self, step: str, payload: Parts, *, to: Sequence[str], quorum: float = 2 / 3) -> AsyncIterator[Any]:
-        self.asked.append((step, tuple(to)))
-        self.sent.append(payload)
-        self.answers.append({})
-        number, answered = len(self.asked), 0
-        for device in sorted(to):
-            if (number, device) in self.fails:
-                continue
-            seed = derive_seed(1, self.round, step, number, device)
-            question = Ask(round=self.round, step=step, seed=seed, parts=decode(encode(payload)))
-            torch.manual_seed(seed)
-            answer = self.members[device](question)
-            self.answers[-1][device] = answer.parts
-            parts, answered = decode(encode(answer.parts)), answered + 1
-            yield SimpleNamespace(device=device, samples=answer.samples, part=lambda name, kind, p=parts: p[name])
-        if answered < math.ceil(quorum * len(to) - 1e-9):
-            raise QuorumNotReached(step, answered, math.ceil(quorum * len(to)))
-
-    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        self.events.append((kind, device, text))
-
-    def guard(self, name: str, text: str, device: str = "") -> None:
-        self.event(f"{name}-guard", text, device)
-
-    def report(self, name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            self.figures.setdefault(name, {}).update(value)
-        else:
-            self.figures[name] = value
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(derive_seed(1, self.round, name))
-
-    @property
-    def kinds(self) -> list[str]:
-        return [kind for kind, _, _ in self.events]
+def fleet_of(members: Mapping[str, Handle], completed: int = 0, silent: Collection[tuple[int, str]] = ()) -> FakeCohort:
+    """A round's cohort; `silent` has the (number of the ask in the round, device) that get no answer."""
+    return FakeCohort(members, completed=completed, silent=silent)
 
 
-def run_round(server: FedDKDServer, fleet: Fleet) -> Fleet:
-    asyncio.run(server.round(fleet))  # type: ignore[arg-type]
+def asked(cohort: FakeCohort) -> list[tuple[str, tuple[str, ...]]]:
+    """Step and devices of each ask of the round."""
+    asks = groupby(cohort.asked, key=lambda one: (one.number, one.step))
+    return [(step, tuple(one.device for one in group)) for (_, step), group in asks]
+
+
+def sent(cohort: FakeCohort) -> list[Parts]:
+    """What each ask of the round brought, the same to all its devices."""
+    return [next(group).parts for _, group in groupby(cohort.asked, key=lambda one: one.number)]
+
+
+def answers(cohort: FakeCohort) -> list[dict[str, Parts]]:
+    """For each ask of the round what each device answered."""
+    asks = groupby(cohort.asked, key=lambda one: one.number)
+    return [{one.device: one.answer.parts for one in group if one.answer is not None} for _, group in asks]
+
+
+def run_round(server: FedDKDServer, fleet: FakeCohort) -> FakeCohort:
+    asyncio.run(server.round(fleet))
     return fleet
 
 
-def make_fleet(count: int = 2, completed: int = 0, model: str = "test_feddkd:tiny_model", **settings: Any) -> Fleet:
+def make_fleet(
+    count: int = 2, completed: int = 0, model: str = "test_feddkd:tiny_model", **settings: Any
+) -> FakeCohort:
     devices = {f"d{i}": make_device(i, model=model, **settings) for i in range(count)}
-    return Fleet({name: device.handle for name, device in devices.items()}, completed)
+    return fleet_of({name: device.handle for name, device in devices.items()}, completed)
 
 
-def mean_of(fleet: Fleet) -> ModelParameters:
+def mean_of(fleet: FakeCohort) -> ModelParameters:
     """What the server starts the distillation from: the mean of the models that were sent, of equal weights."""
     mean = WeightedMean("gross")
-    for device, parts in fleet.answers[0].items():
+    for device, parts in answers(fleet)[0].items():
         mean.add(device, parts["parameters"], 20)  # type: ignore[arg-type]
     return mean.result(fleet)  # type: ignore[arg-type]
 
@@ -266,7 +229,7 @@ def distil(
 def test_dkd_1_the_start_is_the_sample_weighted_mean() -> None:
     server = scalar_server(dkd_steps=0)
     devices = {"a": scripted(1, samples=100), "b": scripted(2, samples=300), "c": scripted(4, samples=600)}
-    run_round(server, Fleet(devices))
+    run_round(server, fleet_of(devices))
     assert weight_of(server) == pytest.approx(3.1, abs=1e-6)  # .1 * 1 + .3 * 2 + .6 * 4
 
 
@@ -285,7 +248,7 @@ def test_dkd_2_a_student_that_is_its_teacher_stays_where_it_is() -> None:
 def test_dkd_2_one_device_keeps_its_model_through_the_steps() -> None:
     """With one device w = w_k, whatever J and gamma are; through float32 the gradients are 1e-7, not 0."""
     device = make_device()
-    server, fleet = make_server(dkd_steps=5, dkd_lr=1.0), Fleet({"d": device.handle})
+    server, fleet = make_server(dkd_steps=5, dkd_lr=1.0), fleet_of({"d": device.handle})
     run_round(server, fleet)
     assert fleet.figures["distillation_steps"] == 5
     for name, tensor in device.local.model.state_dict().items():
@@ -333,7 +296,7 @@ def descended(
         for number, (gradient, weight) in enumerate(zip(gradient_of, weights, strict=True)):
             sent = ModelParameters(parameters={"weight": gradient(model.weight.detach()).numpy()})
             mean.add(f"d{number}", sent, weight)
-        descend(model, mean.result(Fleet({})).parameters, 0.1)  # type: ignore[arg-type]
+        descend(model, mean.result(fleet_of({})).parameters, 0.1)  # type: ignore[arg-type]
     return model.weight.detach()
 
 
@@ -374,7 +337,7 @@ def test_dkd_6_unlike_curvatures_are_where_the_steps_beat_the_mean() -> None:
 def test_dkd_7_a_step_takes_the_mean_not_the_sum(weighting: str, step: float) -> None:
     server = scalar_server(dkd_steps=1, dkd_lr=0.1, dkd_weighting=weighting)
     counts = zip("abc", (1, 2, 3), (100, 300, 600), strict=True)
-    run_round(server, Fleet({name: scripted(0, gradient, samples) for name, gradient, samples in counts}))
+    run_round(server, fleet_of({name: scripted(0, gradient, samples) for name, gradient, samples in counts}))
     assert weight_of(server) == pytest.approx(-step, abs=1e-7)
 
 
@@ -387,12 +350,12 @@ def test_dkd_8_the_schedules_of_both_rates() -> None:
     assert [local.local_rate(t) for t in (1, 2)] == pytest.approx([0.1, 0.098])
 
     server = scalar_server(dkd_steps=2, dkd_lr=0.2, dkd_lr_round_decay=0.98, dkd_lr_step_decay=0.97)
-    fleet = run_round(server, Fleet({"a": scripted(0, 1)}, completed=2))
+    fleet = run_round(server, fleet_of({"a": scripted(0, 1)}, completed=2))
     assert weight_of(server) == pytest.approx(-0.2 * 0.98**2 * (1 + 0.97), abs=1e-6)
-    assert fleet.sent[0]["plan"].values == {"learning_rate": 0.02}  # type: ignore[union-attr]
+    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02}  # type: ignore[union-attr]
     decaying = scalar_server(dkd_steps=0, learning_rate_round_decay=0.99)
-    fleet = run_round(decaying, Fleet({"a": scripted(0, 1)}, completed=2))
-    assert fleet.sent[0]["plan"].values == {"learning_rate": 0.02 * 0.99**2}  # type: ignore[union-attr]
+    fleet = run_round(decaying, fleet_of({"a": scripted(0, 1)}, completed=2))
+    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02 * 0.99**2}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -460,8 +423,8 @@ def test_dkd_11_parameters_and_bytes_of_the_papers_networks(name: str, variant: 
 )
 def test_dkd_12_devices_of_a_round(fraction: float, present: int, taken: int) -> None:
     server = scalar_server(participation_ratio=fraction, dkd_steps=1)
-    fleet = run_round(server, Fleet({f"d{number:03d}": scripted() for number in range(present)}))
-    (train, first), (step, again) = fleet.asked
+    fleet = run_round(server, fleet_of({f"d{number:03d}": scripted() for number in range(present)}))
+    (train, first), (step, again) = asked(fleet)
     assert (train, step) == ("train", "distil")
     assert len(first) == taken
     assert again == first
@@ -472,20 +435,20 @@ def test_dkd_12_devices_of_a_round(fraction: float, present: int, taken: int) ->
 
 def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
     server, fleet = make_server(dkd_steps=2), make_fleet(3, dkd_steps=2)
-    fleet.fails = frozenset({(2, "d1")})
+    fleet.silent = frozenset({(2, "d1")})
     run_round(server, fleet)
     everyone = ("d0", "d1", "d2")
-    assert fleet.asked == [("train", everyone), ("distil", everyone), ("distil", everyone)]
-    assert [sorted(answers) for answers in fleet.answers] == [["d0", "d1", "d2"], ["d0", "d2"], ["d0", "d1", "d2"]]
+    assert asked(fleet) == [("train", everyone), ("distil", everyone), ("distil", everyone)]
+    assert [sorted(one) for one in answers(fleet)] == [["d0", "d1", "d2"], ["d0", "d2"], ["d0", "d1", "d2"]]
     assert fleet.figures["distillation_steps"] == 2
     assert fleet.events == []
 
 
 def test_each_step_sends_the_model_of_the_step_before() -> None:
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
-    fleet = run_round(server, Fleet({"a": scripted(2, 1)}))
-    sent = [float(one["parameters"].parameters["weight"][0, 0]) for one in fleet.sent[1:]]  # type: ignore[union-attr,index]
-    assert sent == pytest.approx([2.0, 1.9, 1.8])
+    fleet = run_round(server, fleet_of({"a": scripted(2, 1)}))
+    weights = [float(one["parameters"].parameters["weight"][0, 0]) for one in sent(fleet)[1:]]  # type: ignore[union-attr]
+    assert weights == pytest.approx([2.0, 1.9, 1.8])
     assert weight_of(server) == pytest.approx(1.7)
 
 
@@ -494,7 +457,7 @@ def test_distillation_lowers_the_distance_to_the_teachers_that_averaging_leaves(
     for steps in (0, 20):
         devices = {f"d{i}": make_device(i, local_epochs=20) for i in range(3)}
         server = make_server(local_epochs=20, dkd_steps=steps)
-        run_round(server, Fleet({name: device.handle for name, device in devices.items()}))
+        run_round(server, fleet_of({name: device.handle for name, device in devices.items()}))
         losses[steps] = 0.0
         for device in devices.values():
             teacher_bc = soft_targets(device._teacher(), 1.0)
@@ -508,22 +471,22 @@ def test_distillation_lowers_the_distance_to_the_teachers_that_averaging_leaves(
 def test_without_steps_or_before_the_start_round_it_is_fedavg(settings: dict[str, Any]) -> None:
     server, fleet = make_server(**settings), make_fleet(2, **settings)
     run_round(server, fleet)
-    assert [step for step, _ in fleet.asked] == ["train"]
+    assert [step for step, _ in asked(fleet)] == ["train"]
     for name, array in mean_of(fleet).parameters.items():
         np.testing.assert_array_equal(server.model.state_dict()[name].numpy(), array)
 
 
 def test_the_start_round_counts_completed_rounds() -> None:
     for completed, steps in ((0, 0), (1, 0), (2, 3), (3, 3)):
-        fleet = run_round(scalar_server(dkd_start_round=3), Fleet({"a": scripted()}, completed))
+        fleet = run_round(scalar_server(dkd_start_round=3), fleet_of({"a": scripted()}, completed))
         assert fleet.figures["distillation_steps"] == steps
 
 
 def test_a_step_without_quorum_keeps_the_last_model() -> None:
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
     members = {name: scripted(0, 1) for name in "abc"}
-    fleet = run_round(server, Fleet(members, fails=frozenset({(3, "a"), (3, "b")})))
-    assert [step for step, _ in fleet.asked] == ["train", "distil", "distil"]
+    fleet = run_round(server, fleet_of(members, silent=frozenset({(3, "a"), (3, "b")})))
+    assert [step for step, _ in asked(fleet)] == ["train", "distil", "distil"]
     assert weight_of(server) == pytest.approx(-0.1)
     assert fleet.kinds == ["distillation-stopped"]
     assert fleet.figures["distillation_steps"] == 1
@@ -531,15 +494,15 @@ def test_a_step_without_quorum_keeps_the_last_model() -> None:
 
 def test_training_without_quorum_closes_the_round() -> None:
     with pytest.raises(QuorumNotReached):
-        run_round(scalar_server(), Fleet({"a": scripted(), "b": scripted()}, fails=frozenset({(1, "a")})))
+        run_round(scalar_server(), fleet_of({"a": scripted(), "b": scripted()}, silent=frozenset({(1, "a")})))
 
 
 @given(gradients=st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=6), gone=st.integers(0, 5))
 def test_a_missing_reply_leaves_the_mean_of_the_others(gradients: list[float], gone: int) -> None:
     gone %= len(gradients)
     server = scalar_server(dkd_steps=1, dkd_lr=0.1, robust="off")
-    fleet = Fleet({f"d{i}": scripted(0, value) for i, value in enumerate(gradients)})
-    fleet.fails = frozenset({(2, f"d{gone}")})
+    fleet = fleet_of({f"d{i}": scripted(0, value) for i, value in enumerate(gradients)})
+    fleet.silent = frozenset({(2, f"d{gone}")})
     run_round(server, fleet)
     others = [value for number, value in enumerate(gradients) if number != gone]
     assert weight_of(server) == pytest.approx(-0.1 * sum(others) / len(others), abs=1e-5)
@@ -550,9 +513,9 @@ def test_a_missing_reply_leaves_the_mean_of_the_others(gradients: list[float], g
 
 def test_the_guard_undoes_the_step_that_raised_the_loss_and_ends_the_steps() -> None:
     server = scalar_server(dkd_steps=5, dkd_lr=0.1, divergence_factor=1.5)
-    fleet = run_round(server, Fleet({name: scripted(0, 1, losses=[1.0, 0.9, 1.4, 9, 9]) for name in "ab"}))
+    fleet = run_round(server, fleet_of({name: scripted(0, 1, losses=[1.0, 0.9, 1.4, 9, 9]) for name in "ab"}))
     assert weight_of(server) == pytest.approx(-0.1)  # the second of two steps is undone: 1.4 > 1.5 * 0.9
-    assert [step for step, _ in fleet.asked] == ["train", "distil", "distil", "distil"]
+    assert [step for step, _ in asked(fleet)] == ["train", "distil", "distil", "distil"]
     assert fleet.kinds == ["divergence-guard"]
     assert "distillation step 2" in fleet.events[0][2]
     assert "distillation rate too large" in fleet.events[0][2]
@@ -561,7 +524,7 @@ def test_the_guard_undoes_the_step_that_raised_the_loss_and_ends_the_steps() -> 
 
 def test_the_guard_stays_still_while_the_loss_does_not_rise_much() -> None:
     server = scalar_server(dkd_steps=4, dkd_lr=0.1, divergence_factor=1.5)
-    fleet = run_round(server, Fleet({"a": scripted(0, 1, losses=[1.0, 1.4, 2.0, 0.1])}))
+    fleet = run_round(server, fleet_of({"a": scripted(0, 1, losses=[1.0, 1.4, 2.0, 0.1])}))
     assert weight_of(server) == pytest.approx(-0.4)
     assert fleet.events == []
 
@@ -569,7 +532,7 @@ def test_the_guard_stays_still_while_the_loss_does_not_rise_much() -> None:
 def test_the_guard_compares_the_devices_that_answered_both_steps() -> None:
     """The device with the small loss disappears: the mean rises, but no device's loss does."""
     small, large = scripted(0, 1, losses=[0.01, 0.01]), scripted(0, 1, losses=[3.0, 3.0])
-    fleet = Fleet({"a": small, "b": large, "c": small}, fails=frozenset({(3, "a")}))
+    fleet = fleet_of({"a": small, "b": large, "c": small}, silent=frozenset({(3, "a")}))
     run_round(scalar_server(dkd_steps=2), fleet)
     assert fleet.events == []
 
@@ -615,11 +578,11 @@ def test_a_model_that_has_left_the_numbers_is_stepped_back_from(guard: bool) -> 
 @pytest.mark.parametrize("guard", [True, False])
 def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: bool) -> None:
     server = scalar_server(dkd_steps=2, dkd_lr=1e38, divergence_guard=guard, dkd_lr_step_decay=0.5)
-    fleet = run_round(server, Fleet({"a": scripted(0, 1), "b": scripted(0, 1)}))
+    fleet = run_round(server, fleet_of({"a": scripted(0, 1), "b": scripted(0, 1)}))
     assert weight_of(server) == pytest.approx(-1.5e38)
     assert (fleet.kinds, fleet.figures["distillation_steps"]) == ([], 2)
     server = scalar_server(dkd_steps=2, dkd_lr=2e38, divergence_guard=guard, dkd_lr_step_decay=1.0)
-    fleet = run_round(server, Fleet({"a": scripted(0, 1), "b": scripted(0, 1)}))
+    fleet = run_round(server, fleet_of({"a": scripted(0, 1), "b": scripted(0, 1)}))
     assert weight_of(server) == pytest.approx(-2e38)
     assert (fleet.kinds, fleet.figures["distillation_steps"]) == (["distillation-undone"], 1)
     assert re.fullmatch(
@@ -646,7 +609,7 @@ def test_a_step_never_hides_that_a_loss_became_infinite(before: dict[str, float]
 def test_losses_of_zero_that_become_infinite_undo_the_step() -> None:
     lost = scripted(0, 1, losses=[0.0, math.inf])
     fleet = run_round(
-        scalar_server(dkd_steps=2, dkd_lr=0.1), Fleet({"a": lost, "b": scripted(0, 1, losses=[0.0, 0.0])})
+        scalar_server(dkd_steps=2, dkd_lr=0.1), fleet_of({"a": lost, "b": scripted(0, 1, losses=[0.0, 0.0])})
     )
     assert fleet.kinds == ["gradient-left-out", "divergence-guard"]
     assert fleet.figures["distillation_steps"] == 0
@@ -655,7 +618,7 @@ def test_losses_of_zero_that_become_infinite_undo_the_step() -> None:
 def test_a_gradient_without_a_finite_loss_is_left_out_of_the_mean_and_of_the_figures() -> None:
     odd, even = scripted(0, 5, losses=[math.inf]), scripted(0, 1, losses=[1.0])
     server = scalar_server(dkd_steps=1, dkd_lr=0.1)
-    fleet = run_round(server, Fleet({"a": odd, "b": even, "c": even}))
+    fleet = run_round(server, fleet_of({"a": odd, "b": even, "c": even}))
     assert weight_of(server) == pytest.approx(-0.1)
     assert [(kind, device) for kind, device, _ in fleet.events] == [("gradient-left-out", "a")]
     assert fleet.figures["distillation_loss"] == {"1": 1.0}
@@ -667,7 +630,7 @@ def test_finite_gradients_short_of_the_quorum_move_nothing(finite: int, count: i
     bad, good = scripted(0, 1, losses=[math.inf]), scripted(0, 1, losses=[1.0])
     members = {f"d{number}": good if number < finite else bad for number in range(count)}
     server = scalar_server(dkd_steps=1, dkd_lr=0.1)
-    fleet = run_round(server, Fleet(members))
+    fleet = run_round(server, fleet_of(members))
     enough = finite * 3 >= 2 * count
     assert weight_of(server) == pytest.approx(-0.1 if enough else 0.0)
     assert ("distillation-stopped" in fleet.kinds) != enough
@@ -678,17 +641,17 @@ def test_finite_gradients_short_of_the_quorum_move_nothing(finite: int, count: i
 def test_a_device_that_never_has_a_finite_loss_does_not_switch_the_guard_off(odd: float) -> None:
     never, risen = scripted(0, 9, losses=[odd] * 3), scripted(0, 1, losses=[1.0, 9.0, 9.0])
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
-    fleet = run_round(server, Fleet({"a": never, "b": risen, "c": risen}))
+    fleet = run_round(server, fleet_of({"a": never, "b": risen, "c": risen}))
     assert weight_of(server) == 0.0
     assert fleet.kinds == ["gradient-left-out", "gradient-left-out", "divergence-guard"]
-    calm = run_round(scalar_server(dkd_steps=3), Fleet({"a": never, "b": scripted(), "c": scripted()}))
+    calm = run_round(scalar_server(dkd_steps=3), fleet_of({"a": never, "b": scripted(), "c": scripted()}))
     assert (set(calm.kinds), calm.figures["distillation_steps"]) == ({"gradient-left-out"}, 3)
 
 
 def test_a_loss_that_becomes_infinite_is_a_rise() -> None:
     lost = scripted(0, 1, losses=[1.0, math.inf])
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
-    fleet = run_round(server, Fleet({"a": lost, "b": scripted(0, 1), "c": scripted(0, 1)}))
+    fleet = run_round(server, fleet_of({"a": lost, "b": scripted(0, 1), "c": scripted(0, 1)}))
     assert weight_of(server) == 0.0
     assert fleet.kinds == ["gradient-left-out", "divergence-guard"]
 
@@ -707,7 +670,7 @@ def test_the_limit_shortens_and_never_turns_a_gradient(values: list[float], long
 
 def test_the_limit_on_the_norm_bounds_the_step() -> None:
     server = scalar_server(dkd_steps=1, dkd_lr=0.1, dkd_max_norm=1.0)
-    run_round(server, Fleet({"a": scripted(0, 10)}))
+    run_round(server, fleet_of({"a": scripted(0, 10)}))
     assert weight_of(server) == pytest.approx(-0.1 / math.sqrt(CLASSES), abs=1e-6)
 
 
@@ -946,8 +909,8 @@ def test_bn_keeps_batch_norm_on_the_device_through_a_round() -> None:
 
         return handle
 
-    fleet = run_round(server, Fleet({name: watched(name) for name in devices}))
-    for parts in [*fleet.sent, *(one for answers in fleet.answers for one in answers.values())]:
+    fleet = run_round(server, fleet_of({name: watched(name) for name in devices}))
+    for parts in [*sent(fleet), *(one for by_device in answers(fleet) for one in by_device.values())]:
         slots = {slot.path.split("/")[-1] for slot in encode(parts).slots}
         assert slots
         assert not slots & norms
