@@ -1,7 +1,7 @@
-"""Who may call what: one table for every method, held by an interceptor before a request is even parsed.
+"""The interceptor that checks every call against the table of `security/roles.py`, before a request is even parsed.
 
 A caller is what its connection proves: the role in its certificate, nobody on TLS without one (the enrolment port), or
-anybody on plain text. A method that is not in the table is refused to all.
+anybody on plain text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every call that the server has, and who may call it."""
+"""Every call that the server has, and who may call it. A call that is not in the table is refused to all."""
 
 from __future__ import annotations
 
