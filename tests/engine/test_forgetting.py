@@ -293,7 +293,7 @@ def test_while_a_backup_is_made_it_is_not_done_and_the_next_call_does_it(
 ) -> None:
     monkeypatch.setattr(forgetting, "WAIT_SECONDS", 0.0)
     other = run.open()
-    with other.blobs.alone() as alone:
+    with other.blobs.exclusive() as alone:
         assert alone
         assert not ask_to_forget(store, RUN, run.device, served=None)
         assert_still_to_forget(run, store)
@@ -325,7 +325,7 @@ def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, stor
     complete(run, store)
     other = run.open()
     with ExitStack() as stack:
-        stack.enter_context(other.blobs.alone())
+        stack.enter_context(other.blobs.exclusive())
 
         def look() -> None:
             assert_still_to_forget(run, store)
@@ -574,7 +574,7 @@ def test_for_an_upload_that_ends_too_late_nobody_is_held_up(joined: Joined, monk
     joined.forget()
     monkeypatch.setattr(joined.api.store.database, "transaction", refuse)
     monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
-    with joined.store.blobs.alone(), pytest.raises(RefusedError, match="takes no answer any more"):
+    with joined.store.blobs.exclusive(), pytest.raises(RefusedError, match="takes no answer any more"):
         session.finish()
     assert joined.store.blobs.has(payload.sha256), "a sweep deletes it"
 

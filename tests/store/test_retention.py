@@ -221,7 +221,7 @@ def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> Non
 
 def test_a_sweep_leaves_all_alone_while_another_process_needs_it(on_disk: Store, tmp_path: Path) -> None:
     on_disk.blobs.put(make_payload())
-    with Store.open(tmp_path / "store").blobs.alone() as alone:
+    with Store.open(tmp_path / "store").blobs.exclusive() as alone:
         assert alone
         assert sweep(on_disk, 0.0) == Freed()
     assert sweep(on_disk, 0.0).payloads == 1

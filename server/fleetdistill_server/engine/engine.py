@@ -214,7 +214,7 @@ class Engine:
             made = make(self.method)
             if made is None or made.sha256 != sha256:
                 raise
-            self._store.blobs.doubt()
+            self._store.blobs.forget_verified()
             self._store.blobs.put(made)
 
     def _restore(self) -> None:
@@ -332,7 +332,7 @@ class Engine:
                 self._store.runs.close_short_round(self._name, cohort.round, str(reason))
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
-            self._store.blobs.doubt()  # devices may have found damage in what they were asked with; it is put again
+            self._store.blobs.forget_verified()  # devices may have found damage in what they fetched; it is put again
             self._restore()
             return False
         self._close(cohort)

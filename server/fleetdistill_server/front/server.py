@@ -133,7 +133,7 @@ async def serve(
         await server.start()
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
-        tasks.append(asyncio.create_task(_delete_what_nobody_needs(directory, pool)))
+        tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
         tasks.append(asyncio.create_task(_tell_of_the_engine(status, directory, api, pool)))
         await stop.wait()
         for task in tasks:
@@ -198,7 +198,7 @@ async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path
         await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _delete_what_nobody_needs(directory: Path, pool: ThreadPoolExecutor) -> None:
+async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await _guarded(loop.run_in_executor(pool, sweep_directory, directory))

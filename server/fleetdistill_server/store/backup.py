@@ -2,7 +2,7 @@
 
 A backup is a directory with the same layout as a store: `store.sqlite`, a snapshot, and under `blobs/` every payload
 and checkpoint that the snapshot needs, hard links where the file system can. `manifest.json` is written last and names
-them all; a directory without it is no backup. While one is made nobody deletes payloads (`Blobs.alone`).
+them all; a directory without it is no backup. While one is made nobody deletes payloads (`Blobs.exclusive`).
 
 A restored store stands where it stood at the backup. Receipts that were given since are void, and each run has an event
 that says so; devices that are ahead go on with the state that they have.
@@ -28,7 +28,7 @@ from fleetdistill.state.durable import make_directory, rename_durably, sync_dire
 from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.file_blobs import FileBlobs
-from fleetdistill_server.store.retention import alone, needed
+from fleetdistill_server.store.retention import exclusive, needed
 from fleetdistill_server.store.store import Store
 
 FORMAT = 1
@@ -67,7 +67,7 @@ def backup(source: Path, target: Path) -> BackedUp:
     _check_empty(target)
     store = Store.open(source)
     try:
-        with disk_errors(f"making the backup {target}"), alone(store):
+        with disk_errors(f"making the backup {target}"), exclusive(store):
             make_directory(target)
             _snapshot(source / _DATABASE, target / _DATABASE)
             failpoints.hit("backup.after-snapshot")

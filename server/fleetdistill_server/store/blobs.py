@@ -110,7 +110,7 @@ class Blobs(Protocol):
     def put(self, payload: Payload) -> None:
         """Stores a payload that is made here; one that is there counts as written now, and is mended if need be."""
 
-    def doubt(self) -> None:
+    def forget_verified(self) -> None:
         """Forgets which payloads are known to be whole: the next `put` of one reads it again."""
 
     def quarantine(self, sha256: bytes) -> None:
@@ -131,7 +131,7 @@ class Blobs(Protocol):
     def discard(self, key: str) -> None:
         """Forgets what was staged under a key."""
 
-    def alone(self) -> contextlib.AbstractContextManager[bool]:
+    def exclusive(self) -> contextlib.AbstractContextManager[bool]:
         """For who deletes payloads, or needs that nobody does: True if no other process is within such a block."""
 
     def drop(self, sha256: bytes) -> None:

@@ -102,7 +102,7 @@ class FileBlobs:
         key = f"put-{payload.sha256.hex()}-{os.getpid()}"
         if self.space is not None:
             self.space.check(payload.data_bytes)
-        _in_spite_of_a_sweep(lambda: self._put(key, payload))
+        _retry_after_sweep(lambda: self._put(key, payload))
         self._intact.add(payload.sha256)
 
     def _put(self, key: str, payload: Payload) -> None:
@@ -137,7 +137,7 @@ class FileBlobs:
                 return False
         return True
 
-    def doubt(self) -> None:
+    def forget_verified(self) -> None:
         self._intact.clear()
 
     def quarantine(self, sha256: bytes) -> None:
@@ -186,7 +186,7 @@ class FileBlobs:
             self._staging_path(key).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
+    def exclusive(self) -> Iterator[bool]:
         with disk_errors("locking the payloads"):
             lock = lock_file(self._directory / "gc.lock")
         try:
@@ -202,7 +202,7 @@ class FileBlobs:
 
     def put_state(self, data: bytes) -> bytes:
         sha256 = hashlib.sha256(data).digest()
-        _in_spite_of_a_sweep(lambda: self._put_state(sha256, data))
+        _retry_after_sweep(lambda: self._put_state(sha256, data))
         return sha256
 
     def _put_state(self, sha256: bytes, data: bytes) -> None:
@@ -230,7 +230,7 @@ class FileBlobs:
         return self._staging / f"{key}.part"
 
 
-def _in_spite_of_a_sweep(write: Callable[[], None]) -> None:
+def _retry_after_sweep(write: Callable[[], None]) -> None:
     """Writes a file; once more where a sweep has deleted what was staged of it, taking it for a dead process's."""
     try:
         write()

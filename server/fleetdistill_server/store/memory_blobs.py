@@ -44,7 +44,7 @@ class MemoryBlobs:
     def has(self, sha256: bytes) -> bool:
         return sha256 in self._payloads or sha256 in self._states
 
-    def doubt(self) -> None:
+    def forget_verified(self) -> None:
         return
 
     def quarantine(self, sha256: bytes) -> None:
@@ -66,7 +66,7 @@ class MemoryBlobs:
     def discard(self, key: str) -> None:
         self._staging.pop(key, None)
 
-    def alone(self) -> contextlib.AbstractContextManager[bool]:
+    def exclusive(self) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(True)
 
     def put(self, payload: Payload) -> None:

@@ -107,14 +107,14 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
     keep = int((store.runs.get(run) or {})["keep_rounds"])
     first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
     spent = store.runs.payloads_between(run, first, stop)
-    with store.blobs.alone() as free:
+    with store.blobs.exclusive() as free:
         if free:  # otherwise a later sweep does it
             _delete(store, [*spent, *checkpoints])
 
 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
     """Deletes those that nothing needs any more; waits so long for whoever else deletes, then leaves it to a sweep."""
-    with contextlib.suppress(StoreError), _alone_within(store, wait_seconds) as free:
+    with contextlib.suppress(StoreError), _exclusive_within(store, wait_seconds) as free:
         if free:
             _delete(store, digests)
 
@@ -124,7 +124,7 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
 
     Does nothing while another process deletes or makes a backup.
     """
-    with store.blobs.alone() as free:
+    with store.blobs.exclusive() as free:
         return _sweep(store, grace_seconds) if free else Freed()
 
 
@@ -134,7 +134,7 @@ def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.
     Returns:
         False, and nothing is deleted, if another process deletes or makes a backup for longer than `wait_seconds`.
     """
-    with _alone_within(store, wait_seconds) as free:
+    with _exclusive_within(store, wait_seconds) as free:
         if free:
             _sweep(store, 0.0)
             store.blobs.drop_quarantined(damaged)
@@ -193,7 +193,7 @@ def prune(
         raise ConfigurationError(no_such_run(run, store.runs.names()))
     _check_may_go(row, keep_rounds, whole, served)
     grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
-    with alone(store):
+    with exclusive(store):
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else int(row["kept_from"])
@@ -301,19 +301,19 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
 
 
 @contextlib.contextmanager
-def alone(store: Store) -> Iterator[None]:
+def exclusive(store: Store) -> Iterator[None]:
     """Waits a while for whoever else deletes or makes a backup."""
-    with _alone_within(store, WAIT_SECONDS) as free:
+    with _exclusive_within(store, WAIT_SECONDS) as free:
         if not free:
             raise StoreError("another process deletes payloads or makes a backup; try again when it is done")
         yield
 
 
 @contextlib.contextmanager
-def _alone_within(store: Store, seconds: float) -> Iterator[bool]:
+def _exclusive_within(store: Store, seconds: float) -> Iterator[bool]:
     until = time.monotonic() + seconds
     while True:
-        with store.blobs.alone() as free:
+        with store.blobs.exclusive() as free:
             if free or time.monotonic() >= until:
                 yield free
                 return
