@@ -82,5 +82,5 @@ def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:
     first = Supervisor(path, load_run_config(path))
     with pytest.raises(RunError, match=r"another `fleetdistill serve` uses the store .*store; stop it first"):
         Supervisor(path, load_run_config(path))
-    first._lock.close()
+    first.lock.close()
     first.store.close()

@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from support.devices import answer_waits, compute_of, state_of
 from support.processes import PATIENCE_SECONDS
 from torch import nn
 
@@ -298,7 +299,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
     with pytest.raises(Crash):
         crashing.step(0)
     assert equal(weights(crashing), joined), "no receipt, no delivery"
-    crashing._storage.close()
+    crashing.close(leave=False)
     with make_device(fleet, tmp_path / "a", **given) as device:
         if early_look:  # loads the state from before the answer that waits in the outbox
             assert equal(weights(device), joined)
@@ -353,11 +354,11 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
     with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
         for one in (fleet, other):
             one.ask("d")
-        method = device._check_in.ready_compute()._method
-        method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+        method = compute_of(device).method
+        method.knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
         with pytest.raises(Crash):
             device.step(0)
-        del method._knowledge  # type: ignore[attr-defined]
+        del method.knowledge  # type: ignore[attr-defined]
         device.step(0)
         undisturbed.step(0)
         assert equal(weights(device), weights(undisturbed))
@@ -371,8 +372,8 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
-        method = device._check_in.ready_compute()._method
-        before = device._storage.load("state.safetensors")
+        method = compute_of(device).method
+        before = state_of(device)
 
         def cannot(ask: Any) -> Any:
             with torch.no_grad():
@@ -387,17 +388,14 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         assert (ask["status"], ask["reason"]) == ("out", "declined")
         (event,) = fleet.store.history.events(RUN, "declined")
         assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
-        assert device._storage.load("state.safetensors") == before
+        assert state_of(device) == before
         del method.handle  # type: ignore[method-assign]
         assert device.step(0) is Step.WAITED
         assert fleet.store.devices.present(RUN) == ["d"], "out for the round, not for the run"
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
-    assert device._session.compute is not None
-    assert all(bool(one.any()) for one in device._session.compute._module.parameters()), (
-        "it went on from the committed state"
-    )
+    assert all(bool(one.any()) for one in compute_of(device).module.parameters()), "it went on from the committed state"
 
 
 # --- delivery, in the app
@@ -411,12 +409,12 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
     with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
         for number in range(9):
             before = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
-            trained = device._session.compute.state()  # type: ignore[union-attr]
+            trained = compute_of(device).state()  # type: ignore[union-attr]
             fleet.ask("d", wrong if number >= 3 else None)
             device.step(0)
             same = all(torch.equal(tensor, before[name]) for name, tensor in device.model.state_dict().items())
             assert same == (events[-1].kind == "kept")
-            assert device._session.compute.state() != trained, "training goes on either way"  # type: ignore[union-attr]
+            assert compute_of(device).state() != trained, "training goes on either way"  # type: ignore[union-attr]
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert verdicts[0].kind == "delivered"
     kept = [event for event in verdicts if event.kind == "kept"]
@@ -551,7 +549,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
         patch.setattr(Outbox if moment == "promote" else Sender, moment, die)
         with pytest.raises(Crash):
             crashing.step(0)
-    crashing._storage.close()
+    crashing.close(leave=False)
     with make_device(fleet, tmp_path, export_onnx="round") as device:
         device.step(0)
         device.step(0)
@@ -580,7 +578,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
     crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment))
     with pytest.raises(Crash):
         crashing.step(0)
-    crashing._storage.close()  # what the end of the process does
+    crashing.close(leave=False)  # what the end of the process does
     events = EventLog()
     with make_device(fleet, tmp_path / "a", events) as device:
         device.step(0)
@@ -598,13 +596,13 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
 def test_a_device_killed_while_training_trains_again_from_the_committed_state(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path)
-    worker = crashing._check_in.ready_compute()
-    original = worker._method._knowledge  # type: ignore[attr-defined]
-    worker._method._knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+    worker = compute_of(crashing)
+    original = worker.method.knowledge  # type: ignore[attr-defined]
+    worker.method.knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
     with pytest.raises(Crash):
         crashing.step(0)
     assert original is not None
-    crashing._storage.close()
+    crashing.close(leave=False)
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.asks.uploads(RUN)) == 1
@@ -616,14 +614,14 @@ def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(flee
     crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
     with pytest.raises(Crash):
         crashing.step(0)
-    crashing._storage.close()
+    crashing.close(leave=False)
     fleet.store.runs.close_short_round(RUN, fleet.round, "too few devices")
     with make_device(fleet, tmp_path, events) as device:
-        before = device._storage.load("state.safetensors")
+        before = state_of(device)
         device.step(0)
         assert events.kinds() == ["checked-in", "dropped"]
-        assert device._storage.outbox.pending() is None
-        assert device._storage.load("state.safetensors") == before
+        assert not answer_waits(device)
+        assert state_of(device) == before
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -642,7 +640,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
         patch.setattr(*((DeviceEvents, "emit_scores") if moment == "before" else (Outbox, "outcome_reported")), die)
         with pytest.raises(Crash):
             crashing.step(0)
-    crashing._storage.close()
+    crashing.close(leave=False)
     told = ["scored", "answered", "delivered"]
     assert first.kinds() == ["checked-in", "ask", *(told if moment == "after" else [])]
     with make_device(fleet, tmp_path, events) as device:
@@ -662,7 +660,7 @@ def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Flee
     failing = make_device(fleet, tmp_path, on_event=raising)
     with pytest.raises(Crash):
         failing.step(0)
-    failing._storage.close()
+    failing.close(leave=False)
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
@@ -677,14 +675,14 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
     with make_device(fleet, tmp_path) as device:
         device.step(0)
         assert device.model is not None
-        before = device._storage.load("state.safetensors")
+        before = state_of(device)
         device._storage.outbox._max_answer_bytes = 100
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
         (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
-        assert device._storage.load("state.safetensors") == before
-        assert device._storage.outbox.pending() is None
+        assert state_of(device) == before
+        assert not answer_waits(device)
         device._storage.outbox._max_answer_bytes = 1 << 30
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
@@ -712,7 +710,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         assert device.model is not None
-        before = device._storage.load("state.safetensors")
+        before = state_of(device)
         fleet.ask("d")
         with monkeypatch.context() as patch:
             usage = shutil.disk_usage(tmp_path)
@@ -720,7 +718,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
             assert device.step(0) is Step.ANSWERED
         assert events[-1].kind == "dropped"
         assert "the disk has 400 free" in events[-1].text
-        assert device._storage.load("state.safetensors") == before
+        assert state_of(device) == before
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
@@ -802,7 +800,7 @@ def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, 
     with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "no-space", 1)) as device:
         with pytest.raises(LinkError, match="no-space"):
             device.step(0)
-        assert device._storage.outbox.pending() is not None
+        assert answer_waits(device)
         assert fleet.store.asks.uploads(RUN) == []
         assert device.step(0) is Step.ANSWERED
     assert len(fleet.store.asks.uploads(RUN)) == 1
@@ -816,7 +814,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
     fleet.ask("d")
     with pytest.raises(Crash):
         crashing.step(0)
-    crashing._storage.close()
+    crashing.close(leave=False)
     with make_device(fleet, tmp_path, data=tiny_data(9)) as device:
         device.models  # noqa: B018  (the app looks before the device has settled anything)
         device.step(0)
@@ -863,7 +861,7 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
         assert events[-1].kind == "refused"
         assert events[-1].values["code"] == "bad-value"
         assert device.model is not None
-        assert torch.equal(device._session.compute._module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
+        assert torch.equal(compute_of(device).module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
 
 
 # --- what the app gives
@@ -889,7 +887,7 @@ def test_a_lost_response_to_the_first_check_in_does_not_lock_the_id(fleet: Fleet
     losing = make_device(fleet, tmp_path, link=Losing(fleet.api))
     with pytest.raises(Crash):
         losing.step(0)
-    losing._storage.close()
+    losing.close(leave=False)
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.WAITED
 
@@ -975,7 +973,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`run` returns only once the run is finished; the app is told once why nothing happens."""
-    monkeypatch.setattr(device_api, "_STOPPED_SECONDS", 0.0)
+    monkeypatch.setattr(device_api, "STOPPED_SECONDS", 0.0)
     events, asked = EventLog(), 0
 
     class Operator(MemoryLink):

@@ -343,14 +343,14 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
     """Between the engine's last look and the end."""
     complete(run, store)
     engine = run.engine(store, Waker(lambda: None))
-    forget = engine._forget
+    forget = engine.forget
 
     def then_asked() -> None:
         monkeypatch.undo()
         forget()
         assert not ask_to_forget(store, RUN, run.device, served=RUN)
 
-    monkeypatch.setattr(engine, "_forget", then_asked)
+    monkeypatch.setattr(engine, "forget", then_asked)
     asyncio.run(engine.run())
     assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert_forgotten(run, store)
@@ -414,13 +414,13 @@ def test_an_engine_that_starts_while_a_command_works_does_the_forgetting(
 
     def serve() -> None:
         engines.append(run.engine(opened))
-        engines[0]._prepare()
+        engines[0].prepare()
 
     meanwhile(store, monkeypatch, serve)
     assert not ask_to_forget(store, RUN, run.device, served=None)
     assert_still_to_forget(run, store)
     all_present(store)
-    asyncio.run(engines[0]._next_cohort())
+    asyncio.run(engines[0].next_cohort())
     assert_forgotten(run, store)
     opened.close()
 
@@ -431,10 +431,10 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
     """The command looked for a server just before there was one."""
     opened = run.open()
     engine = run.engine(opened)
-    engine._prepare()
+    engine.prepare()
     assert ask_to_forget(store, RUN, run.device, served=None)
     all_present(store)
-    asyncio.run(engine._next_cohort())
+    asyncio.run(engine.next_cohort())
     assert sorted(engine.method.state_dict()["parts"]) == run.others()
     opened.close()
 
@@ -458,25 +458,25 @@ def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, r
     assert (closed["round"], closed["status"]) == (number, "short")
     assert {ask["status"] for ask in store.asks.of_step(RUN, number, 1)} == {"out"}
     with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
-        left._store.runs.assert_owner(RUN, left._token)
+        left._store.runs.assert_owner(RUN, left.token)
 
 
 def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It starts just after the command looked for one."""
-    number, end = store.runs.start_round(RUN, run.others()), forgetting._end_open_round
+    number, end = store.runs.start_round(RUN, run.others()), forgetting.end_open_round
     engines: list[Engine] = []
 
     def then_end(*given: Any) -> None:
         engines.append(run.engine(store))
         end(*given)
 
-    monkeypatch.setattr(forgetting, "_end_open_round", then_end)
+    monkeypatch.setattr(forgetting, "end_open_round", then_end)
     assert not ask_to_forget(store, RUN, run.device, served=None)
     assert_still_to_forget(run, store)
     assert (store.runs.open_round(RUN) or {})["round"] == number
-    store.runs.assert_owner(RUN, engines[0]._token)
+    store.runs.assert_owner(RUN, engines[0].token)
 
 
 def test_what_a_method_notes_is_written_with_its_state_and_not_before(

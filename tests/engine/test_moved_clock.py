@@ -57,7 +57,7 @@ class Waits:
         if self._by:
             self._clock.set_system(self._by)
             self._by = 0.0
-            ask = self.api.next_ask(self.devices[1]._identity)
+            ask = self.api.next_ask(self.devices[1].identity)
             assert ask is not None
             self.told = ask.ask.deadline_seconds
             if self._dies:

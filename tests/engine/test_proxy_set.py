@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import compute_of
 from support.fleets import Prepared, prepare
 from support.wire_samples import make_contract, make_identity, make_profile
 
@@ -183,7 +184,7 @@ class Wait(DriveDevices):
 def opened(fleet: Prepared) -> Iterator[tuple[Store, DeviceApi, bytes]]:
     """A store whose run is prepared, and the digest of its proxy set."""
     store = Store.in_memory()
-    Engine(store, fleet[0], Wait([], lambda: None))._prepare()
+    Engine(store, fleet[0], Wait([], lambda: None)).prepare()
     api = DeviceApi(store)
     yield store, api, api.sessions.contract(RUN).proxy_digest
     store.close()
@@ -203,12 +204,12 @@ def test_a_device_fetches_it_once_caches_it_and_works_with_it(
     for expected in (1, 0, 0):  # a new device; the same one started again, twice
         link = CountingLink(api)
         with make_device(spec, link) as device:
-            worker = device._check_in.ready_compute()
+            worker = compute_of(device)
             assert worker.has_payload(digest)
-            proxy = worker._method.local.proxy
+            proxy = worker.method.local.proxy
             assert proxy is not None
             assert len(proxy) == 80
-            assert worker._method.local.proxy_digest == digest
+            assert worker.method.local.proxy_digest == digest
         assert link.wanted.count(digest) == expected
 
 
@@ -266,10 +267,10 @@ def test_a_run_that_is_started_again_with_another_proxy_set_is_refused(
     file = Path(fleet[0].proxy.data)
     with np.load(file) as arrays:
         inputs, labels = arrays["inputs"], arrays["labels"]
-    Engine(store, fleet[0], Wait([], lambda: None))._prepare()  # the same one is fine
+    Engine(store, fleet[0], Wait([], lambda: None)).prepare()  # the same one is fine
     np.savez(file, inputs=inputs[::-1], labels=labels[::-1])
     with pytest.raises(RunError, match=f"began with proxy set {digest.hex()[:12]}, the file is"):
-        Engine(store, fleet[0], Wait([], lambda: None))._prepare()
+        Engine(store, fleet[0], Wait([], lambda: None)).prepare()
 
 
 # --- what a device takes, and what ingest takes of it

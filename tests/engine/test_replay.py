@@ -184,7 +184,7 @@ def test_devices_that_are_restarted_in_every_round_change_nothing(tmp_path: Path
             try:
                 return device.step(wait_seconds)
             finally:
-                device._storage.close()  # as a kill does: it does not say goodbye
+                device.close(leave=False)  # as a kill does: it does not say goodbye
 
     run_engine(store, config, Drive([Restarting(spec) for spec in specs]))
     assert checkpoint(store) == checkpoint(expected)

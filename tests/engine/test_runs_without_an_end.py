@@ -112,7 +112,7 @@ class Fleet:
 
     def leave(self, name: str) -> None:
         device = self.devices.pop(name)
-        self.api.leave(service_pb2.LeaveRequest(identity=device._identity))
+        self.api.leave(service_pb2.LeaveRequest(identity=device.identity))
 
     def forget(self, name: str) -> None:
         ask_to_forget(self.store, RUN, name, served=RUN)
@@ -222,9 +222,9 @@ def test_a_device_with_other_rows_is_asked_again_and_one_that_only_comes_back_is
 
     def back() -> None:
         fleet.come("d1", b"first")
-        fleet.devices["d1"]._identity.CopyFrom(left)
+        fleet.devices["d1"].identity.CopyFrom(left)
 
-    left = fleet.devices["d1"]._identity
+    left = fleet.devices["d1"].identity
     fleet.play(
         lambda: fleet.devices["d0"].change_data(b"second"),
         lambda: fleet.leave("d1"),

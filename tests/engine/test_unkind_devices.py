@@ -51,7 +51,7 @@ class ThirdDevice(AnsweringDevice):
 
     @property
     def identity(self) -> service_pb2.Identity:
-        return self._identity
+        return self.identity
 
     def _answer(self, ask: service_pb2.Ask) -> None:
         number, answers = divmod(ask.round - 1, 2)
@@ -107,7 +107,7 @@ def declines(device: ThirdDevice, ask: service_pb2.Ask) -> None:
 
 def leaves_and_comes_back_as_the_same(device: ThirdDevice, ask: service_pb2.Ask) -> None:
     device.link.leave(device.identity)
-    device._contract = None  # its next step checks in again
+    device.contract = None  # its next step checks in again
 
 
 def dies_in_its_upload(device: ThirdDevice, ask: service_pb2.Ask) -> None:
@@ -336,10 +336,10 @@ class Waiting:
     def _work(self) -> None:
         while not self._over.is_set() and not self._device.finished:
             try:
-                if self.released or self._device._contract is None:
+                if self.released or self._device.contract is None:
                     self._device.step(0.2)
                 else:
-                    self._link.heartbeat(self._device._identity)
+                    self._link.heartbeat(self._device.identity)
                     self._over.wait(0.1)
             except (LinkError, RefusedError):
                 self._over.wait(0.1)

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.devices import answer_waits, state_of
 from support.live_front import RUN, Client, LiveFront, open_round, refused, upload_name, write_asks
 from support.small_device import SmallWorker, small_device
 from support.wire_samples import make_payload
@@ -81,8 +82,8 @@ class Case:
             assert device.step(0) is Step.WAITED
             self.open()
             assert device.step(0) is Step.ANSWERED
-            assert device._storage.outbox.pending() is None
-            state = device._storage.load("state.safetensors")
+            assert not answer_waits(device)
+            state = state_of(device)
             self.went_back = state == b"0"
             assert device.step(0) is Step.WAITED, "it goes on"
 
@@ -200,7 +201,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
         with pytest.raises(RefusedError) as error:
             device.step(0)
         assert error.value.code == "bad-identity"
-        assert device._storage.outbox.pending() is not None
+        assert answer_waits(device)
     case.store.database.write("UPDATE devices SET secret_hash = ? WHERE device = ?", row["secret_hash"], case.name)
     write_asks(case.store, case.round, case.name)
     with case.device() as device:
@@ -244,7 +245,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
     case.open()
     with pytest.raises(Death):
         dying.step(0)
-    dying._storage.close()
+    dying.close(leave=False)
     dying._session.link.close()
     with case.device() as device:
         assert device.step(0) is Step.ANSWERED
@@ -322,7 +323,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         assert dropped.values["code"] == "closed"
         assert "the answer is to another question than step 'train'" in dropped.text
         assert case.uploads == []
-        assert device._storage.load("state.safetensors") == b"0"
+        assert state_of(device) == b"0"
         assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
         link.close()
     assert len(case.uploads) == 1
@@ -364,17 +365,17 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
             else:
                 with pytest.raises(LinkError, match=r"no room to note what the server said: .*No space left on device"):
                     device.step(0)
-                assert device._storage.outbox.pending() is not None
+                assert answer_waits(device)
                 assert case.events.kinds() == ["checked-in", "ask"]
         if full != "tries.txt":
             assert device.step(0) is Step.ANSWERED
-        assert device._storage.load("state.safetensors") == b"1"
+        assert state_of(device) == b"1"
         (row,) = case.uploads
         assert case.events.of("answered").values["receipt"] == row["receipt"]
         case.store.runs.close_short_round(RUN, case.round, "too few devices")
         case.open()
         assert device.step(0) is Step.ANSWERED
-        assert device._storage.load("state.safetensors") == b"2", "it went on from the state of the first answer"
+        assert state_of(device) == b"2", "it went on from the state of the first answer"
 
 
 def fill_disk(patch: pytest.MonkeyPatch, name: str) -> None:

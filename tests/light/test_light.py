@@ -25,6 +25,7 @@ import torch
 from numpy.testing import assert_allclose
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
+from support.devices import compute_of
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import COLUMNS, Device
@@ -396,7 +397,7 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
         for fetched in ([expected], []):  # a new device; the same one started again
             link.wanted.clear()
             with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
-                device._check_in.ready_compute()
+                compute_of(device)
             assert link.wanted == fetched
     store.close()
 

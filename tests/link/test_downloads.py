@@ -61,7 +61,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.0)
 
 
 def fetch(folder: Path, server: Server, payload: Payload, **changes: Any) -> Payload:

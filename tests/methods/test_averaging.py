@@ -205,11 +205,11 @@ def test_large_tensors_are_gone_through_in_parts_with_the_same_result(rows: Any)
     import fleetdistill_server.methods.averaging as averaging
 
     whole, noted = mean_of([{"w": row} for row in rows])
-    usual, averaging._BLOCK_NUMBERS = averaging._BLOCK_NUMBERS, 2 * len(rows)
+    usual, averaging.BLOCK_NUMBERS = averaging.BLOCK_NUMBERS, 2 * len(rows)
     try:
         parts, noted_parts = mean_of([{"w": row} for row in rows])
     finally:
-        averaging._BLOCK_NUMBERS = usual
+        averaging.BLOCK_NUMBERS = usual
     np.testing.assert_allclose(whole["w"], parts["w"], rtol=1e-5, atol=1e-4)
     assert noted.events == noted_parts.events
 
@@ -257,7 +257,7 @@ def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch:
         return found
 
     whole, stack, sizes = mean(), torch.stack, list[int]()
-    monkeypatch.setattr(averaging, "_BLOCK_NUMBERS", 40)
+    monkeypatch.setattr(averaging, "BLOCK_NUMBERS", 40)
     monkeypatch.setattr(torch, "stack", lambda rows: (made := stack(rows), sizes.append(made.numel()))[0])
     torch.testing.assert_close(mean(), whole)
     assert max(sizes) <= 40

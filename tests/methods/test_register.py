@@ -17,8 +17,8 @@ from fleetdistill_server.config.run_config import run_config
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counting method, for one test."""
-    monkeypatch.setattr(methods, "_registered", {})
-    monkeypatch.setattr(server_methods, "_registered", {})
+    monkeypatch.setattr(methods, "registered", {})
+    monkeypatch.setattr(server_methods, "registered", {})
     counting_server.register()
 
 
@@ -65,7 +65,7 @@ def test_a_configuration_that_is_no_local_training_is_refused(registered: None) 
 def test_a_contract_cannot_name_code_that_the_app_has_not_registered(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(methods, "_registered", {})
+    monkeypatch.setattr(methods, "registered", {})
     with pytest.raises(ConfigurationError, match="unknown method"):
         methods.device_class(name)
 

@@ -387,7 +387,7 @@ def test_dafkd() -> None:
     members = {name: DaFKDDevice(config, local_of(name, new_model(9))) for name in ROWS}
     judges, own = dict[str, nn.Module](), dict[str, torch.optim.Optimizer]()
     for name, half in members.items():
-        judges[name] = copy.deepcopy(half._ready()[0].discriminator)
+        judges[name] = copy.deepcopy(half.ready()[0].discriminator)
         own[name] = torch.optim.Adam(judges[name].parameters(), lr=0.003)
     world, maker = copy.deepcopy(server.model), copy.deepcopy(server.generator)
     for number in (1, 2):

@@ -157,19 +157,19 @@ def serving(config: Path) -> Iterator[Supervisor]:
     made = Supervisor(config, load_run_config(config))
     yield made
     made.store.close()
-    made._lock.close()
+    made.lock.close()
 
 
 def look(serving: Supervisor, engine: Ended, times: int) -> None:
-    serving._engine = engine  # type: ignore[assignment]
+    serving.engine = engine  # type: ignore[assignment]
     for _ in range(times):
-        serving._look_after_engine()
+        serving.look_after_engine()
 
 
 def test_an_engine_without_space_is_started_again_and_again(
     serving: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_NO_SPACE_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "NO_SPACE_SECONDS", 0.0)
     child = Ended(EXIT_NO_SPACE)
     look(serving, child, 4 * MAX_RESTARTS)
     assert (child.starts, child.failures) == (2 * MAX_RESTARTS, 0)
@@ -186,7 +186,7 @@ def test_failures_of_an_engine_that_has_lived_long_do_not_add_up(
     serving: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run without an end may idle for months, with no round that would be completed between two failures."""
-    monkeypatch.setattr(supervisor, "_STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.0)
     child = Ended(1)
     look(serving, child, 4 * MAX_RESTARTS)
     assert child.starts == 4 * MAX_RESTARTS

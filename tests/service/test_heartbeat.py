@@ -132,21 +132,21 @@ def serving(tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -
     made = Supervisor(path, load_run_config(path))
     yield made
     made.store.close()
-    made._lock.close()
+    made.lock.close()
 
 
 def look(serving: Supervisor, seconds: Seconds, times: int) -> None:
     for _ in range(times):
         seconds.now += 1
-        serving._look_after_engine()
+        serving.look_after_engine()
 
 
 def test_a_hung_engine_is_killed_and_started_again(
     serving: Supervisor, seconds: Seconds, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Hung()
-    serving._engine = engine  # type: ignore[assignment]
-    serving._expect_beats()
+    serving.engine = engine  # type: ignore[assignment]
+    serving.expect_beats()
     beat(tmp_path / "store", 1e9)
     look(serving, seconds, 60)
     assert engine.code is None
@@ -163,7 +163,7 @@ def test_a_hung_engine_is_killed_and_started_again(
 
 def test_an_engine_that_has_ended_after_its_run_is_none_that_hangs(serving: Supervisor, seconds: Seconds) -> None:
     engine = Hung()
-    serving._engine = engine  # type: ignore[assignment]
+    serving.engine = engine  # type: ignore[assignment]
     serving.store.runs.end(RUN, "finished", "1 rounds completed")
     look(serving, seconds, 2000)
     assert (engine.code, engine.starts) == (None, 0)

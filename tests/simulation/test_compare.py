@@ -146,14 +146,14 @@ def test_what_a_run_leaves_is_taken_by_the_next_one(
 
 
 def test_c_per_is_the_reports(tables: Any) -> None:
-    assert tables._figure(row(), "c_per", 2) == 0.7
-    assert tables._alone(row(alone=0.2, alone_own=0.9, alone_c_per=0.6), "c_per") == 0.6
+    assert tables.figure(row(), "c_per", 2) == 0.7
+    assert tables.alone(row(alone=0.2, alone_own=0.9, alone_c_per=0.6), "c_per") == 0.6
 
 
 def test_older_rows_have_the_c_per_of_before_and_are_said_to(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
     old = without(row(), "c_per_curve", "bytes_curve")
-    assert tables._figure(old, "c_per", 2) == pytest.approx((0.4 + 0.8) / 2)
-    assert tables._alone(row(alone=0.2, alone_own=0.9), "c_per") == pytest.approx(0.55)
+    assert tables.figure(old, "c_per", 2) == pytest.approx((0.4 + 0.8) / 2)
+    assert tables.alone(row(alone=0.2, alone_own=0.9), "c_per") == pytest.approx(0.55)
     tables.print_tables("t", {("x", 0): old, ("x", 1): row()}, ["x"], "c_per")
     said = capsys.readouterr().out
     assert "C-Per of 1 of 2 runs, which are older, is (devices on all classes + own classes) / 2" in said
@@ -181,12 +181,12 @@ def test_every_pair_has_a_budget_of_its_own(tables: Any) -> None:
         (row(), row(**curves, bytes_curve=cheap)),
         (row(bytes_curve=[15.0, 20.0]), row(**curves, bytes_curve=cheap)),
     ]
-    assert tables._equal_bytes(pairs, "global").endswith("(+10.0, +30.0), rounds 2 and 4/2")
+    assert tables.equal_bytes(pairs, "global").endswith("(+10.0, +30.0), rounds 2 and 4/2")
 
 
 def test_a_run_that_the_budget_gives_no_round_is_said_to_have_none(tables: Any) -> None:
     dear = row(bytes_curve=[100.0, 200.0])
-    assert tables._equal_bytes([(row(), dear)], "global") == "b has not had a round"
+    assert tables.equal_bytes([(row(), dear)], "global") == "b has not had a round"
 
 
 def test_bytes_to_fedavgs_accuracy(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:

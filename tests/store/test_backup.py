@@ -153,7 +153,7 @@ def test_a_device_of_the_sdk_checks_in_again_where_a_restored_server_does_not_kn
     config, (spec, *_), work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     before = Store.open(work / "store")
     engine = Engine(before, config, _Nobody())
-    engine._prepare()
+    engine.prepare()
     backup(work / "store", tmp_path / "backup")
     link = MemoryLink(DeviceApi(before))
     with make_device(spec, link) as device:

@@ -104,7 +104,7 @@ def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
         sender.begin("d2", LARGE)
     first.abandon()
     assert sender.api.uploads.space is not None
-    sender.api.uploads.space._looked = -1e9  # the next look at the disk
+    sender.api.uploads.space.looked = -1e9  # the next look at the disk
     sender.begin("d2", LARGE).abandon()
     assert len(sender.events()) == 1
     sender.store.close()
@@ -166,7 +166,7 @@ def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> N
         session.feed(chunk)
     session.abandon()
     assert sender.api.uploads.space is not None
-    sender.api.uploads.space._looked = -1e9
+    sender.api.uploads.space.looked = -1e9
     sender.begin("d1", LARGE).abandon()
     sender.store.close()
 
@@ -221,7 +221,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
                 if waited == 3:
                     ballast.unlink()
             assert store.blobs.space is not None
-            store.blobs.space._looked = -1e9  # type: ignore[attr-defined]
+            store.blobs.space.looked = -1e9  # type: ignore[attr-defined]
             for device in devices:
                 device.step()
             if store.runs.open_round(RUN) and (store.runs.open_round(RUN) or {})["round"] == 2 and not waited:

@@ -32,19 +32,19 @@ class AnsweringDevice:
 
     def __init__(self, link: Link, run: str, name: str, rows: int = 6, data_version: bytes = b"") -> None:
         self._link = link
-        self._identity = service_pb2.Identity(run=run, device=name)
+        self.identity = service_pb2.Identity(run=run, device=name)
         self._rows = rows
         self.data_version = data_version
-        self._contract: contract_pb2.Contract | None = None
+        self.contract: contract_pb2.Contract | None = None
         self.receipts: list[str] = []
         self.finished = ""
 
     def step(self, wait_seconds: float = 0.0) -> None:
         """Checks in, or asks for work and does it."""
-        if self._contract is None:
+        if self.contract is None:
             self._check_in()
             return
-        answer = self._link.next_ask(self._identity, wait_seconds)
+        answer = self._link.next_ask(self.identity, wait_seconds)
         if answer.HasField("ask"):
             self._answer(answer.ask)
         self.finished = answer.finished
@@ -52,10 +52,10 @@ class AnsweringDevice:
     def change_data(self, data_version: bytes) -> None:
         """Has other rows; the next step checks in with them."""
         self.data_version = data_version
-        self._contract = None
+        self.contract = None
 
     def _check_in(self) -> None:
-        contract = self._link.check_in(self._identity, None).contract
+        contract = self._link.check_in(self.identity, None).contract
         profile = contract_pb2.DeviceProfile(
             samples=self._rows,
             classes=len(contract.classes),
@@ -66,15 +66,15 @@ class AnsweringDevice:
             allowed_columns=[*DEFAULT_COLUMNS, "labels"],
             data_version=self.data_version,
         )
-        self._identity.secret = self._link.check_in(self._identity, profile).secret or self._identity.secret
-        self._contract = contract
+        self.identity.secret = self._link.check_in(self.identity, profile).secret or self.identity.secret
+        self.contract = contract
 
     def _answer(self, ask: service_pb2.Ask) -> None:
         payload = self._knowledge(ask.seed)
         name = service_pb2.UploadName(round=ask.round, step_number=ask.step_number, attempt=1)
-        status = self._link.upload_status(self._identity, name)
+        status = self._link.upload_status(self.identity, name)
         header = service_pb2.UploadHeader(
-            identity=self._identity,
+            identity=self.identity,
             name=name,
             payload=payload.header(),
             samples=self._rows,
@@ -87,7 +87,7 @@ class AnsweringDevice:
         return random.random((shape[0], math.prod(shape[1:])), np.float32).reshape(shape)
 
     def _knowledge(self, seed: int) -> Payload:
-        contract = self._contract
+        contract = self.contract
         assert contract is not None
         random = np.random.default_rng(seed)
         classes = len(contract.classes)

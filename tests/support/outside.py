@@ -20,10 +20,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def fresh_process(*modules: str) -> Iterator[pytest.MonkeyPatch]:
     """No method from outside is registered inside, whatever earlier tests imported, and none of it stays."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "_registered", {})
-        patch.setattr(server_methods, "_registered", {})
-        patch.setattr(outside, "_registrations", [])
-        patch.setattr(outside, "_imported", set())
+        patch.setattr(methods, "registered", {})
+        patch.setattr(server_methods, "registered", {})
+        patch.setattr(outside, "registrations", [])
+        patch.setattr(outside, "imported", set())
         for module in modules:
             patch.delitem(sys.modules, module, raising=False)
         try:

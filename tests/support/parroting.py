@@ -31,13 +31,13 @@ class ParrotDevice:
         self.link = link
         secret = hashlib.sha256(name.encode()).digest()
         self.identity = service_pb2.Identity(run=run, device=name, secret=secret)
-        self._contract: contract_pb2.Contract | None = None
+        self.contract: contract_pb2.Contract | None = None
         self.receipts: list[service_pb2.Receipt] = []
         self.finished = ""
 
     def step(self) -> None:
         """Checks in, or asks for work and does it."""
-        if self._contract is None:
+        if self.contract is None:
             self.check_in()
             return
         answer = self.link.next_ask(self.identity, 0.0)
@@ -57,7 +57,7 @@ class ParrotDevice:
             allowed_columns=DEFAULT_COLUMNS,
         )
         self.link.check_in(self.identity, profile)
-        self._contract = contract
+        self.contract = contract
 
     def answer(self, ask: service_pb2.Ask, attempt: int = 1) -> service_pb2.Receipt:
         """Answers an ask under this attempt's number; the receipt is kept too."""
@@ -73,7 +73,7 @@ class ParrotDevice:
 
     def answer_to(self, ask: service_pb2.Ask) -> Payload:
         """What it says to an ask: for one ask always the same."""
-        assert self._contract is not None
+        assert self.contract is not None
         parts: dict[str, Kind] = {}
         if ask.step == "train":
             header, chunks = self.link.download(self.identity, ask.payload, 0)
@@ -85,4 +85,4 @@ class ParrotDevice:
             accuracy = Metric(name="accuracy", split="test", sum=float(ask.round), count=10)
             answer = ModelParameters(parameters=moved, buffers=sent.buffers)
             parts = {"parameters": answer, "metrics": Metrics(metrics=[accuracy])}
-        return encode(parts, DTYPES[self._contract.knowledge_type])
+        return encode(parts, DTYPES[self.contract.knowledge_type])

@@ -176,7 +176,7 @@ def _device(points: str, place: Place, name: str) -> None:
                 file.write(event.values["receipt"] + "\n")
 
     failpoints.switch_on(points)
-    sdk._LONGEST_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
+    sdk.LONGEST_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
     device = Device(
         server=f"127.0.0.1:{place.port}",
         worker=lambda contract: ParrotWorker(name, contract),

@@ -62,7 +62,7 @@ MAX_THREADS = 64
 MAX_SECONDS_PER_ASK = 3600.0
 """Default of `max_seconds_per_ask`, in seconds."""
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 15.0
+LONGEST_PAUSE_SECONDS = 15.0
 
 
 class Device:
@@ -280,7 +280,7 @@ class Device:
                     trouble = str(error)
                     self._events.emit("lost-contact", 0, f"{trouble}; the device keeps trying")
                 self._session.clock.wait(self._stopped, error.after_seconds + random.uniform(pause / 2, pause))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
         """One turn: settles what is under way, asks for work, and does it.

@@ -25,7 +25,7 @@ class Guard:
         self._holder: int | None = None
         self._depth = 0
         self._queued: list[Event] = []
-        self._on_event = on_event
+        self.on_event = on_event
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -42,11 +42,11 @@ class Guard:
                         self._holder, due, self._queued = None, self._queued, []
         finally:
             for event in due:
-                self._on_event(event)
+                self.on_event(event)
 
     def emit(self, event: Event) -> None:
         """Calls the app, now or when this thread releases the lock."""
         if self._holder == threading.get_ident():
             self._queued.append(event)
         else:
-            self._on_event(event)
+            self.on_event(event)

@@ -81,21 +81,21 @@ class TorchCompute:
         judging = self._scored[SPLIT]
         if judging is not None and not len(judging):
             raise DataError("validation_data has no samples; give at least one, or None to take every round's model")
-        self._module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
-        self._taps = check_local_model(self._module, self._data.inputs[:2].to(torch_device), self._classes)
-        self._model_name = model_name or type(self._module).__name__
+        self.module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
+        self._taps = check_local_model(self.module, self._data.inputs[:2].to(torch_device), self._classes)
+        self._model_name = model_name or type(self.module).__name__
         config = config_of_contract(contract)
         local = Local(
-            model=self._module,
+            model=self.module,
             taps=self._taps,
             data=self._data,
             classes=self._classes,
             torch_device=torch.device(torch_device),
             predictor=predictor,
         )
-        self._method = _method_of(contract, config, local)
-        self._own = self._method.own_answer
-        self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self._module)}
+        self.method = _method_of(contract, config, local)
+        self._own = self.method.own_answer
+        self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
         self._in_use = self._own
         self._best = self._own  # among the answers of the last ask
         self._delivered_accuracy: float | None = None
@@ -104,8 +104,8 @@ class TorchCompute:
         """The device's profile for the check-in."""
         return contract_pb2.DeviceProfile(
             model_name=self._model_name[:128],
-            parameters=parameter_count(self._module),
-            model_fingerprint=fingerprint(self._module),
+            parameters=parameter_count(self.module),
+            model_fingerprint=fingerprint(self.module),
             extractor_fingerprint=fingerprint(self._taps.extractor),
             samples=len(self._data),
             classes=self._classes,
@@ -127,12 +127,12 @@ class TorchCompute:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """One sample's features at the cut, at every other place where the model can be cut, and its embedding."""
-        probe = self._data.inputs[:1].to(next(self._module.parameters()).device)
-        with evaluating(self._module), torch.no_grad():
+        probe = self._data.inputs[:1].to(next(self.module.parameters()).device)
+        with evaluating(self.module), torch.no_grad():
             at_cut = tuple(self._taps.features(probe).shape[1:])
-            tap = embedding_tap(self._module)
+            tap = embedding_tap(self.module)
             last = {EMBEDDING: tuple(tap(probe).shape[1:])} if tap is not None else {}
-        stages = self._module.stage_shapes(probe.shape[1:]) if isinstance(self._module, SplitModel) else {}
+        stages = self.module.stage_shapes(probe.shape[1:]) if isinstance(self.module, SplitModel) else {}
         return {**stages, **last, CUT: at_cut}
 
     # --- state
@@ -146,10 +146,10 @@ class TorchCompute:
         initial = parts.get("initial")
         if not isinstance(initial, ModelParameters):
             raise WireError("the run's initial weights are not model parameters")
-        target = self._taps.extractor if initial.scope == "extractor" else self._module
+        target = self._taps.extractor if initial.scope == "extractor" else self.module
         take_weights(target, initial)
         if self._scored[SPLIT] is None:
-            self._delivered[self._own].load_state_dict(self._module.state_dict())
+            self._delivered[self._own].load_state_dict(self.module.state_dict())
         self.has_state = True
 
     def wanted_payloads(self) -> Sequence[bytes]:
@@ -158,24 +158,24 @@ class TorchCompute:
 
     def has_payload(self, sha256: bytes) -> bool:
         """Whether the method has the run's proxy set."""
-        return self._method.local.proxy is not None
+        return self.method.local.proxy is not None
 
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
         """Takes the run's proxy set, whose payload was held against the contract's digest."""
         proxy = proxy_data(proxy_of(parts), self.contract.input_shape, self._classes)
-        local, digest = self._method.local, self.contract.proxy_digest
-        self._method.local = replace(local, proxy=proxy, proxy_digest=digest)
+        local, digest = self.method.local, self.contract.proxy_digest
+        self.method.local = replace(local, proxy=proxy, proxy_digest=digest)
 
     def state(self) -> bytes:
         """Model and method as one safetensors document."""
-        return pack_state({"model": self._module.state_dict(), "method": self._method.state_dict()})
+        return pack_state({"model": self.module.state_dict(), "method": self.method.state_dict()})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         """Takes up committed state, and the delivered model; how good that is on today's data is judged anew."""
         state = unpack_state(saved)
         try:
-            self._module.load_state_dict(state["model"])
-            self._method.load_state_dict(state["method"])
+            self.module.load_state_dict(state["model"])
+            self.method.load_state_dict(state["method"])
             self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
@@ -185,7 +185,7 @@ class TorchCompute:
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
         kept = {self._own: saved.get("model", first), **saved.get("further", {})}
-        models = {self._own: self._module, **self._method.answers()}
+        models = {self._own: self.module, **self.method.answers()}
         self._delivered = self._copies({name: models[name] for name in kept})
         for name, state in kept.items():
             self._delivered[name].load_state_dict(state)
@@ -213,20 +213,20 @@ class TorchCompute:
 
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         with self._reproducible(ask.seed):
-            self._method.trained, self._method.figures = None, ()
+            self.method.trained, self.method.figures = None, ()
             asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
             brought = self._score_brought(asked)
             torch.manual_seed(ask.seed)  # whatever scoring drew
-            answer = self._method.handle(asked)
-            measured, allowed_metrics = ask.step in self._method.metrics_steps(self._method.config), "metrics" in allow
-            models = self._method.answers()
+            answer = self.method.handle(asked)
+            measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
+            models = self.method.answers()
             scores = brought | (self._score(models) if measured else {})
             replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
         ]
-        figures += allowed(self._method.figures, allow)
-        if (trained := self._method.trained) is not None and trained.samples_seen:
+        figures += allowed(self.method.figures, allow)
+        if (trained := self.method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
         if replacement is not None and replacement.accuracy is not None:
             figures.append(replacement.metric(REPLACED if measured else REPLACED_BY_RESULT))
@@ -239,7 +239,7 @@ class TorchCompute:
     def _score_brought(self, ask: Ask) -> dict[str, Counts]:
         """How the fleet's model does as the ask brings it; nothing where it cannot be scored."""
         wanted = any(data is not None for data in self._scored.values())
-        model = self._method.brought(ask) if wanted else None
+        model = self.method.brought(ask) if wanted else None
         if model is None:
             return {}
         try:
@@ -258,7 +258,7 @@ class TorchCompute:
     @contextlib.contextmanager
     def _reproducible(self, seed: int) -> Iterator[None]:
         threads = torch.get_num_threads()
-        device = next(self._module.parameters()).device
+        device = next(self.module.parameters()).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             torch.set_num_threads(self.contract.threads)
@@ -291,7 +291,7 @@ class TorchCompute:
 
     def _take_delivery(self, in_use: str) -> None:
         """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
-        models = self._method.answers()
+        models = self.method.answers()
         self._delivered |= self._copies(models)
         for name, model in models.items():
             self._delivered[name].load_state_dict(model.state_dict())

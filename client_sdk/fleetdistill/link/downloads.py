@@ -36,7 +36,7 @@ from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 DOWNLOADS = "downloads"
 """Folder of the state directory."""
 ATTEMPTS = 5
-_PAUSE_SECONDS = 0.2
+PAUSE_SECONDS = 0.2
 _LENGTH_BYTES = 8
 
 
@@ -87,7 +87,7 @@ class Downloads:
                 ):  # a long pause is `Device.run`'s, which can be stopped
                     raise
                 # A server that restarts needs a few seconds.
-                time.sleep(_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
+                time.sleep(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
     def held(self, sha256: bytes) -> Payload | None:

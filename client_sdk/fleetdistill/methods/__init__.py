@@ -38,7 +38,7 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Each built-in method: where its configuration and its device half are, as `module:class`."""
 
-_registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
+registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
 
 
 def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None:
@@ -57,16 +57,16 @@ def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None
             f"the configuration of method {method!r}, {config.__name__}, is no LocalTraining, which the rest of the "
             "system asks about rounds and rates; let it inherit fleetdistill.methods.local.LocalTraining"
         )
-    if method in METHODS or _registered.get(method, (config, device)) != (config, device):
+    if method in METHODS or registered.get(method, (config, device)) != (config, device):
         raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
-    _registered[method] = (config, device)
+    registered[method] = (config, device)
     note_registration(device)
     note_registration(config)
 
 
 def known_methods() -> list[str]:
     """Names of all methods that this process can have: built-in, registered, and of installed packages; sorted."""
-    return sorted({*METHODS, *_registered, *installed_methods()})
+    return sorted({*METHODS, *registered, *installed_methods()})
 
 
 def is_registered(method: str) -> bool:
@@ -75,9 +75,9 @@ def is_registered(method: str) -> bool:
     Raises:
         ConfigurationError: An installed package declares it and does not register it.
     """
-    if method not in METHODS and method not in _registered:
-        load_installed(method, _registered.__contains__)
-    return method in _registered
+    if method not in METHODS and method not in registered:
+        load_installed(method, registered.__contains__)
+    return method in registered
 
 
 def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type[Any]:
@@ -132,7 +132,7 @@ def config_of_contract(contract: contract_pb2.Contract) -> Any:
 
 def _half(method: str, half: int) -> Any:
     if is_registered(method):
-        return _registered[method][half]
+        return registered[method][half]
     if method not in METHODS:
         raise ConfigurationError(unknown_name("method", method, known_methods()))
     module, name = METHODS[method][half].split(":")

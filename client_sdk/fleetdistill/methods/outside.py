@@ -23,15 +23,15 @@ from fleetdistill.printable import printable
 GROUP = "fleetdistill.methods"
 """The entry points' group."""
 
-_registrations: list[str] = []
+registrations: list[str] = []
 """Module of each half that was registered in this process, server halves included."""
-_imported: set[str] = set()
+imported: set[str] = set()
 """Modules that have registered something while `import_modules` imported them."""
 
 
 def note_registration(half: type) -> None:
     """Notes that a class was registered, for `import_modules` to see."""
-    _registrations.append(half.__module__)
+    registrations.append(half.__module__)
 
 
 def installed_methods() -> list[str]:
@@ -94,8 +94,8 @@ def import_modules(modules: Iterable[str], setting: str) -> None:
     for name in names:
         _import(name, setting)
     for name in names:
-        own = (sys.modules.get(one) is sys.modules[name] or one.startswith(f"{name}.") for one in _registrations)
-        if name not in _imported and not any(own):
+        own = (sys.modules.get(one) is sys.modules[name] or one.startswith(f"{name}.") for one in registrations)
+        if name not in imported and not any(own):
             raise ConfigurationError(
                 f"{setting}: module {name!r} registers no method; call fleetdistill.methods.register and "
                 "fleetdistill_server.methods.register at its top level"
@@ -105,7 +105,7 @@ def import_modules(modules: Iterable[str], setting: str) -> None:
 def _import(name: str, setting: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigurationError(f"{setting}: {name!r} is no module; name one as in Python's import, package.module")
-    before = len(_registrations)
+    before = len(registrations)
     try:
         import_module(name)
     except Exception as error:  # a module of others may fail in any way
@@ -113,8 +113,8 @@ def _import(name: str, setting: str) -> None:
             f"{setting}: cannot import {name!r}: {_words(error)}; install its package, or run the command in the "
             "folder that has it"
         ) from error
-    if len(_registrations) > before:
-        _imported.add(name)
+    if len(registrations) > before:
+        imported.add(name)
 
 
 def _words(error: Exception) -> str:

@@ -169,14 +169,14 @@ class SplitModel(nn.Module):
         Args:
             x: Inputs, `[batch, *input_shape]`.
         """
-        return self._below_last(x)[0]
+        return self.below_last(x)[0]
 
     def with_embedding(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[batch, classes]` and embedding `[batch, F]` of one pass over inputs `[batch, *input_shape]`."""
-        below, last = self._below_last(x)
+        below, last = self.below_last(x)
         return cast(Tensor, last(below)), below
 
-    def _below_last(self, x: Tensor) -> tuple[Tensor, nn.Module]:
+    def below_last(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         below, last = self.stages[:-1](x), self.stages[-1]
         while isinstance(last, nn.Sequential):
             below, last = last[:-1](below), last[-1]

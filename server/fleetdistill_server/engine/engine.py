@@ -72,7 +72,7 @@ class Engine:
         register(store, config)
         store.runs.set_keep_rounds(self._name, config.server.keep_rounds)
         store.runs.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
-        self._token = store.runs.own(self._name)
+        self.token = store.runs.own(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
         self._checkpoint: bytes | None = None  # whose state the method has, or goes on from
@@ -96,9 +96,9 @@ class Engine:
             NoSpaceError: The disk is full; the run goes on from here with another engine.
         """
         torch.set_num_threads(self._config.run.threads)
-        self._prepare()
+        self.prepare()
         while self._endless or self._completed() < self._config.run.rounds:
-            cohort = await self._next_cohort()
+            cohort = await self.next_cohort()
             if not await self._round(cohort):
                 await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name))
             elif self._endless:
@@ -109,11 +109,11 @@ class Engine:
 
     def _end(self) -> bool:
         """Ends the run; False while a device is to be forgotten, for after the end nobody does it by himself."""
-        self._forget()
+        self.forget()
         with self._store.transaction():
             if self._store.devices.to_forget(self._name):
                 return False
-            self._store.runs.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self.token)
             failpoints.hit("engine.end.before-commit")
             self._store.runs.end(self._name, "finished", f"{self._config.run.rounds} rounds completed")
         failpoints.hit("engine.end.after-commit")
@@ -125,7 +125,7 @@ class Engine:
         over = self._most_short_rounds is not None and short >= self._most_short_rounds
         if over or short >= _TOLD_AFTER:
             with self._store.transaction():
-                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.end(self._name, "stopped" if over else "running", text)
         if over:
             raise RunError(text)
@@ -147,10 +147,10 @@ class Engine:
         while (left := until - time.monotonic()) > 0 and self._store.devices.present_profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Between rounds: what the run keeps of devices that are to be forgotten goes; if it cannot, the next time."""
         runs = self._store.runs
-        forget_asked(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self._token))
+        forget_asked(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self.token))
 
     def _last_event(self) -> str:
         """What went wrong last: in a simulation nobody can look the store up."""
@@ -159,7 +159,7 @@ class Engine:
             return "look at `fleetdistill runs show`"
         return f"the last event is of round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Publishes the contract, or takes up the state of an earlier start."""
         row = self._row()
         begun = ""
@@ -171,7 +171,7 @@ class Engine:
                 for payload in (initial, extractor, self.method.context.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
-                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self.token)
                 failpoints.hit("engine.contract.before-commit")
                 self._store.runs.publish_contract(self._name, contract.SerializeToString())
                 if begun:
@@ -179,7 +179,7 @@ class Engine:
             failpoints.hit("engine.contract.after-commit")
         elif row["status"] == "stopped":
             with self._store.transaction():
-                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.end(self._name, "running", "started again")
         self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
         self._check_proxy()
@@ -223,20 +223,20 @@ class Engine:
             state = pack_state(self.method.state_dict())
             checkpoint = self._store.blobs.put_state(state)
             with self._store.transaction():
-                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self.token)
                 self._store.secure_state(checkpoint, state)
                 self._store.runs.set_checkpoint(self._name, checkpoint)
         self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
         self._checkpoint = checkpoint
 
-    async def _next_cohort(self) -> StoreCohort:
+    async def next_cohort(self) -> StoreCohort:
         """The open round of before a crash, or a new one as soon as enough devices are present and it is due."""
         row = self._store.runs.open_round(self._name)
         if row is not None:
             return self._cohort(row["round"], row["cohort"], row["data_versions"])
         present = await self._until_due()
         with self._store.transaction():
-            self._store.runs.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self.token)
             self._take_up_newest()
             chosen = self._chosen(list(present))
             versions = {device: present[device] for device in chosen if present[device]}
@@ -253,7 +253,7 @@ class Engine:
         looked_at: tuple[object, ...] = ()
         told = ""
         while True:
-            self._forget()
+            self.forget()
             self._take_up_newest()
             profiles = self._store.devices.present_profiles(self._name)
             enough = len(profiles) >= self._needed_devices()
@@ -328,7 +328,7 @@ class Engine:
             if isinstance(reason, _NotUsable):
                 cohort.event("round-undone", str(reason))
             with self._store.transaction():
-                self._store.runs.assert_owner(self._name, self._token)
+                self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.close_short_round(self._name, cohort.round, str(reason))
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
@@ -352,7 +352,7 @@ class Engine:
         failpoints.hit("engine.checkpoint.after-write")
         short = self._store.runs.short_rounds_in_a_row(self._name)
         with self._store.transaction():
-            self._store.runs.assert_owner(self._name, self._token)
+            self._store.runs.assert_owner(self._name, self.token)
             self._store.secure_state(self._checkpoint, state)
             if short:
                 self._store.runs.end(self._name, "running", "")  # what was told of short rounds is over

@@ -146,12 +146,12 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     over = row["status"] in AT_REST
     if (served == run and not over) or row["checkpoint"] is None:
         return False
-    _end_open_round(store, row)
+    end_open_round(store, row)
     done = forget_asked(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
     return done or device not in store.devices.to_forget(run)  # another one may have done it meanwhile
 
 
-def _end_open_round(store: Store, row: Row) -> None:
+def end_open_round(store: Store, row: Row) -> None:
     """Closes a round that nobody works on as a short one, unless an engine has started since this row was read.
 
     One that still lives, though it is not known, loses the run: it cannot go on with a round that is closed.

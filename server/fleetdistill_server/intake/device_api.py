@@ -31,7 +31,7 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
 # Devices of a stopped run ask again after this to twice this; sooner where a lease would end before.
-_STOPPED_SECONDS = 30.0
+STOPPED_SECONDS = 30.0
 _LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 
@@ -133,7 +133,7 @@ class DeviceApi:
             text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
             return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
         if status is not None and status["status"] == "stopped":
-            return _come_back_later(status["reason"], min(_STOPPED_SECONDS, self.sessions.lease_seconds / 4))
+            return _come_back_later(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:

@@ -31,7 +31,7 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Each built-in method: where its server half is, as `module:class`."""
 
-_registered: dict[str, type[ServerMethod]] = {}
+registered: dict[str, type[ServerMethod]] = {}
 
 
 def register(method: str, server: type[ServerMethod]) -> None:
@@ -41,9 +41,9 @@ def register(method: str, server: type[ServerMethod]) -> None:
     Raises:
         ConfigurationError: Another method has the name.
     """
-    if method in SERVER_METHODS or _registered.get(method, server) is not server:
+    if method in SERVER_METHODS or registered.get(method, server) is not server:
         raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
-    _registered[method] = server
+    registered[method] = server
     note_registration(server)
 
 
@@ -55,15 +55,15 @@ def server_class(method: str, config: Any = None) -> type[ServerMethod]:
 
 def _usual_class(method: str) -> type[ServerMethod]:
     has_device_half = is_registered(method)  # imports the installed package that declares it, if one does
-    if method in _registered:
-        return _registered[method]
+    if method in registered:
+        return registered[method]
     if has_device_half:
         raise ConfigurationError(
             f"method {method!r} has no server half: the module that registers its device half must also call "
             f"fleetdistill_server.methods.register({method!r}, ...)"
         )
     if method not in SERVER_METHODS:
-        raise ConfigurationError(unknown_name("method", method, sorted({*known_methods(), *_registered})))
+        raise ConfigurationError(unknown_name("method", method, sorted({*known_methods(), *registered})))
     module, name = SERVER_METHODS[method].split(":")
     return getattr(import_module(f"fleetdistill_server.methods.{module}"), name)  # type: ignore[no-any-return]
 
@@ -74,7 +74,7 @@ def modules_of(method: str) -> list[str]:
     Raises:
         ConfigurationError: The method was defined in an interactive session.
     """
-    if method not in _registered or method in installed_methods():
+    if method not in registered or method in installed_methods():
         return []
-    halves = (_registered[method], config_class(method), device_class(method))
+    halves = (registered[method], config_class(method), device_class(method))
     return list(dict.fromkeys(module_name(half.__module__) for half in halves))

@@ -22,7 +22,7 @@ _MOST_WEIGHT = 3.0  # times the median weight
 _FEWEST_DEVICES = 4
 _CLIPPED_FROM = 2.0  # times the median distance from the devices' median
 _LEFT_OUT_FROM = 4.0
-_BLOCK_NUMBERS = 1 << 22  # of all devices together that are in memory at a time, as float64
+BLOCK_NUMBERS = 1 << 22  # of all devices together that are in memory at a time, as float64
 _TRIMMED_SHARE = 5  # one device in so many is left out at either end
 
 
@@ -176,7 +176,7 @@ class _Spread:
 def _blocks(arrays: Sequence[Array]) -> Iterator[tuple[slice, Array]]:
     """The devices' numbers side by side, `[K, n]` in float64, a part of the tensor at a time."""
     flat = [array.reshape(-1) for array in arrays]
-    size = max(_BLOCK_NUMBERS // len(flat), 1)
+    size = max(BLOCK_NUMBERS // len(flat), 1)
     for first in range(0, flat[0].size, size):
         rows = slice(first, first + size)
         yield rows, np.stack([one[rows] for one in flat]).astype(np.float64)
@@ -244,7 +244,7 @@ class TensorMean:
     def _trimmed(self, weights: Sequence[float], trimmed: int) -> torch.Tensor:
         kept, weight_of = slice(trimmed, len(weights) - trimmed), torch.tensor(weights, dtype=torch.float64)
         means = []
-        size = max(_BLOCK_NUMBERS // len(weights), 1)
+        size = max(BLOCK_NUMBERS // len(weights), 1)
         for blocks in zip(*(values.reshape(-1).split(size) for values in self._values), strict=True):
             sorted_k, order_k = torch.stack([block.double() for block in blocks]).sort(dim=0, stable=True)
             weight_k = weight_of[order_k[kept]]

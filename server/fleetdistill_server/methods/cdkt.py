@@ -78,7 +78,7 @@ class CDKTServer(ServerMethod):
     def __init__(self, config: CDKTConfig, context: MethodContext) -> None:
         super().__init__(config, context)
         self.model = context.global_model().to(context.torch_device)
-        self._held_back: set[str] = set()
+        self.held_back: set[str] = set()
 
     @classmethod
     def needs(cls, config: CDKTConfig) -> Needs:
@@ -136,7 +136,7 @@ class CDKTServer(ServerMethod):
             cohort.event("knowledge-left-out", f"what the global model says is held back: {reason}")
             return nothing
         knowledge: Parts = {"knowledge": said}
-        return lambda device: nothing if device in self._held_back else knowledge
+        return lambda device: nothing if device in self.held_back else knowledge
 
     def _reason_not_sent(self, said: ProxyKnowledge) -> str | None:
         values = [torch.from_numpy(one) for one in (said.logits, said.embeddings) if one is not None]
@@ -207,12 +207,12 @@ class CDKTServer(ServerMethod):
         """
         teacher = _accuracy(extract(self.model, self._proxy.inputs), self._proxy.labels)
         cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
-        self._held_back -= own.keys()
+        self.held_back -= own.keys()
         if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.context.classes:
             return
         for device, accuracy in own.items():
             if accuracy is None or teacher < accuracy:
-                self._held_back.add(device)
+                self.held_back.add(device)
                 itself = "" if accuracy is None else f", on which {device} itself scores {accuracy:.3f}"
                 text = f"the server scores {teacher:.3f} on the proxy set{itself}; its knowledge is held back"
                 cohort.guard("teacher", text, device)
@@ -224,17 +224,17 @@ class CDKTServer(ServerMethod):
 
     def forget(self, device: str, notes: Notes) -> None:
         """That knowledge was held back from it; what the model has learned from it stays."""
-        self._held_back.discard(device)
+        self.held_back.discard(device)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "held_back": sorted(self._held_back)}
+        return {"model": self.model.state_dict(), "held_back": sorted(self.held_back)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self._held_back = set(state["held_back"])
+        self.held_back = set(state["held_back"])
 
     def global_model(self) -> torch.nn.Module:
         return self.model

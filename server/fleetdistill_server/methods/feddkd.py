@@ -121,7 +121,7 @@ class FedDKDServer(ServerMethod):
         ]
 
     def sizes(self) -> Sizes:
-        return Sizes(classes=self.context.classes, model=Weights.of(self._shared()))
+        return Sizes(classes=self.context.classes, model=Weights.of(self.shared_parameters()))
 
     def initial(self) -> ModelParameters:
         """The whole model, with FedDKD_BN also the batch-norm that devices keep to themselves from then on."""
@@ -147,7 +147,7 @@ class FedDKDServer(ServerMethod):
     async def _gradients(self, cohort: Cohort, step: int, devices: list[str]) -> Gradients:
         """Messages 3 and 4: the model to every device that has a teacher of this round, a gradient from each."""
         gradients = Gradients(WeightedMean(self.config.robust))
-        payload: Parts = {"plan": Plan(values={"dkd_step": step}), "parameters": self._shared()}
+        payload: Parts = {"plan": Plan(values={"dkd_step": step}), "parameters": self.shared_parameters()}
         try:
             async for answer in cohort.ask("distil", payload, to=devices):
                 weight = answer.samples if self.config.dkd_weighting == "samples" else 1
@@ -204,14 +204,14 @@ class FedDKDServer(ServerMethod):
 
     def _task(self, number: int) -> Parts:
         plan = Plan(values={"learning_rate": self.config.local_rate(number)})
-        return {"plan": plan, "parameters": self._shared()}
+        return {"plan": plan, "parameters": self.shared_parameters()}
 
-    def _shared(self) -> ModelParameters:
+    def shared_parameters(self) -> ModelParameters:
         """What travels of the model: everything, or with FedDKD_BN all but batch-norm."""
         return model_parameters(self.model, without=self._stays_on_devices)
 
     async def finish(self, cohort: Cohort) -> None:
-        await cohort.tell({"parameters": self._shared()})
+        await cohort.tell({"parameters": self.shared_parameters()})
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}

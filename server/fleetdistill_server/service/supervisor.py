@@ -37,13 +37,13 @@ from fleetdistill_server.store.store import Store
 logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5
 """Engine failures without a completed round, or a steady time, between them after which the run is stopped."""
-_STEADY_SECONDS = 3600.0
+STEADY_SECONDS = 3600.0
 """An engine that has lived so long is past the point where the one before it failed: runs may idle for months."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _START_SECONDS = 600.0
 """Until an engine's first sign of life: to import torch may take minutes."""
-_NO_SPACE_SECONDS = 10.0
+NO_SPACE_SECONDS = 10.0
 
 
 class Child:
@@ -138,12 +138,12 @@ class Supervisor:
         self._log_options = log_options
         self.port: int | None = None
         self.enrol_port: int | None = None
-        self._engine: Child | None = None
+        self.engine: Child | None = None
         self._beats = Beats(Path(config.server.store))
         self._engine_due: float | None = None  # when the engine, which has no space, is to be started again
         self.store = Store.open(Path(config.server.store))
         self.store.check()
-        self._lock = serve_lock.take(Path(config.server.store), config.run.name)
+        self.lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         register(self.store, config)
 
@@ -190,7 +190,7 @@ class Supervisor:
         try:
             while not self._stopped.wait(_LOOK_SECONDS):
                 self._look_after_front()
-                self._look_after_engine()
+                self.look_after_engine()
                 if not told and (status := self._status()) in OVER:
                     told = True
                     on_over(status)
@@ -199,10 +199,10 @@ class Supervisor:
             return self._run_is_over()
         finally:
             self._front.stop(self._at_once)
-            if self._engine is not None:
-                self._engine.stop(self._at_once)
+            if self.engine is not None:
+                self.engine.stop(self._at_once)
             self.store.close()
-            self._lock.close()
+            self.lock.close()
 
     def _read_port(self) -> None:
         """The front says `listening PORT` when it has begun, with TLS after `enrolling PORT`."""
@@ -240,26 +240,26 @@ class Supervisor:
         at = self._front.arguments.index(option) + 1
         self._front.arguments[at] = f"{host}:{port}"
 
-    def _look_after_engine(self) -> None:
-        if self._engine is None:
+    def look_after_engine(self) -> None:
+        if self.engine is None:
             # Only once the front listens: a second server of the same run fails there, before its engine takes the
             # run over from the first one's.
             if self.port is not None and self._status() != "cancelled":
                 given = [str(self._config_path), "--store", self._config.server.store, *self._log_options]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
-                self._expect_beats()
-                self._engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
+                self.expect_beats()
+                self.engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
             return
         if self._status() == "cancelled":
-            self._engine.stop()
+            self.engine.stop()
             return
-        code = self._engine.process.poll()
+        code = self.engine.process.poll()
         if code is None and not self._run_is_over():
-            self._end_if_it_hangs(self._engine)
+            self._end_if_it_hangs(self.engine)
         if code is None or self._run_is_over():
             return
-        self._expect_beats()
+        self.expect_beats()
         if code == EXIT_CONFIGURATION:
             row = self.store.runs.get(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
@@ -267,18 +267,18 @@ class Supervisor:
             why = self._last_failure() or f"see {self._log or 'the log above'}"
             raise RunError(f"the engine cannot run this configuration: {why}")
         if code == EXIT_NO_SPACE:
-            self._when_there_may_be_space(self._engine)
+            self._when_there_may_be_space(self.engine)
             return
-        self._note_progress(self._engine)
-        if self._engine.failures >= MAX_RESTARTS:
-            reason = f"the engine failed {self._engine.failures + 1} times at the same point, {self._why(code)}"
+        self._note_progress(self.engine)
+        if self.engine.failures >= MAX_RESTARTS:
+            reason = f"the engine failed {self.engine.failures + 1} times at the same point, {self._why(code)}"
             with contextlib.suppress(StoreError):  # the disk may be full too; the operator hears of it all the same
                 self.store.runs.end(self._config.run.name, "stopped", reason)
             raise RunError(f"{reason}; its log says why, the state is intact")
         logger.warning("the engine ended with %s; starting it again", code)
-        self._engine.restart()
+        self.engine.restart()
 
-    def _expect_beats(self) -> None:
+    def expect_beats(self) -> None:
         """Of an engine that is about to start; what the one before it left says nothing of it."""
         directory = Path(self._config.server.store)
         forget_beats(directory)
@@ -300,8 +300,8 @@ class Supervisor:
         """A full disk is no failure of the engine: it is started again after a while, as often as it takes."""
         now = time.monotonic()
         if self._engine_due is None:
-            self._engine_due = now + _NO_SPACE_SECONDS
-            logger.warning("the engine waits for space on the disk; it is tried again in %g s", _NO_SPACE_SECONDS)
+            self._engine_due = now + NO_SPACE_SECONDS
+            logger.warning("the engine waits for space on the disk; it is tried again in %g s", NO_SPACE_SECONDS)
         elif now >= self._engine_due:
             self._engine_due = None
             engine.start_again()
@@ -323,7 +323,7 @@ class Supervisor:
         completed = int(row["completed_rounds"]) if row else 0
         if completed > self._completed:
             self._completed, engine.failures = completed, 0
-        if time.monotonic() - engine.started >= _STEADY_SECONDS:
+        if time.monotonic() - engine.started >= STEADY_SECONDS:
             engine.failures = 0
 
     def _run_is_over(self) -> bool:

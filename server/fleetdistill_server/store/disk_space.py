@@ -72,7 +72,7 @@ class DiskSpace:
         self._lock = threading.Lock()
         self._reserved: dict[Reservation, int] = {}
         # Bytes at the last look and what has changed since, both without what uploads under way have staged.
-        self._looked, self._used, self._since = -math.inf, 0, 0
+        self.looked, self._used, self._since = -math.inf, 0, 0
         self._made_room = -math.inf
 
     def reserve(self, key: str, size: int) -> Reservation:
@@ -115,7 +115,7 @@ class DiskSpace:
         if lacking and self._may_make_room():
             self._make_room()
             with self._lock:
-                self._looked = -math.inf
+                self.looked = -math.inf
             lacking = self._take_now(size, key, take)
         if lacking:
             raise NoSpaceError(lacking)
@@ -149,8 +149,8 @@ class DiskSpace:
         budget = self._bounds.disk_budget_bytes
         if not budget:
             return ""
-        if time.monotonic() - self._looked >= _LOOK_SECONDS:
-            self._looked, self._since = time.monotonic(), 0
+        if time.monotonic() - self.looked >= _LOOK_SECONDS:
+            self.looked, self._since = time.monotonic(), 0
             self._used = _bytes_under(self._directory) - begun
         total = self._used + self._since + under_way + missing
         if total <= budget:

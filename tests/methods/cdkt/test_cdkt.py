@@ -688,7 +688,7 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
     cohort = run_round(good, {"a": made_up(columns="logits")})
     off.hold_back_if_poor({"a": 1.0}, cohort)
     assert cohort.events == []
-    assert good._held_back == off._held_back == set()
+    assert good.held_back == off.held_back == set()
 
 
 def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_better() -> None:
@@ -697,12 +697,12 @@ def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_be
     wrong_server(server).hold_back_if_poor({"a": 0.9, "b": 0.9}, cohort)
     server.model = good
     run_round(server, {"a": made_up(columns="logits")}, completed=2)
-    assert server._held_back == {"b"}  # b has not answered since
+    assert server.held_back == {"b"}  # b has not answered since
 
 
 def test_of_a_forgotten_device_it_is_not_kept_that_knowledge_was_held_back() -> None:
     server = make_server()
-    server._held_back = {"a", "b"}
+    server.held_back = {"a", "b"}
     server.forget("b", BetweenRounds(0))
     assert server.state_dict()["held_back"] == ["a"]
 
@@ -712,9 +712,9 @@ def test_a_server_goes_on_from_its_state_bit_for_bit(knowledge: str) -> None:
     one, other = make_server(knowledge=knowledge), make_server(knowledge=knowledge)
     uploads = {device: made_up(seed, columns=COLUMNS[knowledge]) for seed, device in enumerate("ab")}
     run_round(one, uploads)
-    one._held_back = {"b"}
+    one.held_back = {"b"}
     other.load_state_dict(unpack_state(pack_state(one.state_dict())))
-    assert other._held_back == {"b"}
+    assert other.held_back == {"b"}
     for server in (one, other):
         run_round(server, uploads, completed=1)
     assert torch.equal(weights(one.model), weights(other.model))

@@ -168,7 +168,7 @@ def played(attack: Attack, averaged: bool, **settings: Any) -> Rounds:
 def merge_name(rounds: Rounds) -> int:
     half = rounds.server
     assert isinstance(half, ClassStatsServer | AveragedServer)
-    return half._version if isinstance(half, AveragedServer) else half._merge_name
+    return half.version if isinstance(half, AveragedServer) else half.merge_name
 
 
 def accuracy(rounds: Rounds) -> float:
@@ -186,7 +186,7 @@ def merged_again(rounds: Rounds, robust: str) -> Rounds:
     """The same devices' statistics, merged with another setting."""
     half = rounds.server
     half.config = replace(half.config, robust=robust)
-    half._merge(rounds)  # type: ignore[attr-defined]
+    half.merge_parts(rounds)  # type: ignore[attr-defined]
     return rounds
 
 
@@ -315,7 +315,7 @@ def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
     assert told["a"]["left_out"] == [0, 1]
     assert all("left_out" not in plan for device, plan in told.items() if device != "a")
     half = rounds.halves["a"]._half  # type: ignore[attr-defined]
-    own = half._own
+    own = half.own
     found = class_answers(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
     counted = class_answers(own.space, own.rows, own.labels, (0, 1), CLASSES, own.moments, 15)
     assert [one.sum for one in half.figures] == [one.sum for one in found.figures]
@@ -332,10 +332,10 @@ def test_of_a_class_that_is_left_out_alone_the_others_count() -> None:
     plan = plans(rounds)["a"]
     assert (plan["counted"], plan["left_out"]) == (True, [0])
     half = rounds.halves["a"]._half  # type: ignore[attr-defined]
-    assert half._own.plan.counts([0, 1]) == [1]
+    assert half.own.plan.counts([0, 1]) == [1]
     again = device(LIARS["a"], 100, averaged=False)
     again.load_state_dict(unpack_state(pack_state(half.state_dict())))
-    assert again._own.plan == half._own.plan  # type: ignore[attr-defined]
+    assert again.own.plan == half.own.plan  # type: ignore[attr-defined]
 
 
 def test_a_state_of_before_says_that_all_devices_count() -> None:

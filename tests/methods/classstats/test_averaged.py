@@ -69,7 +69,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.methods.classstats.averaged import _least_recognised
+from fleetdistill_server.methods.classstats.averaged import least_recognised
 from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -165,8 +165,8 @@ def test_after_them_the_extractor_is_frozen_on_every_device_to_the_bit() -> None
     assert equal(copied(rounds.server.extractor), frozen)
     for half in rounds.halves.values():
         assert equal(copied(half.local.taps.extractor), frozen)
-        assert half._personal is not None
-        assert equal(copied(half._personal.extractor), frozen)  # type: ignore[arg-type]
+        assert half.personal is not None
+        assert equal(copied(half.personal.extractor), frozen)  # type: ignore[arg-type]
 
 
 # --- summaries and their merge
@@ -224,11 +224,11 @@ def test_means_only_sends_and_draws_means_without_spread() -> None:
             assert isinstance(sent, ClassStatistics)
             assert (sent.directions, sent.variances) == (None, None)
     assert declared_parts(server.run_exchanges())["statistics"].declared == {"means": (128,)}
-    drawn, labels = devices["a"]._draw(lesson_of(1))
+    drawn, labels = devices["a"].draw(lesson_of(1))
     for label in range(CLASSES):
         rows = drawn[labels == label]
         assert (rows == rows[0]).all()
-    own = [devices[name]._features()[devices[name].local.data.labels == 1].double() for name in counts]
+    own = [devices[name].features_of_data()[devices[name].local.data.labels == 1].double() for name in counts]
     mean = (own[0].sum(dim=0) + own[1].sum(dim=0)) / 15
     assert_close(drawn[labels == 1][0].double(), mean, rtol=2e-3, atol=2e-3)
 
@@ -239,7 +239,7 @@ def test_clipped_features_make_short_moments_and_the_app_is_told_how_many() -> N
     for step, device, parts in rounds.answered:
         if step == "summarise":
             half = rounds.halves[device]
-            lengths = half._features().flatten(1).norm(dim=1)
+            lengths = half.features_of_data().flatten(1).norm(dim=1)
             assert lengths.max() > norm
             assert rounds.notes_of["summarise", device]["rows_clipped"] == int((lengths > norm).sum())
             for one in from_wire(parts["statistics"]).values():  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_a_device_without_enough_of_any_class_takes_part() -> None:
     rounds = fleet()
     rounds.halves["c"] = make_device([2, 2, 2, 2], seed=3)
     rounds.play(3)
-    assert rounds.server._parts["c"].labels == []
+    assert rounds.server.parts["c"].labels == []
     assert rounds.notes_of["summarise", "c"] == {"rows_clipped": 0, "classes_too_small": 4}
     assert [kind for kind, _ in rounds.events].count("no-class-sent") == 1
     assert ("learn", "c") in rounds.steps()
@@ -314,23 +314,23 @@ def test_the_personal_predictor_is_set_apart_once_though_its_round_is_played_aga
     rounds = fleet().play()
     rounds.fall_short()
     half = rounds.halves["a"]
-    personal, optimizers = half._personal, dict(half._optimizers)
+    personal, optimizers = half.personal, dict(half.optimizers)
     rounds.play()
     assert ("summarise", "a") in rounds.steps()
-    assert half._personal is personal
-    assert half._optimizers == optimizers
+    assert half.personal is personal
+    assert half.optimizers == optimizers
     message: Parts = {"extractor": model_parameters(make_device([9, 9, 9, 9], seed=5).local.taps.extractor)}
     half.handle(Ask(round=9, step="summarise", seed=1, parts=message))
-    assert half._personal is not personal  # of another extractor's features it knows nothing
-    assert half._personal is not None
-    assert equal(copied(half._personal), copied(half.local.model))
+    assert half.personal is not personal  # of another extractor's features it knows nothing
+    assert half.personal is not None
+    assert equal(copied(half.personal), copied(half.local.model))
 
 
 def test_the_personal_predictor_is_kept_without_the_extractor() -> None:
     half = fleet().play(3).halves["b"]
     kept = half.state_dict()["personal"]
-    assert half._personal is not None
-    of_predictor = half._personal.predictor.state_dict()  # type: ignore[union-attr,operator]
+    assert half.personal is not None
+    of_predictor = half.personal.predictor.state_dict()  # type: ignore[union-attr,operator]
     assert [tensor.tolist() for tensor in kept.values()] == [tensor.tolist() for tensor in of_predictor.values()]
 
 
@@ -363,7 +363,7 @@ def test_a_device_learns_classes_that_it_has_never_seen() -> None:
 
 def test_without_merged_classes_a_device_learns_from_its_own_rows() -> None:
     rounds = fleet(min_samples=50).play(3)
-    assert rounds.server._classes == {}
+    assert rounds.server.classes == {}
     assert all(half.trained is not None and half.trained.samples_seen > 0 for half in rounds.halves.values())
 
 
@@ -375,15 +375,15 @@ def test_rows_are_new_in_every_round_and_the_same_on_every_device() -> None:
         seeds.append({parts["plan"].values["draw_seed"] for step, _, parts in rounds.asked if step == "learn"})  # type: ignore[union-attr]
     assert [len(one) for one in seeds] == [0, 1, 1, 1]
     assert len(set().union(*seeds)) == 3
-    a, b = (half._draw(lesson_of(5)) for half in rounds.halves.values())
+    a, b = (half.draw(lesson_of(5)) for half in rounds.halves.values())
     assert torch.equal(a[0], b[0])
     assert torch.equal(a[1], b[1])
 
 
 def test_features_below_zero_are_drawn_only_where_the_extractor_gives_such() -> None:
-    assert make_server()._nonnegative
+    assert make_server().nonnegative
     signed = make_server(extractor=f"{__name__}:signed_extractor")
-    assert not signed._nonnegative
+    assert not signed.nonnegative
     one = {0: ClassSummary(count=5, mean=np.zeros(6), directions=np.zeros((0, 6)), variance=np.ones(6))}
     rows, labels = draw_classes(one, 20, 3, nonnegative=False)
     assert rows.min() < 0
@@ -441,19 +441,19 @@ def test_a_lesson_that_does_not_fit_is_refused_with_a_sentence(spoil: str, says:
 def test_a_personal_predictor_that_diverges_is_as_before_and_the_device_learns_on() -> None:
     rounds = fleet(personal_extractor="own").play(2)
     half = rounds.halves["a"]
-    assert half._personal is not None
+    assert half.personal is not None
     with torch.no_grad():
-        for parameter in half._personal.predictor.parameters():  # type: ignore[union-attr,operator]
+        for parameter in half.personal.predictor.parameters():  # type: ignore[union-attr,operator]
             parameter.fill_(1e30)  # finite, and what comes of it is not
-    before, optimizer = copied(half._personal), pack_state(half._optimizers["personal"].state_dict())
+    before, optimizer = copied(half.personal), pack_state(half.optimizers["personal"].state_dict())
     for _ in range(2):
         general = copied(half.local.model)
         rounds.play()
         assert rounds.declined == []
         assert rounds.notes_of["learn", "a"] == {"personal_undone": 1}
         assert rounds.notes_of["learn", "b"] == {"personal_undone": 0}
-        assert equal(copied(half._personal), before)
-        assert pack_state(half._optimizers["personal"].state_dict()) == optimizer
+        assert equal(copied(half.personal), before)
+        assert pack_state(half.optimizers["personal"].state_dict()) == optimizer
         assert not equal(copied(half.local.model), general)
 
 
@@ -467,7 +467,7 @@ def test_of_a_personal_training_that_fails_half_way_nothing_stays(monkeypatch: p
         raise KnowledgeError("the loss is nan")
 
     monkeypatch.setattr(half, "_train", fail_at_the_end)
-    assert half._learn_personal(half._features(), rate=0.01, seed=5)
+    assert half.learn_personal(half.features_of_data(), rate=0.01, seed=5)
     assert pack_state(half.state_dict()) == before
 
 
@@ -498,13 +498,13 @@ def test_the_personal_predictors_own_extractor_trains_and_the_fleets_stays() -> 
     for name, half in own.halves.items():
         other = frozen.halves[name]
         assert equal(copied(half.local.model), copied(other.local.model))
-        assert half._personal is not None
-        assert other._personal is not None
+        assert half.personal is not None
+        assert other.personal is not None
         fleets = copied(half.local.taps.extractor)
-        assert equal(copied(other._personal.extractor), fleets)  # type: ignore[arg-type]
-        assert not equal(copied(half._personal.extractor), fleets)  # type: ignore[arg-type]
+        assert equal(copied(other.personal.extractor), fleets)  # type: ignore[arg-type]
+        assert not equal(copied(half.personal.extractor), fleets)  # type: ignore[arg-type]
         x = half.local.data.inputs[:3]
-        general, personal = (one.eval()(x).log_softmax(dim=1) for one in (half.local.model, half._personal))
+        general, personal = (one.eval()(x).log_softmax(dim=1) for one in (half.local.model, half.personal))
         answer = half.answers()[PERSONAL].eval()
         assert_close(answer(x), general + personal)
 
@@ -520,7 +520,7 @@ def test_the_learning_rate_drops_to_a_tenth_when_it_is_to() -> None:
     used = []
     for _ in range(3):
         rounds.play()
-        optimizers = [one for half in rounds.halves.values() for one in half._optimizers.values()]
+        optimizers = [one for half in rounds.halves.values() for one in half.optimizers.values()]
         used.append({group["lr"] for one in optimizers for group in one.param_groups})
     assert used == [{0.02}, {0.02}, {0.1 * 0.02}]
 
@@ -546,7 +546,7 @@ def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
             plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[union-attr]
             assert {plan["draw_seed"] for plan in plans} == {seed}
             ask = Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2])
-            drawn = rounds.halves["a"]._drawn(Lesson.of(ask), 1)
+            drawn = rounds.halves["a"].drawn(Lesson.of(ask), 1)
             assert drawn is not None
             assert drawn.soft is not None
             assert drawn.soft.shape == (10 * 4, CLASSES)
@@ -575,7 +575,7 @@ def test_predictions_on_other_rows_do_not_count(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(AveragedDevice, "agree", on_other_rows)
     rounds.play()
     assert [kind for kind, _ in rounds.events if kind == "member-left-out"] == ["member-left-out"] * 2
-    assert rounds.server._agreed is None
+    assert rounds.server.agreed is None
 
 
 def lessons(rounds: Rounds) -> list[tuple[str, list[str]]]:
@@ -594,7 +594,7 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
         assert isinstance(plan, Plan)
         seeds.append(plan.values["draw_seed"])
         for half in rounds.halves.values():
-            drawn = half._drawn(Lesson.of(Ask(round=9, step="learn", seed=1, parts={"plan": plan})), 1)
+            drawn = half.drawn(Lesson.of(Ask(round=9, step="learn", seed=1, parts={"plan": plan})), 1)
             assert drawn is not None
             assert drawn.soft is not None
             logits = extract(rounds.server.predictor, drawn.features)
@@ -607,10 +607,10 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
 
 def test_the_server_draws_the_rows_that_devices_draw() -> None:
     rounds = fleet().play(2)
-    rows, labels = rounds.server._draw(rounds.server._classes, 5)
+    rows, labels = rounds.server.draw(rounds.server.classes, 5)
     for half in rounds.halves.values():
-        assert torch.equal(half._draw(lesson_of(5))[0], rows)
-        assert torch.equal(half._draw(lesson_of(5))[1], labels)
+        assert torch.equal(half.draw(lesson_of(5))[0], rows)
+        assert torch.equal(half.draw(lesson_of(5))[1], labels)
 
 
 def test_with_a_new_merge_the_server_teaches_anew() -> None:
@@ -652,13 +652,13 @@ def newcomer_falls_short() -> Rounds:
 
 def test_after_a_round_that_fell_short_all_draw_from_one_merge() -> None:
     rounds = newcomer_falls_short()
-    assert rounds.halves["a"]._classes[3].count != rounds.server._classes[3].count  # type: ignore[index]
+    assert rounds.halves["a"].classes[3].count != rounds.server.classes[3].count  # type: ignore[index]
     rounds.play()
     assert rounds.declined == []
     (seed,) = {parts["plan"].values["draw_seed"] for _, _, parts in rounds.asked}  # type: ignore[union-attr]
-    rows, _ = rounds.server._draw(rounds.server._classes, seed)
+    rows, _ = rounds.server.draw(rounds.server.classes, seed)
     for name in ("a", "b"):
-        assert torch.equal(rounds.halves[name]._draw(lesson_of(seed))[0], rows)
+        assert torch.equal(rounds.halves[name].draw(lesson_of(seed))[0], rows)
     assert lessons(rounds.play()) == [("a", ["plan"]), ("b", ["plan"])]
 
 
@@ -693,7 +693,7 @@ def test_a_newcomer_that_does_not_answer_is_waited_for_less_and_less() -> None:
     for _ in range(9):
         rounds.fall_short()
     rounds.play()
-    assert "c" in rounds.server._parts
+    assert "c" in rounds.server.parts
     assert rounds.server.state_dict()["silent"] == {}
 
 
@@ -717,7 +717,7 @@ def with_older_state(rounds: Rounds) -> Rounds:
 def test_a_device_of_an_older_state_is_asked_for_its_summary_again_and_learns() -> None:
     rounds = fleet()
     rounds.halves["c"] = make_device([6, 6, 6, 30], seed=3)
-    classes = with_older_state(rounds.play(2)).server._classes
+    classes = with_older_state(rounds.play(2)).server.classes
     steps = []
     for _ in range(6):
         rounds.play()
@@ -725,7 +725,7 @@ def test_a_device_of_an_older_state_is_asked_for_its_summary_again_and_learns() 
     assert steps == [["learn"]] * 3 + [["summarise", "learn"]] + [["learn"]] * 2
     assert rounds.declined == []
     assert rounds.server.state_dict()["silent"] == {}
-    assert rounds.server._classes is classes  # what it sent first stays
+    assert rounds.server.classes is classes  # what it sent first stays
     rounds.deaf = {("summarise", "a"), ("learn", "a")}
     asked = [("summarise", "a") in rounds.play().steps() for _ in range(14)]
     assert [number for number, was in enumerate(asked) if was] == [3, 6, 11]
@@ -762,24 +762,24 @@ def parts_of(**parts: dict[int, ClassSummary]) -> dict[str, ClassStatistics]:
 
 def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
     rounds = fleet()
-    rounds.server._parts = parts_of(a={label: alike(label) for label in range(4)}, b={})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    rounds.server.parts = parts_of(a={label: alike(label) for label in range(4)}, b={})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
     left_out = [text for kind, text in rounds.events if kind == "recognition-guard"]
     assert len(left_out) >= 2
-    assert len(rounds.server._classes) == 4 - len(left_out)
+    assert len(rounds.server.classes) == 4 - len(left_out)
     off = fleet(recognition_guard=False)
-    off.server._parts = rounds.server._parts
-    off.server._merge(off)  # type: ignore[arg-type]
-    assert len(off.server._classes) == 4
+    off.server.parts = rounds.server.parts
+    off.server.merge_parts(off)  # type: ignore[arg-type]
+    assert len(off.server.classes) == 4
 
 
 def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> None:
     """Half of each of four classes; three alone would need two thirds, which these do not have."""
     rounds = fleet()
-    rounds.server._recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}  # type: ignore[method-assign]
-    rounds.server._parts = parts_of(a={label: alike(label) for label in range(4)})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert sorted(rounds.server._classes) == [0, 2, 3]
+    rounds.server.recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}  # type: ignore[method-assign]
+    rounds.server.parts = parts_of(a={label: alike(label) for label in range(4)})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server.classes) == [0, 2, 3]
     (text,) = [text for kind, text in rounds.events if kind == "recognition-guard"]
     assert "0.500 is the least" in text
     assert "raise server_epochs" in text
@@ -788,15 +788,15 @@ def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> No
 def test_of_a_class_that_is_left_out_nothing_is_in_the_variance_of_the_others_or_in_the_predictor() -> None:
     parts = {label: replace(alike(label), variance=np.full(128, 0.1 + label)) for label in range(4)}
     rounds, without = fleet(), fleet()
-    rounds.server._recognition = lambda classes, seed: {label: float(label != 1) for label in classes}  # type: ignore[method-assign]
-    rounds.server._parts = parts_of(a=parts)
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    without.server._recognition = rounds.server._recognition  # type: ignore[method-assign]
-    without.server._parts = parts_of(a={label: parts[label] for label in (0, 2, 3)})
-    without.server._merge(without)  # type: ignore[arg-type]
+    rounds.server.recognition = lambda classes, seed: {label: float(label != 1) for label in classes}  # type: ignore[method-assign]
+    rounds.server.parts = parts_of(a=parts)
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    without.server.recognition = rounds.server.recognition  # type: ignore[method-assign]
+    without.server.parts = parts_of(a={label: parts[label] for label in (0, 2, 3)})
+    without.server.merge_parts(without)  # type: ignore[arg-type]
     assert [kind for kind, _ in rounds.events] == ["class-of-one-device", "recognition-guard"]
-    assert sorted(rounds.server._classes) == [0, 2, 3]
-    assert rounds.server._version == without.server._version  # named by what is in it
+    assert sorted(rounds.server.classes) == [0, 2, 3]
+    assert rounds.server.version == without.server.version  # named by what is in it
     assert equal(copied(rounds.server.predictor), copied(without.server.predictor))
 
 
@@ -809,35 +809,35 @@ def test_a_class_that_training_does_not_survive_is_left_out_alone(guard: bool) -
     far = replace(alike(0), mean=np.full(128, 1e15), variance=np.full(128, 1e20))
     for one, parts in ((rounds, parts_of(a={0: far}, b=honest)), (without, parts_of(b=honest))):
         one.server.context = replace(one.server.context, knowledge_type="float32")
-        one.server._parts = parts
-        one.server._merge(one)  # type: ignore[arg-type]
+        one.server.parts = parts
+        one.server.merge_parts(one)  # type: ignore[arg-type]
     left_out = [text for kind, text in rounds.events if kind == "class-left-out"]
     assert len(left_out) == 1
     assert left_out[0].startswith("class 0: the server's own predictor cannot learn from rows")
-    assert sorted(rounds.server._classes) == sorted(without.server._classes) == [1, 2, 3]
-    assert rounds.server._version == without.server._version
+    assert sorted(rounds.server.classes) == sorted(without.server.classes) == [1, 2, 3]
+    assert rounds.server.version == without.server.version
     assert equal(copied(rounds.server.predictor), copied(without.server.predictor))
 
 
 def test_twice_chance_is_asked_for_and_of_two_classes_half_way_from_chance_to_all() -> None:
-    assert [_least_recognised(classes) for classes in (1, 2, 3, 4, 10)] == [0, 0.75, 2 / 3, 0.5, 0.2]
+    assert [least_recognised(classes) for classes in (1, 2, 3, 4, 10)] == [0, 0.75, 2 / 3, 0.5, 0.2]
 
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_of_few_classes_that_look_alike_not_all_stay(classes: int) -> None:
     """Rates of classes that are all alike come to 1 together: no two reach three quarters, no three two thirds."""
     rounds = fleet()
-    rounds.server._parts = parts_of(a={label: alike(label) for label in range(classes)})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert len(rounds.server._classes) <= 1
+    rounds.server.parts = parts_of(a={label: alike(label) for label in range(classes)})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert len(rounds.server.classes) <= 1
 
 
 def test_a_class_that_is_alone_stays_though_the_server_does_not_know_it() -> None:
     rounds = fleet(server_epochs=1, learning_rate=1e-9)
-    rounds.server._parts = parts_of(a={3: alike(3)})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
+    rounds.server.parts = parts_of(a={3: alike(3)})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
     assert rounds.figures["recognition"]["3"] < 1
-    assert sorted(rounds.server._classes) == [3]
+    assert sorted(rounds.server.classes) == [3]
 
 
 def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
@@ -845,27 +845,27 @@ def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
     honest = {name: {label: alike(label) for label in range(1, 4)} for name in ("a", "b")}
     hostile = replace(alike(0), count=2**31 - 1, variance=np.full(128, 60000.0))
     rounds, without = fleet(recognition_guard=False), fleet(recognition_guard=False)
-    without.server._parts = parts_of(**honest)
-    without.server._merge(without)  # type: ignore[arg-type]
-    rounds.server._parts = parts_of(**honest, c={0: hostile})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert sorted(rounds.server._classes) == [1, 2, 3]
-    for label, one in rounds.server._classes.items():
-        assert_allclose(one.diagonal, without.server._classes[label].diagonal, rtol=1e-12)
+    without.server.parts = parts_of(**honest)
+    without.server.merge_parts(without)  # type: ignore[arg-type]
+    rounds.server.parts = parts_of(**honest, c={0: hostile})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server.classes) == [1, 2, 3]
+    for label, one in rounds.server.classes.items():
+        assert_allclose(one.diagonal, without.server.classes[label].diagonal, rtol=1e-12)
     assert [kind for kind, _ in rounds.events] == ["rows-capped", "summary-left-out"]
-    assert "c" in rounds.server._parts  # kept apart: where the others come to be as long, it counts
+    assert "c" in rounds.server.parts  # kept apart: where the others come to be as long, it counts
 
-    del rounds.server._parts["b"]  # no majority any more that says who is right
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert 0 in rounds.server._classes
+    del rounds.server.parts["b"]  # no majority any more that says who is right
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert 0 in rounds.server.classes
 
 
 def test_devices_of_up_to_four_times_the_median_length_are_all_merged() -> None:
     rounds = fleet(recognition_guard=False)
     far = {"a": 1.0, "b": 2.0, "c": 7.9}
-    rounds.server._parts = parts_of(**{name: {0: replace(alike(0), mean=np.full(128, far[name]))} for name in far})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert rounds.server._classes[0].count == 30
+    rounds.server.parts = parts_of(**{name: {0: replace(alike(0), mean=np.full(128, far[name]))} for name in far})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert rounds.server.classes[0].count == 30
     assert rounds.events == []
 
 
@@ -874,22 +874,22 @@ def test_a_class_whose_merge_does_not_fit_the_wire_is_left_out_alone() -> None:
     long = np.zeros((8, 128))
     long[0] = 65504
     far = {sign: replace(alike(0), mean=np.full(128, sign * 65504.0), directions=long) for sign in (1, -1)}
-    rounds.server._parts = parts_of(a={0: far[1], 1: alike(1)}, b={0: far[-1], 1: alike(1)})
-    rounds.server._merge(rounds)  # type: ignore[arg-type]
-    assert sorted(rounds.server._classes) == [1]
+    rounds.server.parts = parts_of(a={0: far[1], 1: alike(1)}, b={0: far[-1], 1: alike(1)})
+    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    assert sorted(rounds.server.classes) == [1]
     assert [kind for kind, _ in rounds.events] == ["class-left-out"]
-    encode({"classes": to_wire(rounds.server._classes)}, np.float16)
+    encode({"classes": to_wire(rounds.server.classes)}, np.float16)
 
 
 def test_a_newcomer_sends_its_summary_then_and_everybody_gets_the_new_merge() -> None:
     rounds = fleet(recognition_guard=False).play(3)
-    before = rounds.server._classes[3].count
+    before = rounds.server.classes[3].count
     rounds.halves["c"] = make_device([6, 6, 6, 30], seed=3, model="digits_linear")
     rounds.quorums.clear()
     rounds.play()
     assert [step for step in rounds.steps() if step[0] == "summarise"] == [("summarise", "c")]
     assert dict(rounds.quorums) == {"summarise": 0.0, "learn": None}
-    assert rounds.server._classes[3].count == before + 30
+    assert rounds.server.classes[3].count == before + 30
     assert all("classes" in parts for step, _, parts in rounds.asked if step == "learn")
     assert equal(copied(rounds.halves["c"].local.taps.extractor), copied(rounds.server.extractor))
     rounds.play()
@@ -898,10 +898,10 @@ def test_a_newcomer_sends_its_summary_then_and_everybody_gets_the_new_merge() ->
 
 def test_who_leaves_stays_in_the_merge() -> None:
     rounds = fleet(recognition_guard=False).play(2)
-    classes = rounds.server._classes
+    classes = rounds.server.classes
     rounds.away = {"b"}
     rounds.play(2)
-    assert rounds.server._classes is classes
+    assert rounds.server.classes is classes
     assert rounds.steps() == [("learn", "a")]
 
 
@@ -974,7 +974,7 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
     said: list[str] = []
     with ExitStack() as stack:
         device = devices_of(run.prepared, stack, DeviceApi(run.store))[0]
-        device._guard._on_event = lambda event: said.append(f"{event.kind}: {event.text}")
+        device._guard.on_event = lambda event: said.append(f"{event.kind}: {event.text}")
         assert run.store.asks.of_step(RUN, 4, 1)
         assert run.store.asks.next_open(RUN, run.device) is None
         run.store.runs.end(RUN, "running", "")  # as if the others were still at it
@@ -1080,8 +1080,8 @@ def test_the_personal_answer_is_the_product_of_both_predictors() -> None:
     rounds = fleet().play(3)
     half = rounds.halves["a"]
     inputs = half.local.data.inputs[:5]
-    assert half._personal is not None
-    general, personal = (softmax(extract(model, inputs).numpy()) for model in (half.local.model, half._personal))
+    assert half.personal is not None
+    general, personal = (softmax(extract(model, inputs).numpy()) for model in (half.local.model, half.personal))
     found = softmax(extract(half.answers()[PERSONAL], inputs).numpy())
     product = general * personal
     assert_allclose(found, product / product.sum(axis=1, keepdims=True), atol=1e-5)
@@ -1103,7 +1103,7 @@ def test_an_app_has_both_answers_and_their_files_before_and_after_a_restart(tmp_
             if event.kind == "delivered":
                 delivered.append((event.values, devices[0].model))
 
-        devices[0]._guard._on_event = note
+        devices[0]._guard.on_event = note
         asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
         assert delivered[0][0] == {}
         assert delivered[-1][0] == {"answer": "general"}

@@ -466,7 +466,7 @@ def test_a_space_that_does_not_fit_the_wire_is_an_event_and_not_the_end(monkeypa
             df=np.array(19, np.int32),
         )
         monkeypatch.setattr(
-            half, "_own", SimpleNamespace(summarise=lambda far=far: Answer(parts={"statistics": far}, samples=20))
+            half, "own", SimpleNamespace(summarise=lambda far=far: Answer(parts={"statistics": far}, samples=20))
         )
     played.play()
     assert played.steps() == [("summarise", "a"), ("summarise", "b")]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fleetdistill.knowledge import Array
-from fleetdistill_server.methods.classstats.robust import LeftOut, Sent, _Centres, _middle_of, capped, judge
+from fleetdistill_server.methods.classstats.robust import Centres, LeftOut, Sent, capped, judge, middle_of
 
 BY_CLASS, SHARED = "by class", "shared"
 forms = pytest.mark.parametrize("form", [BY_CLASS, SHARED])
@@ -118,7 +118,7 @@ def test_c_the_share_of_means_at_their_own_centre_decides(
     form: str, means: dict[int, list[float]], share: float | None, gross: bool, strict: bool
 ) -> None:
     fleet = fleet_with(sent(means, form=form), form)
-    near = _Centres(fleet, {}, shifted=False).near(fleet["d"])
+    near = Centres(fleet, {}, shifted=False).near(fleet["d"])
     assert (near and near.share) == share
     assert gone(judge(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
     _, left_out = judge(fleet, "strict")
@@ -140,8 +140,8 @@ def test_c_gross_lets_means_be_shifted_all_alike_and_strict_does_not() -> None:
     """Shifted towards class 4 by twice their length all are nearest to its centre; among themselves they lie right."""
     place = 2 * np.eye(5)
     fleet = {**{name: five(place) for name in "abc"}, "d": five(place + 2 * place[4])}
-    assert _Centres(fleet, {}, shifted=False).near(fleet["d"]) == (1, 5)
-    assert _Centres(fleet, {}, shifted=True).near(fleet["d"]) == (5, 5)
+    assert Centres(fleet, {}, shifted=False).near(fleet["d"]) == (1, 5)
+    assert Centres(fleet, {}, shifted=True).near(fleet["d"]) == (5, 5)
     assert judge(fleet, "gross")[1] == []
     assert gone(judge(fleet, "strict")[1])[0] == ("d", (0, 1, 2, 3, 4))
 
@@ -168,7 +168,7 @@ def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
     held = {"a": (1, 2), "b": (3, 4), "c": (1, 3), "d": (2, 4)}
     honest = {name: sent({label: place[label] for label in labels}) for name, labels in held.items()}
     fleet = {**honest, "y": rolled, "z": rolled}
-    centres = _Centres(fleet, {}, shifted=False)
+    centres = Centres(fleet, {}, shifted=False)
     assert [centres.near(fleet[name]) for name in "adyz"] == [(0, 2), (0, 2), (1, 5), (1, 5)]
     kept, left_out = judge(fleet, "gross")
     assert gone(left_out) == [("y", (0, 1, 2, 3, 4)), ("z", (0, 1, 2, 3, 4))]
@@ -261,15 +261,15 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     generator = np.random.default_rng(seed)
     means = list(generator.integers(-3, 4, size=(devices, 5)).astype(np.float16))  # with ties
     fleet = {str(number): sent({0: mean}) for number, mean in enumerate(means)}
-    centres = _Centres(fleet, {}, shifted=False)
-    assert len(_middle_of(means)) == min(devices, 2 + devices % 2)
+    centres = Centres(fleet, {}, shifted=False)
+    assert len(middle_of(means)) == min(devices, 2 + devices % 2)
     for number, mean in enumerate(means):
         others = [one.astype(np.float64) for other, one in enumerate(means) if other != number]
-        found = centres._without({0: mean.astype(np.float64)})
+        found = centres.without({0: mean.astype(np.float64)})
         assert found.keys() == ({0} if others else set())
         if others:
             assert_array_equal(found[0], np.median(others, axis=0))
-    assert_array_equal(centres._without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
+    assert_array_equal(centres.without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
 
 
 def random_fleet(seed: int, devices: int, form: str) -> dict[str, Sent]:

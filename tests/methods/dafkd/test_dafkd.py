@@ -481,7 +481,7 @@ def test_daf_property_a_discriminator_goes_on_from_where_it_was_and_never_comes_
     saved = unpack_state(pack_state(device.state_dict()))
     back = make_device(seed=9)  # another process: other first weights
     back.load_state_dict(saved)
-    judged, optimizer = back._ready()
+    judged, optimizer = back.ready()
     kept = model_parameters(judged.discriminator)
     assert all(np.array_equal(kept.parameters[name], sent.parameters.parameters[name]) for name in kept.parameters)
     assert optimizer.state_dict()["state"][0]["step"] > 0
@@ -504,9 +504,9 @@ def test_the_first_discriminator_is_decided_by_the_asks_seed_alone() -> None:
 
 
 def training_of(device: DaFKDDevice, *, adversarial: bool = True) -> AdversarialTraining:
-    judged, optimizer = device._ready()
+    judged, optimizer = device.ready()
     return AdversarialTraining(
-        device.config, judged, optimizer, device._generator, device._data, seed=2, adversarial=adversarial
+        device.config, judged, optimizer, device.generator, device.data, seed=2, adversarial=adversarial
     )
 
 
@@ -514,13 +514,13 @@ def training_of(device: DaFKDDevice, *, adversarial: bool = True) -> Adversarial
 def test_daf_property_a_generator_step_changes_nothing_but_the_generator(name: str) -> None:
     device = make_device(**VARIANTS[name])
     training = training_of(device)
-    judged, _ = device._ready()
+    judged, _ = device.ready()
     judged.train()
-    before, generator = copied(judged), copied(device._generator)
-    training._step_generator(8)
+    before, generator = copied(judged), copied(device.generator)
+    training.step_generator(8)
     assert states_equal(copied(judged), before)
     assert all(parameter.grad is None for parameter in judged.parameters())
-    assert not states_equal(copied(device._generator), generator)
+    assert not states_equal(copied(device.generator), generator)
 
 
 @pytest.mark.parametrize(("freeze", "moves"), [(True, False), (False, True)])
@@ -528,11 +528,11 @@ def test_daf_property_a_generator_step_changes_nothing_but_the_generator(name: s
 def test_generated_samples_do_not_enter_batch_norm_statistics(name: str, freeze: bool, moves: bool) -> None:
     device = make_device(**VARIANTS[name], freeze_batch_norm=freeze)
     training = training_of(device)
-    judged, _ = device._ready()
+    judged, _ = device.ready()
     judged.train()
     norms = [part for part in judged.modules() if isinstance(part, nn.BatchNorm2d)]
     before = [norm.running_mean.clone() for norm in norms if norm.running_mean is not None]
-    training._discriminator_loss(torch.zeros(4), torch.rand(4, *SHAPE), torch.rand(4, *SHAPE))
+    training.discriminator_loss(torch.zeros(4), torch.rand(4, *SHAPE), torch.rand(4, *SHAPE))
     after = [norm.running_mean for norm in norms if norm.running_mean is not None]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)) is moves
     assert all(norm.training for norm in norms)
@@ -540,12 +540,12 @@ def test_generated_samples_do_not_enter_batch_norm_statistics(name: str, freeze:
 
 def test_the_joint_loss_is_equation_9() -> None:
     device = make_device(model="digits_linear", lambda_adv=0.7)
-    training, (judged, _) = training_of(device), device._ready()
+    training, (judged, _) = training_of(device), device.ready()
     judged.eval()
     x, labels, fake = torch.rand(5, *SHAPE), torch.arange(5), torch.rand(6, *SHAPE)
     own = nn.functional.cross_entropy(device.local.model(x), labels)
     against = adversarial_loss(judged.judge(x), judged.judge(fake))
-    assert_close(training._joint_loss(x, labels, fake), own + 0.7 * against)
+    assert_close(training.joint_loss(x, labels, fake), own + 0.7 * against)
 
 
 def test_sharing_trains_the_extractor_for_the_discriminator_too_and_no_sharing_does_not() -> None:
@@ -585,14 +585,14 @@ def test_a_generator_that_diverges_is_an_error_that_names_its_rate() -> None:
     device = make_device()
     training = training_of(device)
     with torch.no_grad():
-        next(device._generator.parameters()).fill_(float("nan"))
+        next(device.generator.parameters()).fill_(float("nan"))
     with pytest.raises(KnowledgeError, match=r"the generator's loss is nan; its learning rate \(generator_lr\)"):
-        training._step_generator(4)
+        training.step_generator(4)
 
 
 def test_the_generators_optimiser_is_fresh_and_has_the_weight_decay_that_is_stated() -> None:
     device = make_device(adversarial_weight_decay=0.25)
-    optimizer = adam(device.config, device._generator, 0.5)
+    optimizer = adam(device.config, device.generator, 0.5)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.25)
     assert not optimizer.state
 
@@ -643,7 +643,7 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
     found = server.judged_ensemble(answers, samples, cohort)
     assert found is not None
     with torch.no_grad():
-        heard = [half._ready()[0].eval() for half in devices.values()]
+        heard = [half.ready()[0].eval() for half in devices.values()]
         verdicts = torch.stack([one.judge(samples) for one in heard])
         logits = torch.stack([half.local.model(samples) for half in devices.values()])
     assert_close(found[1], ensemble(importance_weights(verdicts), logits, 1.0, "probs"), atol=1e-6, rtol=0)
@@ -670,7 +670,7 @@ def test_a_lagged_device_predicts_with_what_it_learned_on_samples_of_the_generat
     server, device = make_server(**VARIANTS["lagged"]), make_device(**VARIANTS["lagged"])
     sent = part_of(train(server, device), "predictions", WeightedPredictions)
     samples = server.samples(5)
-    judged = device._ready()[0].eval()
+    judged = device.ready()[0].eval()
     with torch.no_grad():
         expected = judged.judge(samples).sigmoid()[:, None] * judged.answer(samples).softmax(1)
     np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)
@@ -750,7 +750,7 @@ def round_of_one_class(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
     with torch.no_grad():
         server.model.get_parameter("stages.head.bias")[0] += 5
     for half in devices.values():
-        half._data = TensorData(half._data.inputs, torch.zeros_like(half._data.labels))
+        half.data = TensorData(half.data.inputs, torch.zeros_like(half.data.labels))
     cohort = run_round(server, devices)
     return copied(server.model), cohort.kinds
 
@@ -795,7 +795,7 @@ def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> Non
     huge = ModelParameters(
         parameters={name: np.full_like(array, 3e38) for name, array in sent.parameters.items()}, buffers=sent.buffers
     )
-    judge = Discriminator(parameters=model_parameters(server._member.discriminator), shares_extractor=True)
+    judge = Discriminator(parameters=model_parameters(server.member.discriminator), shares_extractor=True)
     answers = [answer_of("a", {"parameters": huge, "discriminator": judge})]
     assert server.judged_ensemble(answers, server.samples(5), cohort) is None
     assert cohort.kinds == ["member-left-out"]
@@ -840,9 +840,9 @@ def test_the_step_that_ends_a_round_follows_the_settings() -> None:
 
 def test_the_same_samples_on_both_sides_by_the_seed_alone() -> None:
     server, device = make_server(label_condition=True), make_device(label_condition=True)
-    load_parameters(device._generator, model_parameters(server.generator))
+    load_parameters(device.generator, model_parameters(server.generator))
     ask = Ask(round=1, step="predict", seed=0, parts={"plan": Plan(values={"noise_seed": 99})})
-    assert torch.equal(device._samples(ask), server.samples(99))
+    assert torch.equal(device.samples(ask), server.samples(99))
     assert not torch.equal(server.samples(98), server.samples(99))
     generator = make_generator(config_of(label_condition=True), SHAPE, CLASSES).eval()
     noise = torch.from_numpy(portable_noise(99, 12, 100))
@@ -981,7 +981,7 @@ def test_daf_12_a_run_sends_what_the_formula_says(name: str, tmp_path: Path) -> 
     store = run_in_memory(prepare(replace(FLEET, settings=settings), tmp_path / "work"))
     assert_no_upload_lost(store)
     server = make_server(**VARIANTS[name])
-    parts = (server.model, server.generator, server._member.discriminator)
+    parts = (server.model, server.generator, server.member.discriminator)
     model, generator, discriminator = (Weights.of(model_parameters(part)) for part in parts)
     sizes = Sizes(classes=CLASSES, embedding=32, model=model, generator=generator, discriminator=discriminator)
     predicted = round_bytes(DaFKDServer.exchanges(DaFKDConfig(**settings).for_classes(CLASSES), sizes), "float16")

@@ -255,7 +255,7 @@ def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance
 
 
 def triplets_of(server: FedD2SServer, device: FedD2SDevice, layer: int, name: str = "d0") -> Triplets:
-    columns = {key: torch.from_numpy(value) for key, value in device._columns(layer).items()}
+    columns = {key: torch.from_numpy(value) for key, value in device.columns_of(layer).items()}
     first, at_layer = columns[server.names[0]], columns[server.names[layer - 1]]
     return Triplets(name, layer, np.arange(len(first)), first, at_layer, device.local.data.labels)
 
@@ -545,13 +545,13 @@ def test_the_device_descends_equation_12_through_the_frozen_head() -> None:
     settings = {**how, "distill_epochs": 1, "temperature": 2.0}
     server, device = disturbed_server(**settings), make_device(**settings)
     ask = learn_ask(server, device, 2)
-    mine = copy.deepcopy(device._model)
+    mine = copy.deepcopy(device.model)
     t_bc = torch.from_numpy(np.array(ask.part("teacher", RefinedKnowledge).values))
     v_bc = server.head(2)(mine.features(device.local.data.inputs, 2)) / 2
     loss = 4 * (t_bc * (t_bc.log() - v_bc.log_softmax(1))).sum(1).mean()
     loss.backward()
     device.handle(ask)
-    for (name, parameter), other in zip(device._model.named_parameters(), mine.parameters(), strict=True):
+    for (name, parameter), other in zip(device.model.named_parameters(), mine.parameters(), strict=True):
         expected = other if other.grad is None else other - 0.1 * other.grad
         assert_close(parameter, expected, atol=1e-6, rtol=1e-5)
         assert (other.grad is None) == (name.split(".")[1] in "cd")
@@ -570,16 +570,16 @@ def test_feature_gradients_give_the_heads_first_step(layer: int) -> None:
             ask = other_teacher(server, device, settings)
         assert ("head" in ask.parts) == (mode == "head")
         device.handle(ask)
-        models.append(device._model)
+        models.append(device.model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert_close(one, other, atol=1e-6, rtol=1e-4)
-    assert changed(models[0], state_of(make_device()._model)) == set("abcd"[:layer])
+    assert changed(models[0], state_of(make_device().model)) == set("abcd"[:layer])
 
 
 def other_teacher(server: FedD2SServer, device: FedD2SDevice, settings: dict[str, Any]) -> Ask:
     sent = triplets_of(server, device, 1)
     t_bc = torch.full((len(sent.labels), CLASSES), 1 / CLASSES)
-    reply = {"plan": server._plan("d0", 1), **server._knowledge(sent, t_bc)}
+    reply = {"plan": server.plan("d0", 1), **server.knowledge(sent, t_bc)}
     return Ask(round=1, step="learn", seed=5, parts=decode(encode(reply)))
 
 
@@ -592,7 +592,7 @@ def test_the_ablation_brings_features_together_instead() -> None:
     target = np.array(ask.part("features", SampleKnowledge).features["c"])
     with torch.no_grad():
         assert_close(torch.from_numpy(target), server.network[:2](sent.first))
-    loss = server._distillation(copy.deepcopy(server.network), sent, torch.empty(0))
+    loss = server.distillation(copy.deepcopy(server.network), sent, torch.empty(0))
     assert_close(loss(torch.arange(20)), functional.mse_loss(server.network[:2](sent.first), sent.at_layer))  # type: ignore[misc]
     before = float(functional.mse_loss(sent.at_layer, torch.from_numpy(target)))
     device.handle(ask)
@@ -612,7 +612,7 @@ def test_feature_distance_counts_rows_without_a_target_as_zero() -> None:
 
 def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     device = make_device(rows=5)
-    values, valid, unknown = device._own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16), (1,))
+    values, valid, unknown = device.own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16), (1,))
     assert valid.tolist() == [False, True, False, True, False]
     assert (values[3].item(), values[1].item(), unknown) == (1.0, 3.0, 1)
     teacher = RefinedKnowledge(valid=True, sample_ids=np.array([99]), values=np.float32([[1, 0, 0]]))
@@ -647,8 +647,8 @@ def test_both_halves_go_on_from_their_saved_state() -> None:
         run_round(server, fleet, number)
         run_round(twin, twins, number)
     assert pack_state(server.state_dict()) == pack_state(twin.state_dict())
-    assert not changed(fleet["d1"]._model, state_of(twins["d1"]._model))
-    assert twins["d1"]._participations == 3
+    assert not changed(fleet["d1"].model, state_of(twins["d1"].model))
+    assert twins["d1"].participations == 3
 
 
 # --- guards
@@ -666,7 +666,7 @@ def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_dev
     assert not reply["teacher"].valid  # type: ignore[union-attr]
     assert cohort.figures["teacher_accuracy"] == {"d0": 0.0}
     device = make_device()
-    assert device._distillation(Ask(round=1, step="learn", seed=1, parts=decode(encode(reply))), 4) == (None, 0)
+    assert device.distillation(Ask(round=1, step="learn", seed=1, parts=decode(encode(reply))), 4) == (None, 0)
 
 
 def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off() -> None:
@@ -701,7 +701,7 @@ def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: f
 def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
     settings = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
     server, fleet = make_server(**settings), make_fleet(2, **settings)
-    fleet["d1"]._columns = lambda layer: {  # type: ignore[method-assign]
+    fleet["d1"].columns_of = lambda layer: {  # type: ignore[method-assign]
         "a": np.full((20, WIDTHS[0]), 3e38, np.float32),
         "d": np.zeros((20, CLASSES), np.float32),
     }
@@ -733,7 +733,7 @@ def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str
     assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
     arrived = decode(encode(reply, np.float16))
-    assert device._distillation(Ask(round=1, step="learn", seed=1, parts=arrived), 3) == (None, 0)
+    assert device.distillation(Ask(round=1, step="learn", seed=1, parts=arrived), 3) == (None, 0)
 
 
 def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:

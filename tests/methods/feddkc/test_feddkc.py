@@ -72,10 +72,10 @@ def run_round(server: FedDKCServer, knowledge: dict[str, SampleKnowledge]) -> Fa
 def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_others() -> None:
     server, knowledge = make_server(), {f"d{i}": make_knowledge(i) for i in range(3)}
     run_round(server, knowledge)
-    before = dict(server._knowledge)
+    before = dict(server.knowledge)
     server.config = replace(server.config, participation_ratio=0.34)
     (taken,) = (one.device for one in run_round(server, knowledge).asked)
-    assert [device for device in before if server._knowledge[device] is not before[device]] == [taken]
+    assert [device for device in before if server.knowledge[device] is not before[device]] == [taken]
 
 
 @pytest.mark.parametrize("settings", [{"server_learning_rate": 1e6}, {"server_learning_rate": 1e30}])
@@ -142,13 +142,13 @@ def test_dkc_19_a_server_step_descends_equation_2(tau: float) -> None:
     server.predictor = nn.Linear(FEATURES, CLASSES, bias=False)
     with torch.no_grad():
         server.predictor.weight.zero_()[:, 0] = torch.tensor([1.0, 0.0, -1.0])
-    server._optimizer = torch.optim.SGD(server.predictor.parameters(), lr=0.1)
+    server.optimizer = torch.optim.SGD(server.predictor.parameters(), lr=0.1)
     features = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     target = torch.tensor([[0.5, 0.272727, 0.227273]])
     z = torch.tensor([1.0, 0.0, -1.0])
     # d(total)/dz = (softmax(z) - onehot) + beta * tau * (softmax(z / tau) - target), worked by hand from eq. (2)
     gradient = (z.softmax(0) - torch.tensor([1.0, 0.0, 0.0])) + 1.5 * tau * ((z / tau).softmax(0) - target[0])
-    server._step(features, torch.tensor([0]), target)
+    server.distil_step(features, torch.tensor([0]), target)
     assert_close(server.predictor.weight[:, 0], torch.tensor([1.0, 0.0, -1.0]) - 0.1 * gradient, atol=1e-6, rtol=0)
 
 
@@ -208,10 +208,10 @@ def test_refinement_makes_all_devices_knowledge_congruent(refinement: str) -> No
 def test_sequential_order_goes_device_after_device_and_mixed_does_not() -> None:
     sizes = [64, 64]
     generator = torch.Generator().manual_seed(0)
-    sequential = make_server(server_order="sequential", batch_size=16)._batches(sizes, generator)
+    sequential = make_server(server_order="sequential", batch_size=16).batches(sizes, generator)
     assert [bool((batch < 64).all()) for batch in sequential] == [True] * 4 + [False] * 4
     assert sorted(torch.cat(sequential).tolist()) == list(range(128))
-    mixed = make_server(server_order="mixed", batch_size=16)._batches(sizes, generator)
+    mixed = make_server(server_order="mixed", batch_size=16).batches(sizes, generator)
     assert any((batch < 64).any() and (batch >= 64).any() for batch in mixed)
 
 
@@ -225,7 +225,7 @@ def test_a_batch_of_one_row_is_left_out_only_where_batch_norm_needs_two(batch_no
     server = make_server(server_order="sequential", batch_size=4)
     if batch_norm:
         server.predictor = normalising_predictor((FEATURES,), CLASSES)
-    assert [len(batch) for batch in server._batches([1, 5], torch.Generator().manual_seed(0))] == sizes
+    assert [len(batch) for batch in server.batches([1, 5], torch.Generator().manual_seed(0))] == sizes
 
 
 def test_a_device_of_one_row_is_trained_on_in_sequential_order() -> None:
@@ -366,7 +366,7 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     device = make_device(rows=5)
     ids = np.array([3, 99, 1])  # 99 is not known here; 0, 2 and 4 have no teacher
     values = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9]], np.float32)
-    teacher = device._teacher(RefinedKnowledge(valid=True, sample_ids=ids, values=values))
+    teacher = device.teacher(RefinedKnowledge(valid=True, sample_ids=ids, values=values))
     assert teacher.valid.tolist() == [False, True, False, True, False]
     assert teacher.probs[3].argmax() == 0
     assert teacher.probs[1].argmax() == 2
@@ -381,7 +381,7 @@ def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace
     assert isinstance(knowledge, SampleKnowledge)
     model = device.local.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    again = device._knowledge()
+    again = device.knowledge()
     with torch.no_grad():
         features = model.eval().features(device.local.data.inputs)
         logits = model(device.local.data.inputs)
@@ -487,6 +487,6 @@ def test_no_device_counts_for_more_than_three_times_the_median_of_rows() -> None
     knowledge = {**{f"d{i}": make_knowledge(i, rows=12) for i in range(3)}, "d9": make_knowledge(9, rows=400)}
     cohort = run_round(server, knowledge)
     assert sum(cohort.figures["refined_rows"].values()) == 3 * 12 + 36
-    assert len(server._knowledge["d9"][0]) == 400, "it is taught on all its rows"
+    assert len(server.knowledge["d9"][0]) == 400, "it is taught on all its rows"
     off = run_round(make_server(robust="off"), knowledge)
     assert sum(off.figures["refined_rows"].values()) == 3 * 12 + 400

@@ -209,7 +209,7 @@ def weight_of(server: FedDKDServer) -> float:
 
 def teach(ask_round: int = 1, server: FedDKDServer | None = None, learning_rate: float = 0.02) -> Ask:
     parts: Parts = {
-        "parameters": (server or make_server())._shared(),
+        "parameters": (server or make_server()).shared_parameters(),
         "plan": Plan(values={"learning_rate": learning_rate}),
     }
     return Ask(round=ask_round, step="train", seed=1, parts=parts)
@@ -218,7 +218,7 @@ def teach(ask_round: int = 1, server: FedDKDServer | None = None, learning_rate:
 def distil(
     step: int, ask_round: int = 1, seed: int = 2, server: FedDKDServer | None = None, model: nn.Module | None = None
 ) -> Ask:
-    student = model_parameters(model) if model is not None else (server or make_server())._shared()
+    student = model_parameters(model) if model is not None else (server or make_server()).shared_parameters()
     parts: Parts = {"parameters": student, "plan": Plan(values={"dkd_step": step})}
     return Ask(round=ask_round, step="distil", seed=seed, parts=parts)
 
@@ -460,7 +460,7 @@ def test_distillation_lowers_the_distance_to_the_teachers_that_averaging_leaves(
         run_round(server, fleet_of({name: device.handle for name, device in devices.items()}))
         losses[steps] = 0.0
         for device in devices.values():
-            teacher_bc = soft_targets(device._teacher(), 1.0)
+            teacher_bc = soft_targets(device.teacher_logits(), 1.0)
             server.model.eval()
             with torch.no_grad():
                 losses[steps] += float(distillation_loss(server.model(device.local.data.inputs), teacher_bc, 1.0))
@@ -693,7 +693,7 @@ def test_the_student_is_evaluated_with_what_was_sent_not_with_the_devices_statis
     device.handle(teach(server=server))
     student = copy.deepcopy(server.model).eval()
     sent = device.handle(distil(1, server=server)).parts["gradient"]
-    loss = soft_cross_entropy(student(device.local.data.inputs), soft_targets(device._teacher(), 1.0), 1.0)
+    loss = soft_cross_entropy(student(device.local.data.inputs), soft_targets(device.teacher_logits(), 1.0), 1.0)
     loss.backward()
     assert isinstance(sent, DistillationGradient)
     assert sent.loss == pytest.approx(float(loss.detach()), abs=1e-6)
@@ -708,7 +708,7 @@ def test_the_temperature_is_in_targets_student_and_factor() -> None:
     model, teacher = tiny_model().eval(), tiny_model().eval()
     teacher_bc = soft_targets(teacher(inputs), tau)
     gradients, _ = distillation_gradient(model, model_parameters(model), inputs, teacher_bc, tau)
-    below, last = model._below_last(inputs)
+    below, last = model.below_last(inputs)
     student_bc = (last(below) / tau).softmax(1)
     closed = tau * (student_bc - teacher_bc).T @ below / len(inputs)
     assert_close(gradients["stages.head.weight"], closed.detach(), atol=1e-6, rtol=1e-4)
@@ -740,7 +740,7 @@ def test_the_loss_of_every_step_is_of_the_same_rows(rows: int) -> None:
     device.handle(teach())
     losses = [device.handle(distil(step, seed=step)).parts["gradient"].loss for step in (1, 2, 3)]  # type: ignore[union-attr]
     assert losses[0] == losses[1] == losses[2]
-    teacher_bc = soft_targets(device._teacher(), 2.0)
+    teacher_bc = soft_targets(device.teacher_logits(), 2.0)
     student = make_server().model.eval()
     own = 4 * -(teacher_bc * (student(device.local.data.inputs).detach() / 2).log_softmax(1)).sum(1)
     if rows == 64:
@@ -808,7 +808,7 @@ def test_a_device_without_a_teacher_of_the_round_refuses() -> None:
     device.handle(distil(1))
     with pytest.raises(CannotAnswer, match=r"round 2 needs a teacher .* its last local training was in round 1"):
         device.handle(distil(1, ask_round=2))
-    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": make_server()._shared()}))
+    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": make_server().shared_parameters()}))
     with pytest.raises(CannotAnswer, match="needs a teacher"):
         device.handle(distil(2))
 
@@ -841,7 +841,7 @@ def test_the_local_rate_is_the_one_that_was_sent() -> None:
 def test_the_end_result_becomes_the_devices_model() -> None:
     device, server = make_device(), make_server()
     device.handle(teach())
-    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": server._shared()}))
+    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": server.shared_parameters()}))
     assert_same(state_of(device.local.model), state_of(server.model))
 
 
@@ -872,7 +872,7 @@ def test_max_is_cross_entropy_plus_beta_times_the_term_of_its_form(form: str, el
     model, data = device.local.model.eval(), device.local.data
     term = activation_divergence(model.embedding(data.inputs), reverse_elementwise=elementwise)  # type: ignore[operator]
     expected = nn.functional.cross_entropy(model(data.inputs), data.labels) + 3.0 * term
-    assert_close(device._loss(data.inputs, data.labels), expected)
+    assert_close(device.loss(data.inputs, data.labels), expected)
 
 
 @given(batch=st.integers(1, 5), entries=st.integers(2, 9), seed=st.integers(0, 999), shift=st.floats(-20, 20))
@@ -928,7 +928,7 @@ def test_bn_gives_the_next_round_the_shared_weights_and_keeps_its_own_batch_norm
     server, device = make_server(path, variant="bn"), make_device(model=path, variant="bn")
     device.handle(teach(server=server))
     own = {name: state_of(device.local.model)[name] for name in batch_norm_names(server.model)}
-    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": server._shared()}))
+    device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": server.shared_parameters()}))
     assert_same({name: state_of(device.local.model)[name] for name in own}, own)
     assert torch.equal(
         device.local.model.state_dict()["stages.head.weight"], server.model.state_dict()["stages.head.weight"]
@@ -947,7 +947,7 @@ def test_bn_evaluates_the_student_with_the_devices_own_statistics() -> None:
     student.load_state_dict(shared, strict=False)
     sent = device.handle(distil(1, server=server)).parts["gradient"]
     with torch.no_grad():
-        loss = soft_cross_entropy(student(device.local.data.inputs), soft_targets(device._teacher(), 1.0), 1.0)
+        loss = soft_cross_entropy(student(device.local.data.inputs), soft_targets(device.teacher_logits(), 1.0), 1.0)
     assert sent.loss == pytest.approx(float(loss), abs=1e-6)  # type: ignore[union-attr]
 
 
@@ -1088,13 +1088,13 @@ def test_another_architecture_is_refused_and_no_steps_need_no_gradients() -> Non
 
 
 def gradient_of(server: FedDKDServer, **changes: Any) -> DistillationGradient:
-    values = {"gradients": server._shared().parameters, "batch_size": 4, "loss": 0.5}
+    values = {"gradients": server.shared_parameters().parameters, "batch_size": 4, "loss": 0.5}
     return DistillationGradient(**{**values, **changes})
 
 
 def test_a_gradient_that_does_not_fit_is_refused_whole() -> None:
     server = make_server("test_feddkd:norm_model", variant="bn")
-    contract, good = contract_of(server), dict(server._shared().parameters)
+    contract, good = contract_of(server), dict(server.shared_parameters().parameters)
     expects = dict(server.answer_kinds()["distil"])
 
     def take(sent: DistillationGradient) -> None:

@@ -52,12 +52,12 @@ class AveragedDevice(DeviceMethod):
 
     def __init__(self, config: AveragedConfig, local: Local) -> None:
         super().__init__(config, local)
-        self._personal: torch.nn.Module | None = None
+        self.personal: torch.nn.Module | None = None
         self._frozen: str | None = None  # digest of the extractor that it began with
-        self._classes: dict[int, ClassSummary] | None = None
+        self.classes: dict[int, ClassSummary] | None = None
         self._merge: int | None = None  # the server's name of these classes
-        self._agreed: tuple[int, Array] | None = None
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.agreed: tuple[int, Array] | None = None
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
 
     # --- steps
 
@@ -86,7 +86,7 @@ class AveragedDevice(DeviceMethod):
     def summarise(self, ask: Ask) -> Answer:
         """At R0: freezes the extractor, sets the personal predictor apart, and sends the summaries of own classes."""
         self._freeze(ask)
-        features = self._features().flatten(1).cpu().double().numpy()
+        features = self.features_of_data().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
         sent = to_wire(self._moments(rows), variances=not self.config.means_only)
         clipped = int((rows != features).any(axis=1).sum())
@@ -108,7 +108,7 @@ class AveragedDevice(DeviceMethod):
     def agree(self, ask: Ask) -> Answer:
         """Soft predictions of the general predictor on the round's drawn rows."""
         lesson = self._take_classes(ask)
-        drawn, _ = self._draw(lesson)
+        drawn, _ = self.draw(lesson)
         logits = extract(self.local.taps.predict, drawn, model=self.local.model)
         values = soft_targets(logits, self.config.temperature).numpy()
         sent = SoftPredictions(noise_seed=lesson.draw_seed, values=values)
@@ -120,11 +120,11 @@ class AveragedDevice(DeviceMethod):
         lesson = self._take_classes(ask)
         if "agreed" in ask.parts:
             agreed = ask.part("agreed", SoftPredictions)
-            self._agreed = (agreed.noise_seed, np.array(agreed.values))
-        features = self._features()
+            self.agreed = (agreed.noise_seed, np.array(agreed.values))
+        features = self.features_of_data()
         self._set_rate(lesson.learning_rate)
-        self.trained = self._learn_general(features, self._drawn(lesson, ask.seed), ask.seed)
-        undone = self._learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))
+        self.trained = self._learn_general(features, self.drawn(lesson, ask.seed), ask.seed)
+        undone = self.learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))
         return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _load_extractor(self, ask: Ask) -> None:
@@ -136,8 +136,8 @@ class AveragedDevice(DeviceMethod):
             self._load_extractor(ask)
         digest = _digest(self.local.taps.extractor)
         if digest != self._frozen:
-            self._optimizers.clear()  # of the whole model, which is not trained any more
-            self._personal, self._frozen = self._copy_of_model(), digest
+            self.optimizers.clear()  # of the whole model, which is not trained any more
+            self.personal, self._frozen = self._copy_of_model(), digest
 
     def _copy_of_model(self) -> torch.nn.Module:
         """For the personal predictor: with the very tensors of an extractor that is frozen, so that there is one."""
@@ -146,15 +146,15 @@ class AveragedDevice(DeviceMethod):
 
     def _take_classes(self, ask: Ask) -> Lesson:
         """The plan, and the fleet's classes where they come along; else those that it names must be here already."""
-        sent = self._sent_classes(ask) if "classes" in ask.parts else self._classes
-        if sent is None or self._personal is None:
+        sent = self._sent_classes(ask) if "classes" in ask.parts else self.classes
+        if sent is None or self.personal is None:
             raise WireError(
                 f"step {ask.step!r} came before the fleet's class statistics, is the state directory older? The server "
                 "asks for the summary again"
             )
         lesson = Lesson.of(ask)
         if "classes" in ask.parts:
-            self._classes, self._merge = sent, lesson.merge
+            self.classes, self._merge = sent, lesson.merge
         if lesson.merge != self._merge:
             raise CannotAnswer(
                 f"step {ask.step!r} is about class statistics {lesson.merge}, this device has {self._merge}: an answer "
@@ -168,18 +168,18 @@ class AveragedDevice(DeviceMethod):
         _check_statistics(sent, prod(self._features_shape), self.local.classes)
         return from_wire(sent)
 
-    def _features(self) -> Tensor:
+    def features_of_data(self) -> Tensor:
         """Features of all own rows behind the frozen extractor, where training is."""
         found = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         return found.to(self.local.torch_device)
 
     # --- drawn rows
 
-    def _draw(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
-        if not self._classes:
+    def draw(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        if not self.classes:
             raise CannotAnswer("the fleet's class statistics have no class that rows could be drawn from")
         features, labels = draw_classes(
-            self._classes, self.config.drawn_rows, lesson.draw_seed, nonnegative=lesson.nonnegative
+            self.classes, self.config.drawn_rows, lesson.draw_seed, nonnegative=lesson.nonnegative
         )
         shape, where = self._features_shape, self.local.torch_device
         return torch.from_numpy(features).reshape(-1, *shape).to(where), torch.from_numpy(labels).to(where)
@@ -189,18 +189,18 @@ class AveragedDevice(DeviceMethod):
         first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
         return tuple(first.shape[1:])
 
-    def _drawn(self, lesson: Lesson, seed: int) -> DrawnRows | None:
+    def drawn(self, lesson: Lesson, seed: int) -> DrawnRows | None:
         """The round's rows, with the soft predictions for them where it has these; None where the fleet has no class.
 
         Raises:
             WireError: The soft predictions are of another shape.
         """
-        if not self._classes:
+        if not self.classes:
             return None
-        features, labels = self._draw(lesson)
+        features, labels = self.draw(lesson)
         soft = None
-        if self._agreed is not None and self._agreed[0] == lesson.draw_seed:
-            soft = torch.from_numpy(self._agreed[1].astype(np.float32)).to(features.device)
+        if self.agreed is not None and self.agreed[0] == lesson.draw_seed:
+            soft = torch.from_numpy(self.agreed[1].astype(np.float32)).to(features.device)
             if soft.shape != (len(labels), self.local.classes):
                 expected = [len(labels), self.local.classes]
                 raise WireError(f"soft predictions on drawn rows are {list(soft.shape)}, expected {expected}")
@@ -230,9 +230,9 @@ class AveragedDevice(DeviceMethod):
             loss = loss + self.config.agreement_weight * agreement
         return loss
 
-    def _learn_personal(self, features: Tensor, rate: float, seed: int) -> bool:
+    def learn_personal(self, features: Tensor, rate: float, seed: int) -> bool:
         """Whether it came to nothing finite and is as before: the fleet learns from the general predictor alone."""
-        personal, labels = self._personal, self.local.data.labels.to(features.device)
+        personal, labels = self.personal, self.local.data.labels.to(features.device)
         assert personal is not None
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -269,12 +269,12 @@ class AveragedDevice(DeviceMethod):
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
         """That of the whole model, of the general or of the personal predictor; each lives on from round to round."""
-        if name not in self._optimizers:
-            self._optimizers[name] = make_local_optimizer(self.config, self._trained_by(name))
-        return self._optimizers[name]
+        if name not in self.optimizers:
+            self.optimizers[name] = make_local_optimizer(self.config, self._trained_by(name))
+        return self.optimizers[name]
 
     def _trained_by(self, name: str) -> list[torch.nn.Parameter]:
-        model = self._personal if name == "personal" else self.local.model
+        model = self.personal if name == "personal" else self.local.model
         assert model is not None
         whole = name == "whole" or (name == "personal" and self._personal_has_own_extractor)
         frozen = set() if whole else {id(one) for one in model.extractor.parameters()}  # type: ignore[union-attr]
@@ -284,10 +284,10 @@ class AveragedDevice(DeviceMethod):
 
     def answers(self) -> Mapping[str, torch.nn.Module]:
         """3.7: from R0 on also the personal answer, the product of both predictors' probabilities."""
-        if self._personal is None:
+        if self.personal is None:
             return super().answers()
         shared = not self._personal_has_own_extractor
-        combined = CombinedModel(self.local.model, self._personal, one_extractor=shared)
+        combined = CombinedModel(self.local.model, self.personal, one_extractor=shared)
         return {**super().answers(), PERSONAL: combined}
 
     # --- state
@@ -297,29 +297,29 @@ class AveragedDevice(DeviceMethod):
         return {
             "personal": self._personal_state(),
             "frozen": self._frozen,
-            "classes": None if self._classes is None else packed(to_wire(self._classes)),
+            "classes": None if self.classes is None else packed(to_wire(self.classes)),
             "merge": self._merge,
-            "agreed": None if self._agreed is None else [self._agreed[0], torch.from_numpy(self._agreed[1])],
-            "optimizers": {name: one.state_dict() for name, one in self._optimizers.items()},
+            "agreed": None if self.agreed is None else [self.agreed[0], torch.from_numpy(self.agreed[1])],
+            "optimizers": {name: one.state_dict() for name, one in self.optimizers.items()},
         }
 
     def _personal_state(self) -> dict[str, Tensor] | None:
-        if self._personal is None:
+        if self.personal is None:
             return None
         own = self._personal_has_own_extractor
-        return self._personal.state_dict() if own else _above_extractor(self._personal)
+        return self.personal.state_dict() if own else _above_extractor(self.personal)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self._personal, self._frozen = None, state["frozen"]
+        self.personal, self._frozen = None, state["frozen"]
         if state["personal"] is not None:
-            self._personal = self._copy_of_model()
-            self._personal.load_state_dict(state["personal"], strict=False)  # a frozen extractor is the model's
-        self._classes = None if state["classes"] is None else from_wire(unpacked(state["classes"]))
+            self.personal = self._copy_of_model()
+            self.personal.load_state_dict(state["personal"], strict=False)  # a frozen extractor is the model's
+        self.classes = None if state["classes"] is None else from_wire(unpacked(state["classes"]))
         self._merge = state["merge"]
         agreed = state["agreed"]
-        self._agreed = None if agreed is None else (int(agreed[0]), agreed[1].numpy())
-        self._optimizers = {}
+        self.agreed = None if agreed is None else (int(agreed[0]), agreed[1].numpy())
+        self.optimizers = {}
         for name, saved in state["optimizers"].items():
             self._optimizer(name).load_state_dict(saved)
 

@@ -42,7 +42,7 @@ class ClassStatsDevice(DeviceMethod):
         if config.features == SCATTERING:
             check_images(local.data.inputs.numpy(), tuple(local.data.inputs.shape[1:]))
         labels = local.data.labels.cpu().numpy()
-        self._own = DeviceStatistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
+        self.own = DeviceStatistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
         self._taught = False
 
@@ -62,13 +62,13 @@ class ClassStatsDevice(DeviceMethod):
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
         """As `DeviceStatistics`."""
-        return self._own.summarise()
+        return self.own.summarise()
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
         """As `DeviceStatistics`; then trains what is wanted (3.10)."""
-        answer = self._own.learn(ask)
-        self.figures = self._own.made.figures
+        answer = self.own.learn(ask)
+        self.figures = self.own.made.figures
         if self.config.predictor == "trained":
             self._train_predictor(ask.seed)
         if self.config.own_network == "taught":
@@ -88,13 +88,13 @@ class ClassStatsDevice(DeviceMethod):
     # --- training, where it is wanted
 
     def _train_predictor(self, seed: int) -> None:
-        space, plan = self._own.space_and_plan
-        rows, labels, classes = coordinates(space, self._own.rows), self._own.labels, self.local.classes
+        space, plan = self.own.space_and_plan
+        rows, labels, classes = coordinates(space, self.own.rows), self.own.labels, self.local.classes
         self._predictor = make_predictor(self.local.predictor, classes - 1, classes)
         self.trained = train_predictor(self._predictor, space, rows, labels, self.config, classes, plan.draw_seed, seed)
 
     def _teach_own_network(self, seed: int) -> None:
-        space, plan = self._own.space_and_plan
+        space, plan = self.own.space_and_plan
         general = SpaceModel(self._fixed, self.local.classes).take(space).eval()
         self.trained = teach_network(self.local, general, space, self.config, plan.draw_seed, seed)
         self._taught = True
@@ -104,7 +104,7 @@ class ClassStatsDevice(DeviceMethod):
     def answers(self) -> Mapping[str, torch.nn.Module]:
         """Once there is a space: the general answer, the personal one, and the app's network where it is taught."""
         own = {OWN: self.local.model} if self._taught else {}
-        made = self._own.answers
+        made = self.own.answers
         if made is None:
             return own
         trained, personal = self._predictor, made.personal
@@ -119,16 +119,16 @@ class ClassStatsDevice(DeviceMethod):
     def state_dict(self) -> dict[str, Any]:
         """The fleet's space and its plan; answers are made of them and of own rows again."""
         return {
-            "space": None if self._own.space is None else packed(self._own.space),
-            "plan": None if self._own.plan is None else dict(self._own.plan.to_wire().values),
+            "space": None if self.own.space is None else packed(self.own.space),
+            "plan": None if self.own.plan is None else dict(self.own.plan.to_wire().values),
             "predictor": None if self._predictor is None else self._predictor.state_dict(),
             "taught": self._taught,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self._own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
-        self._own.answers_again()
+        self.own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
+        self.own.answers_again()
         self._taught, self._predictor = state["taught"], None
         if state["predictor"] is not None:
             self._predictor = make_predictor(self.local.predictor, self.local.classes - 1, self.local.classes)

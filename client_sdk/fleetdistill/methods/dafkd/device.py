@@ -45,8 +45,8 @@ class DaFKDDevice(DeviceMethod):
         first = extract(lambda x: shared_features(local.model, x), local.data.inputs[:1], model=local.model)
         self._feature_shape = tuple(first.shape[1:])
         shape = self._feature_shape if config.feature_level else tuple(local.data.inputs.shape[1:])
-        self._generator = make_generator(config, shape, local.classes).to(local.torch_device)
-        self._data = TensorData(local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device))
+        self.generator = make_generator(config, shape, local.classes).to(local.torch_device)
+        self.data = TensorData(local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device))
         self._own: tuple[JudgedClassifier, torch.optim.Optimizer] | None = None
 
     @classmethod
@@ -59,13 +59,13 @@ class DaFKDDevice(DeviceMethod):
         adversarial = ask.setting("adversarial", bool)
         if "parameters" in ask.parts:  # stays away from a device whose classifier is its own
             take_weights(self.local.model, ask.part("parameters", ModelParameters))
-        take_weights(self._generator, ask.part("generator", Generator).parameters)
-        shared = self._samples(ask) if self.config.lagged else None
+        take_weights(self.generator, ask.part("generator", Generator).parameters)
+        shared = self.samples(ask) if self.config.lagged else None
         self._train(ask.seed, adversarial=adversarial)
         parts: dict[str, Kind] = {}
         if self.config.upload_model:
             parts["parameters"] = model_parameters(self.local.model)
-        parts["generator"] = Generator(parameters=model_parameters(self._generator), noise_size=self.config.noise_dim)
+        parts["generator"] = Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
         if shared is not None:
             parts["predictions"] = self._predictions(shared, ask)
         elif not self.config.exact:
@@ -75,8 +75,8 @@ class DaFKDDevice(DeviceMethod):
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
         """The second exchange of `exact`: predictions on samples of the round's mean generator."""
-        take_weights(self._generator, ask.part("generator", Generator).parameters)
-        return Answer(parts={"predictions": self._predictions(self._samples(ask), ask)}, samples=len(self.local.data))
+        take_weights(self.generator, ask.part("generator", Generator).parameters)
+        return Answer(parts={"predictions": self._predictions(self.samples(ask), ask)}, samples=len(self.local.data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
@@ -87,21 +87,21 @@ class DaFKDDevice(DeviceMethod):
     # --- training
 
     def _train(self, seed: int, *, adversarial: bool) -> None:
-        judged, discriminator_optimizer = self._ready()
+        judged, discriminator_optimizer = self.ready()
         judged.discriminator.train()
-        self._generator.train()
+        self.generator.train()
         training = AdversarialTraining(
             self.config,
             judged,
             discriminator_optimizer,
-            self._generator,
-            self._data,
+            self.generator,
+            self.data,
             seed=seed,
             adversarial=adversarial,
         )
         self.trained = train_steps(
             self.local.model,
-            len(self._data),
+            len(self.data),
             epochs=self.config.local_epochs,
             batch_size=self.config.batch_size,
             optimizer=make_local_optimizer(self.config, self.local.model.parameters()),
@@ -110,7 +110,7 @@ class DaFKDDevice(DeviceMethod):
             device=self.local.torch_device,
         )
 
-    def _ready(self) -> tuple[JudgedClassifier, torch.optim.Optimizer]:
+    def ready(self) -> tuple[JudgedClassifier, torch.optim.Optimizer]:
         """Classifier with discriminator, and the latter's optimiser; both are new in the device's first round.
 
         New weights come from torch's global generator, which the ask's seed has set.
@@ -133,17 +133,17 @@ class DaFKDDevice(DeviceMethod):
     def _discriminator(self) -> Discriminator:
         sharing = self.config.sharing
         scope = "head" if sharing else "discriminator"
-        parameters = model_parameters(self._ready()[0].discriminator, scope=scope)
+        parameters = model_parameters(self.ready()[0].discriminator, scope=scope)
         return Discriminator(parameters=parameters, shares_extractor=sharing)
 
-    def _samples(self, ask: Ask) -> Tensor:
+    def samples(self, ask: Ask) -> Tensor:
         """The round's distillation samples, by the seed that the server sent."""
         seed = ask.setting("noise_seed", int)
-        return distillation_samples(self._generator, seed, self.config.kd_samples, self.local.torch_device)
+        return distillation_samples(self.generator, seed, self.config.kd_samples, self.local.torch_device)
 
     def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
         """u = f * s, in eval mode; the discriminator stays here."""
-        judged, _ = self._ready()
+        judged, _ = self.ready()
         verdict_m = extract(judged.judge, samples) if self.config.correlation else None
         probs_mc = soft_targets(extract(judged.answer, samples), self.config.temperature)
         values = weighted_predictions(verdict_m, probs_mc).float().numpy()
@@ -166,6 +166,6 @@ class DaFKDDevice(DeviceMethod):
         """Restores discriminator and optimiser, or that there are none yet."""
         self._own = None
         if state["discriminator"] is not None:
-            judged, optimizer = self._ready()
+            judged, optimizer = self.ready()
             judged.discriminator.load_state_dict(state["discriminator"])
             optimizer.load_state_dict(state["optimizer"])

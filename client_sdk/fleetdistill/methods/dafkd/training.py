@@ -66,24 +66,24 @@ class AdversarialTraining:
             return
         fake = self._generate(len(x)).detach()
         if self._judged.sharing:
-            yield self._joint_loss(x, labels_b, fake)
+            yield self.joint_loss(x, labels_b, fake)
             self._step_discriminator()  # its gradient is of the same backward pass
         else:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
-            loss = self._discriminator_loss(self._judged.discriminator(x), x, fake)
+            loss = self.discriminator_loss(self._judged.discriminator(x), x, fake)
             _finite(loss, "discriminator").backward()
             self._step_discriminator()
-        self._step_generator(len(x))
+        self.step_generator(len(x))
 
-    def _joint_loss(self, x: Tensor, labels_b: Tensor, fake: Tensor) -> Tensor:
+    def joint_loss(self, x: Tensor, labels_b: Tensor, fake: Tensor) -> Tensor:
         """Eq. (9): the classifier's loss and lambda_adv times the discriminator's, on one pass of the real samples."""
         features = self._judged.features(x)
         own = functional.cross_entropy(self._judged.classify(features), labels_b)
         real = features if self._judged.feature_level else x
-        against = self._discriminator_loss(self._judged.discriminator(features), real, fake)
+        against = self.discriminator_loss(self._judged.discriminator(features), real, fake)
         return own + self._config.lambda_adv * against
 
-    def _discriminator_loss(self, real_b: Tensor, real: Tensor, fake: Tensor) -> Tensor:
+    def discriminator_loss(self, real_b: Tensor, real: Tensor, fake: Tensor) -> Tensor:
         """Eq. (2), with the penalty where it is wanted; generated samples leave batch-norm statistics alone."""
         with frozen_batch_norm(self._judged, self._config.freeze_batch_norm):
             loss = adversarial_loss(real_b, self._judged.judge(fake))
@@ -97,7 +97,7 @@ class AdversarialTraining:
         self._discriminator_optimizer.step()
         self._discriminator_optimizer.zero_grad(set_to_none=True)
 
-    def _step_generator(self, count: int) -> None:
+    def step_generator(self, count: int) -> None:
         """Eq. (3) on fresh noise; discriminator and classifier are frozen, their statistics too."""
         with frozen_batch_norm(self._judged):
             loss = generator_loss(self._judged.judge(self._generate(count)), self._config.generator_loss)

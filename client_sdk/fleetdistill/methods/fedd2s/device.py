@@ -85,12 +85,12 @@ class FedD2SDevice(DeviceMethod):
                 f"FedD2S cuts the model after every layer, and {type(local.model).__name__} has only one cut; "
                 "build it as a SplitModel of stages, or with split_sequential"
             )
-        self._model = local.model
+        self.model = local.model
         self._inputs, self._labels = (part.to(local.torch_device) for part in (local.data.inputs, local.data.labels))
-        self._optimizer = make_local_optimizer(config, self._model.parameters())
+        self._optimizer = make_local_optimizer(config, self.model.parameters())
         self._sample_ids: Array = np.arange(len(local.data))
         self._warmed_up = False
-        self._participations = 0
+        self.participations = 0
 
     @classmethod
     def metrics_steps(cls, config: FedD2SConfig) -> Sequence[str]:
@@ -105,23 +105,23 @@ class FedD2SDevice(DeviceMethod):
         self._warmed_up = True
         knowledge = SampleKnowledge(
             sample_ids=self._sample_ids,
-            features=self._columns(self._layer(ask)),
+            features=self.columns_of(self._layer(ask)),
             labels=self.local.data.labels.cpu().numpy().astype(np.int32),
         )
-        differ = plan.get("participation") != self._participations + 1
+        differ = plan.get("participation") != self.participations + 1
         notes = {"participations_differ": int(differ)}
         return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
 
     def _layer(self, ask: Ask) -> int:
         """l of the round, from 1. Raises WireError if the model has no such layer."""
-        layer, most = ask.setting("layer", int), len(self._model.stages)
+        layer, most = ask.setting("layer", int), len(self.model.stages)
         if not 1 <= layer <= most:
             raise WireError(f"step {ask.step!r}: the plan's layer is {layer}, the model has 1 to {most}")
         return layer
 
-    def _columns(self, layer: int) -> dict[str, Array]:
+    def columns_of(self, layer: int) -> dict[str, Array]:
         """H_1 and H_l by the names of their layers; one column where l is 1."""
-        model, names = self._model, self._model.stage_names
+        model, names = self.model, self.model.stage_names
         first = extract(lambda x: model.features(x, 1), self._inputs, model=model)
         at_layer = extract(model.stages[1:layer], first, model=model)
         return {names[0]: first.numpy(), names[layer - 1]: at_layer.numpy()}
@@ -130,14 +130,14 @@ class FedD2SDevice(DeviceMethod):
     def learn(self, ask: Ask) -> Answer:
         """Eqs. (12) and (13): the layers up to l towards the global network's knowledge, all towards the labels."""
         layer = self._layer(ask)
-        distil, unknown = self._distillation(ask, layer)
+        distil, unknown = self.distillation(ask, layer)
         self._train(phase_epochs(self.config), scheduled(self.config, distil, self._label_loss), ask.seed)
-        self._participations += 1
+        self.participations += 1
         return Answer(parts={}, samples=len(self.local.data), notes={"unknown_ids": unknown})
 
     def _train(self, epochs: int, losses: Callable[[int, Tensor], Iterator[Tensor]], seed: int) -> None:
         self.trained = train_steps(
-            self._model,
+            self.model,
             len(self.local.data),
             epochs=epochs,
             batch_size=self.config.batch_size,
@@ -149,28 +149,28 @@ class FedD2SDevice(DeviceMethod):
 
     def _label_loss(self, rows_b: Tensor) -> Tensor:
         """Q of eq. (13), over the whole model."""
-        return functional.cross_entropy(self._model(self._inputs[rows_b]), self._labels[rows_b])
+        return functional.cross_entropy(self.model(self._inputs[rows_b]), self._labels[rows_b])
 
-    def _distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
+    def distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
         """J of eq. (12) on layers 1 to l, by what the server sent, and how many of its ids are not known here."""
         if "features" in ask.parts:
             sent = ask.part("features", SampleKnowledge)
-            name = self._model.stage_names[layer - 1]
+            name = self.model.stage_names[layer - 1]
             if name not in sent.features:
                 raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
-            shape = self._model.stage_shapes(self._inputs.shape[1:])[name]
-            values, valid, unknown = self._own_rows(sent.sample_ids, sent.features[name], shape)
+            shape = self.model.stage_shapes(self._inputs.shape[1:])[name]
+            values, valid, unknown = self.own_rows(sent.sample_ids, sent.features[name], shape)
             if self.config.distance == "mse":
                 return self._towards_features(layer, values, valid), unknown
             return self._along_gradient(layer, values), unknown
         teacher = ask.part("teacher", RefinedKnowledge)
         if not teacher.valid or teacher.sample_ids is None or teacher.values is None:
             return None, 0
-        values, valid, unknown = self._own_rows(teacher.sample_ids, teacher.values, (self.local.classes,))
-        sent_head = ask.part("head", ModelParameters) if layer < len(self._model.stages) else None
+        values, valid, unknown = self.own_rows(teacher.sample_ids, teacher.values, (self.local.classes,))
+        sent_head = ask.part("head", ModelParameters) if layer < len(self.model.stages) else None
         return self._through_head(layer, self._head(layer, sent_head), values, valid), unknown
 
-    def _own_rows(self, sample_ids: Array, sent: Array, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
+    def own_rows(self, sample_ids: Array, sent: Array, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
         """What was sent, by own row `[N, ...]`; which rows have something `[N]`; ids that are not known here."""
         check_rows(sample_ids, sent, shape)
         own, rows = rows_by_id(self._sample_ids, sample_ids)
@@ -183,7 +183,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _head(self, layer: int, sent: ModelParameters | None) -> nn.Module:
         """The global network's layers l+1 to L, frozen and in eval mode; nothing above the last layer."""
-        head = copy.deepcopy(self._model.stages[layer:])
+        head = copy.deepcopy(self.model.stages[layer:])
         if sent is not None:
             take_weights(head, sent)
         return head.eval().requires_grad_(False)
@@ -192,7 +192,7 @@ class FedD2SDevice(DeviceMethod):
         """tau^2 * KL(t || v): v is what the head makes of the own layers 1 to l."""
 
         def term(rows_b: Tensor) -> Tensor:
-            logits_bc = head(self._model.features(self._inputs[rows_b], layer))
+            logits_bc = head(self.model.features(self._inputs[rows_b], layer))
             return distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
 
         return term
@@ -201,7 +201,7 @@ class FedD2SDevice(DeviceMethod):
         """<H_l, G> over the batch size: its gradient is J's own, at the features that were uploaded; 0 for no row."""
 
         def term(rows_b: Tensor) -> Tensor:
-            features = self._model.features(self._inputs[rows_b], layer)
+            features = self.model.features(self._inputs[rows_b], layer)
             return (features * gradient[rows_b]).sum() / len(rows_b)
 
         return term
@@ -210,7 +210,7 @@ class FedD2SDevice(DeviceMethod):
         """The ablation's mean squared distance to the global network's features at layer l."""
 
         def term(rows_b: Tensor) -> Tensor:
-            features = self._model.features(self._inputs[rows_b], layer)
+            features = self.model.features(self._inputs[rows_b], layer)
             return feature_distance(features, target[rows_b], valid_b=valid[rows_b])
 
         return term
@@ -220,11 +220,11 @@ class FedD2SDevice(DeviceMethod):
         return {
             "optimizer": self._optimizer.state_dict(),
             "warmed_up": self._warmed_up,
-            "participations": self._participations,
+            "participations": self.participations,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._warmed_up = bool(state["warmed_up"])
-        self._participations = int(state["participations"])
+        self.participations = int(state["participations"])

@@ -42,15 +42,15 @@ class FedDKCDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Eq. (1) over the local epochs, then one pass in eval mode for features and logits."""
-        teacher = self._teacher(ask.part("knowledge", RefinedKnowledge))
+        teacher = self.teacher(ask.part("knowledge", RefinedKnowledge))
         self._train(teacher, ask.seed)
         self._has_answered = True
-        knowledge = self._knowledge()
+        knowledge = self.knowledge()
         return Answer(
             parts={"knowledge": knowledge}, samples=len(self.local.data), notes={"unknown_ids": teacher.unknown}
         )
 
-    def _teacher(self, knowledge: RefinedKnowledge) -> _Teacher:
+    def teacher(self, knowledge: RefinedKnowledge) -> _Teacher:
         shape = (len(self.local.data), self.local.classes)
         if not knowledge.valid or knowledge.sample_ids is None or knowledge.values is None:
             everywhere = self.config.initial_zero_knowledge and not self._has_answered  # later a guard held it back
@@ -84,7 +84,7 @@ class FedDKCDevice(DeviceMethod):
             device=self.local.torch_device,
         )
 
-    def _knowledge(self) -> SampleKnowledge:
+    def knowledge(self) -> SampleKnowledge:
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)
         return SampleKnowledge(

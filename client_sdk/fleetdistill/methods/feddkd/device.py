@@ -81,7 +81,7 @@ class FedDKDDevice(DeviceMethod):
             epochs=config.local_epochs,
             batch_size=config.batch_size,
             optimizer=optimizer,
-            losses=lambda epoch, rows_b: [self._loss(inputs[rows_b], labels[rows_b])],
+            losses=lambda epoch, rows_b: [self.loss(inputs[rows_b], labels[rows_b])],
             generator=torch.Generator().manual_seed(ask.seed),
             device=local.torch_device,
         )
@@ -89,7 +89,7 @@ class FedDKDDevice(DeviceMethod):
         sent = model_parameters(local.model, without=self._stays_here)
         return Answer(parts={"parameters": sent}, samples=len(local.data))
 
-    def _loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
+    def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Cross-entropy; for FedDKD_MAX (Alg. 3) with the entropy term on the last layer's input."""
         if self.config.variant != "max":
             return functional.cross_entropy(self.local.model(inputs_b), labels_b)
@@ -117,7 +117,7 @@ class FedDKDDevice(DeviceMethod):
             local.model,
             student,
             local.data.inputs[rows_b].to(local.torch_device),
-            soft_targets(self._teacher()[rows_b], config.temperature).to(local.torch_device),
+            soft_targets(self.teacher_logits()[rows_b], config.temperature).to(local.torch_device),
             config.temperature,
             training=config.dkd_student_mode == "train",
         )
@@ -133,7 +133,7 @@ class FedDKDDevice(DeviceMethod):
         local, temperature = self.local, self.config.temperature
         order = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(self._round))
         rows_b = order[: max(self.config.dkd_batch_size, _JUDGING_ROWS)]
-        targets_bc = soft_targets(self._teacher()[rows_b], temperature).to(local.torch_device)
+        targets_bc = soft_targets(self.teacher_logits()[rows_b], temperature).to(local.torch_device)
         with torch.no_grad():
             logits_bc = _student_logits(local.model, student, local.data.inputs[rows_b].to(local.torch_device))
             loss = float(soft_cross_entropy(logits_bc, targets_bc, temperature))
@@ -153,7 +153,7 @@ class FedDKDDevice(DeviceMethod):
             )
         self._step = step
 
-    def _teacher(self) -> Tensor:
+    def teacher_logits(self) -> Tensor:
         """The teacher's logits for all own samples `[N, C]`, in eval mode, on the CPU."""
         if self._teacher_logits is None:
             self._teacher_logits = extract(self.local.model, self.local.data.inputs)

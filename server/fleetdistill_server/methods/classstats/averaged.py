@@ -79,14 +79,14 @@ class AveragedServer(ServerMethod):
         _check_trained(config, context)
         self.extractor = context.extractor().to(context.torch_device)
         self._feature_shape = output_shape(self.extractor, context.input_shape)
-        self._nonnegative = _is_nonnegative(self.extractor, context)
+        self.nonnegative = _is_nonnegative(self.extractor, context)
         self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
-        self._parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
-        self._classes: Classes = {}
+        self.parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
+        self.classes: Classes = {}
         self._left_out: LeftOutOfMerge = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
-        self._version = 0  # names the merge by what is in it
-        self._agreed: tuple[int, Array] | None = None
+        self.version = 0  # names the merge by what is in it
+        self.agreed: tuple[int, Array] | None = None
         # Of the merge and the soft predictions. Those have missed a round who gave no summary, or learned nothing
         # though they were sent all.
         self.deliveries = Deliveries(nothing=[-1, -1])
@@ -136,7 +136,7 @@ class AveragedServer(ServerMethod):
             await self._average_extractor(cohort, asked)
             return
         await self._take_summaries(cohort, asked)
-        taught = [device for device in asked if device in self._parts and device in cohort.remaining]
+        taught = [device for device in asked if device in self.parts and device in cohort.remaining]
         if not taught:
             raise QuorumNotReached("learn", 0, 1)
         note_left_out(self._left_out, cohort, taught)
@@ -158,16 +158,16 @@ class AveragedServer(ServerMethod):
         if not due:
             return
         message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
-        quorum = 0.0 if self._parts else None
+        quorum = 0.0 if self.parts else None
         answers = {answer.device: answer async for answer in cohort.ask("summarise", message, to=due, quorum=quorum)}
-        new = [device for device in answers if device not in self._parts]
+        new = [device for device in answers if device not in self.parts]
         for device in new:
-            self._parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
-            note_no_class(device, self._parts[device].labels, self.config.min_samples, cohort)
+            self.parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
+            note_no_class(device, self.parts[device].labels, self.config.min_samples, cohort)
         if quorum is not None:
             self.deliveries.note_missed([device for device in due if device not in answers])
         if new:
-            self._merge(cohort)
+            self.merge_parts(cohort)
 
     def _is_asked(self, device: str) -> bool:
         """Who gave no summary, or may have a state from before it did: it has no frozen extractor to learn with.
@@ -175,10 +175,10 @@ class AveragedServer(ServerMethod):
         Not in every round: all others wait for it until the deadline. After two rounds that fell short it may be so
         with any of them.
         """
-        if device in self._parts and not self.deliveries.has_missed(device):
+        if device in self.parts and not self.deliveries.has_missed(device):
             lost = self.deliveries.rounds_lost
             return lost > 0 and lost % 2 == 0
-        return self.deliveries.may_ask(device) or not self._parts
+        return self.deliveries.may_ask(device) or not self.parts
 
     async def _teach(self, cohort: Cohort, taught: Sequence[str]) -> None:
         """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
@@ -188,24 +188,24 @@ class AveragedServer(ServerMethod):
         if new and self.config.devices_agree:
             taught = await self._agree(cohort, taught, plan)
         elif new:
-            self._agreed = (_seed(plan), self._own_predictions(_seed(plan)))
-        holds = [self._version, self._agreed_seed]
+            self.agreed = (_seed(plan), self._own_predictions(_seed(plan)))
+        holds = [self.version, self._agreed_seed]
         lesson = partial(self._lesson, plan=plan)
         async for answer in self.deliveries.bring(cohort, "learn", lesson, to=taught, then_holds=lambda held: holds):
             self.deliveries.answers_again(answer.device)
         self.deliveries.note_missed(self.deliveries.holding_nothing(sent_all))
 
     def _are_due(self, completed: int) -> bool:
-        missing = self.config.server_teaches and self._agreed is None
-        return bool(self._classes) and (missing or self.config.agrees_in(completed))
+        missing = self.config.server_teaches and self.agreed is None
+        return bool(self.classes) and (missing or self.config.agrees_in(completed))
 
     async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
         """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
         mean = TensorMean(self.config.robust, probabilities=True)
         answered, seed = list[str](), _seed(plan)
-        rows = self.config.drawn_rows * len(self._classes)
+        rows = self.config.drawn_rows * len(self.classes)
         classes = partial(self._classes_for, plan=plan)
-        holds = lambda held: [self._version, held[1]]  # noqa: E731
+        holds = lambda held: [self.version, held[1]]  # noqa: E731
         async for answer in self.deliveries.bring(cohort, "agree", classes, to=taught, then_holds=holds):
             answered.append(answer.device)
             sent = answer.part("predictions", SoftPredictions)
@@ -216,38 +216,38 @@ class AveragedServer(ServerMethod):
             mean.add(torch.tensor(np.array(sent.values)))
         agreed = mean.result()
         if agreed is not None:
-            self._agreed = (seed, agreed.float().numpy())
+            self.agreed = (seed, agreed.float().numpy())
         return answered
 
     def _own_predictions(self, seed: int) -> Array:
         """The server's own predictor on the rows that devices draw: of classes in the merge alone."""
-        rows, _ = self._draw(self._classes, seed)
+        rows, _ = self.draw(self.classes, seed)
         return soft_targets(extract(self.predictor, rows), self.config.temperature).numpy()
 
     def _plan(self, cohort: Cohort, *, new: bool) -> Plan:
         """Names the merge, and the round's drawn rows: new ones, or those that the last soft predictions are about."""
-        seed = derive_seed(cohort.generator("draw").initial_seed(), self._version)
-        if self._agreed is not None and not new:
-            seed = self._agreed[0]
+        seed = derive_seed(cohort.generator("draw").initial_seed(), self.version)
+        if self.agreed is not None and not new:
+            seed = self.agreed[0]
         rate = self.config.local_rate(cohort.completed + 1)
-        values = {"draw_seed": seed, "nonnegative": self._nonnegative, "merge": self._version, "learning_rate": rate}
+        values = {"draw_seed": seed, "nonnegative": self.nonnegative, "merge": self.version, "learning_rate": rate}
         return Plan(values=values)
 
     @property
     def _agreed_seed(self) -> int:
-        return self._agreed[0] if self._agreed is not None else -1
+        return self.agreed[0] if self.agreed is not None else -1
 
     def _classes_for(self, held: Sequence[int], plan: Plan) -> dict[str, Kind]:
         """The plan, with the fleet's classes where the device has not been told those of the last merge."""
         told, _ = held
-        return {"plan": plan} if told == self._version else {"plan": plan, "classes": self._wire(self._classes)}
+        return {"plan": plan} if told == self.version else {"plan": plan, "classes": self._wire(self.classes)}
 
     def _lesson(self, held: Sequence[int], plan: Plan) -> Parts:
         """The same with the soft predictions, where the device has not been told these."""
         _, told = held
         parts = self._classes_for(held, plan)
-        if self._agreed is not None and told != self._agreed[0]:
-            parts["agreed"] = SoftPredictions(noise_seed=self._agreed[0], values=self._agreed[1])
+        if self.agreed is not None and told != self.agreed[0]:
+            parts["agreed"] = SoftPredictions(noise_seed=self.agreed[0], values=self.agreed[1])
         return parts
 
     def _wire(self, classes: Classes) -> ClassStatistics:
@@ -258,22 +258,22 @@ class AveragedServer(ServerMethod):
     def forget(self, device: str, notes: Notes) -> None:
         """Makes the merge, and the server's own predictor, again without the device's part."""
         self.deliveries.forget(device)
-        if self._parts.pop(device, None) is not None:
-            self._merge(notes)
+        if self.parts.pop(device, None) is not None:
+            self.merge_parts(notes)
 
-    def _merge(self, notes: Notes) -> None:
+    def merge_parts(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
         self._trusted = trusted_centres(self.context.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
-        whole, self._left_out = merged(self._parts, self.config.rank, rules, notes)
+        whole, self._left_out = merged(self.parts, self.config.rank, rules, notes)
         classes = self._worth_learning(whole, notes)
         payload = encode({"classes": self._wire(classes)}, np.dtype(self.context.knowledge_type))
         sent = decode(payload)["classes"]
         assert isinstance(sent, ClassStatistics)
-        self._classes = from_wire(sent)
-        self._version = int.from_bytes(payload.sha256[:8], "big") >> 1
-        self._agreed = None
-        notes.report("merged_classes", len(self._classes))
+        self.classes = from_wire(sent)
+        self.version = int.from_bytes(payload.sha256[:8], "big") >> 1
+        self.agreed = None
+        notes.report("merged_classes", len(self.classes))
 
     def _features_of(self, inputs: Tensor) -> Array:
         """As devices have them in their summaries."""
@@ -286,7 +286,7 @@ class AveragedServer(ServerMethod):
         So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
         """
         limit = float(np.finfo(float_type(self.context.knowledge_type)).max)
-        least = _least_recognised(max(len(whole), 1))  # of all: it must not rise with each class that goes
+        least = least_recognised(max(len(whole), 1))  # of all: it must not rise with each class that goes
         while True:
             classes = shrink(whole, self.config.shrinkage)
             if self.config.means_only:
@@ -318,7 +318,7 @@ class AveragedServer(ServerMethod):
         """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
         if not classes:
             return []
-        found = self._recognition(classes, notes.generator("recognition").initial_seed())
+        found = self.recognition(classes, notes.generator("recognition").initial_seed())
         notes.report("recognition", {str(label): rate for label, rate in found.items()})
         poor = [label for label, rate in found.items() if rate < least and self.config.recognition_guard]
         for label in poor:
@@ -331,7 +331,7 @@ class AveragedServer(ServerMethod):
         """3.9: cross-entropy on drawn rows alone, new ones in every epoch."""
         optimizer = make_local_optimizer(self.config, self.predictor.parameters())
         for epoch in range(self.config.server_epochs):
-            rows, labels = self._draw(classes, derive_seed(seed, epoch))
+            rows, labels = self.draw(classes, derive_seed(seed, epoch))
             train_steps(
                 self.predictor,
                 len(labels),
@@ -346,14 +346,14 @@ class AveragedServer(ServerMethod):
     def _losses(self, rows: Tensor, labels: Tensor, epoch: int, rows_b: Tensor) -> list[Tensor]:
         return [functional.cross_entropy(self.predictor(rows[rows_b]), labels[rows_b])]
 
-    def _recognition(self, classes: Classes, seed: int) -> dict[int, float]:
+    def recognition(self, classes: Classes, seed: int) -> dict[int, float]:
         """Share of each class's drawn rows that the server's predictor gives this class."""
-        rows, labels = self._draw(classes, seed)
+        rows, labels = self.draw(classes, seed)
         right = extract(self.predictor, rows).argmax(dim=1) == labels.cpu()
         return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
 
-    def _draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
-        rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self._nonnegative)
+    def draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
+        rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self.nonnegative)
         where = self.context.torch_device
         return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
 
@@ -363,15 +363,15 @@ class AveragedServer(ServerMethod):
         return {"extractor": self.extractor, "class predictor": self.predictor}
 
     def state_dict(self) -> dict[str, Any]:
-        agreed = self._agreed
+        agreed = self.agreed
         return {
             "extractor": self.extractor.state_dict(),
             "predictor": self.predictor.state_dict(),
-            "parts": {device: packed(part) for device, part in self._parts.items()},
-            "classes": packed(self._wire(self._classes)),
+            "parts": {device: packed(part) for device, part in self.parts.items()},
+            "classes": packed(self._wire(self.classes)),
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
-            "version": self._version,
+            "version": self.version,
             "agreed": None if agreed is None else [agreed[0], torch.from_numpy(agreed[1])],
             **self.deliveries.state_dict(),
         }
@@ -379,18 +379,18 @@ class AveragedServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.extractor.load_state_dict(state["extractor"])
         self.predictor.load_state_dict(state["predictor"])
-        self._parts = {device: unpacked(part) for device, part in state["parts"].items()}
-        self._classes = from_wire(unpacked(state["classes"]))
+        self.parts = {device: unpacked(part) for device, part in state["parts"].items()}
+        self.classes = from_wire(unpacked(state["classes"]))
         self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
         self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
-        self._version = state["version"]
+        self.version = state["version"]
         agreed = state["agreed"]
-        self._agreed = None if agreed is None else (agreed[0], agreed[1].numpy())
+        self.agreed = None if agreed is None else (agreed[0], agreed[1].numpy())
         self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
         """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""
-        return nn.Sequential(self.extractor, self.predictor) if self._classes else None
+        return nn.Sequential(self.extractor, self.predictor) if self.classes else None
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
         model = self.global_model()
@@ -425,7 +425,7 @@ def _is_nonnegative(extractor: nn.Module, context: MethodContext) -> bool:
     return float(extract(extractor, probe).min()) >= 0
 
 
-def _least_recognised(classes: int) -> float:
+def least_recognised(classes: int) -> float:
     """Share of a class's drawn rows that has to be recognised: twice chance.
 
     Of two classes that would be every row; there it is half way from chance to that. One class has no other to be

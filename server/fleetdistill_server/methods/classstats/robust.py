@@ -154,7 +154,7 @@ def _of_one_length(fleet: Fleet) -> Verdict:
         for device, one in fleet.items()
         if longest[device] > limit
     ]
-    return _without(fleet, left_out), left_out
+    return without(fleet, left_out), left_out
 
 
 def _longest(means_kf: Array) -> float:
@@ -173,10 +173,10 @@ def _of_one_spread(fleet: Fleet) -> Verdict:
             labels = tuple(np.array(one.labels)[wide].tolist())
             reason = f"its covariance has trace {one.traces.max():.4g}, the limit is {limit:.4g}, {MOST_SPREAD:g} times"
             left_out.append(LeftOut(device=device, labels=labels, reason=f"{reason} the median"))
-    return _without(fleet, left_out), left_out
+    return without(fleet, left_out), left_out
 
 
-def _without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
+def without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
     gone = {one.device: one.labels for one in left_out}
     kept = {device: one.without(gone[device]) if device in gone else one for device, one in fleet.items()}
     return {device: one for device, one in kept.items() if one.labels}
@@ -193,7 +193,7 @@ def _near_their_centres(fleet: Fleet, robust: str, most_left_out: int, trusted: 
     """
     kept, left_out, least = dict(fleet), list[LeftOut](), LEAST_NEAR[robust]
     for _ in range(most_left_out):
-        centres = _Centres(kept, trusted, shifted=robust == "gross")
+        centres = Centres(kept, trusted, shifted=robust == "gross")
         compared = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
         found = {device: near for device, near in compared.items() if near.share < least}
         if not found:
@@ -217,7 +217,7 @@ class Near(NamedTuple):
         return self.right / self.of
 
 
-class _Centres:
+class Centres:
     """Coordinate-wise medians of the devices' class means, as they are without one of the devices.
 
     Each class is sorted once: the median of all numbers but one is made of the two or three in the middle of all.
@@ -234,14 +234,14 @@ class _Centres:
         for one in fleet.values():
             for label, mean in zip(one.labels, one.means, strict=True):
                 means[label].append(mean)
-        self._middle = {label: _middle_of(means[label]) for label in means.keys() - trusted.keys()}
+        self._middle = {label: middle_of(means[label]) for label in means.keys() - trusted.keys()}
         of_all = {label: np.median(middle, axis=0) for label, middle in self._middle.items()}
         self._of_all = dict(sorted((of_all | dict(trusted)).items()))
 
     def near(self, one: Sent) -> Near | None:
         """Of a device's class means; None where fewer than two can be compared."""
         own = dict(zip(one.labels, one.means.astype(np.float64), strict=True))
-        centres = self._without(own)
+        centres = self.without(own)
         compared = [label for label in own if label in centres]
         if len(compared) < 2:
             return None
@@ -253,7 +253,7 @@ class _Centres:
         nearest = np.array([np.square(stacked - mean).sum(axis=1).argmin() for mean in means])
         return Near(int((nearest == at).sum()), len(compared))
 
-    def _without(self, own: Mapping[int, Array]) -> dict[int, Array]:
+    def without(self, own: Mapping[int, Array]) -> dict[int, Array]:
         """The centres, by ascending label, without these means; a class that nobody else has sent has none."""
         centres = dict(self._of_all)
         for label in own.keys() & self._middle.keys():
@@ -273,7 +273,7 @@ def _shifted_back(means_kf: Array, centres_kf: Array) -> Array:
     return np.asarray(means_kf - shift_f) if explained > COMMON_SHIFT * whole else means_kf
 
 
-def _middle_of(means: list[Array]) -> Array:
+def middle_of(means: list[Array]) -> Array:
     """`[m, F]`: the one number of one, the two in the middle of an even number, the three of an odd one; ascending."""
     ordered, others = np.sort(np.stack(means).astype(np.float64), axis=0), len(means) - 1
     return ordered[max(others - 1, 0) // 2 : others // 2 + 2]
@@ -296,7 +296,7 @@ def _not_far_off(fleet: Fleet) -> Verdict:
         figures = ", ".join(f"{distance:.3g} (class {label}, limit {most:.3g})" for label, distance, most in found)
         reason = f"its class means lie this far from the median device's: {figures}"
         left_out.append(LeftOut(device=device, labels=tuple(label for label, _, _ in found), reason=reason))
-    return _without(fleet, left_out), left_out
+    return without(fleet, left_out), left_out
 
 
 def _distances(holders: Mapping[str, Sent], label: int) -> dict[str, float]:

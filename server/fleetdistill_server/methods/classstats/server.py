@@ -81,7 +81,7 @@ class ClassStatsServer(ServerMethod):
         self._left_out: LeftOutOfMerge = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._space: ClassSpace | None = None
-        self._merge_name = 0  # names the space by what is in it
+        self.merge_name = 0  # names the space by what is in it
         self.deliveries = Deliveries()  # of the space
 
     @classmethod
@@ -172,7 +172,7 @@ class ClassStatsServer(ServerMethod):
             self._parts[answer.device] = (_in_memory(sent), versions.get(answer.device, ""))
             note_no_class(answer.device, sent.labels, self.config.min_samples, cohort)
         if taken:
-            self._merge(cohort)
+            self.merge_parts(cohort)
 
     def _lacks_statistics(self, device: str, version: str) -> bool:
         known = self._parts.get(device)
@@ -190,7 +190,7 @@ class ClassStatsServer(ServerMethod):
         quorum = 0.0 if self.deliveries.any_held else None
         figures = defaultdict[int, list[float]](lambda: [0.0, 0.0])
         learning = self.deliveries.ask(
-            cohort, "learn", self._lesson, to=here, unless_held=self._merge_name, quorum=quorum
+            cohort, "learn", self._lesson, to=here, unless_held=self.merge_name, quorum=quorum
         )
         async for answer in learning:
             _add_up(figures, answer.parts, self._counted.get(answer.device, []))
@@ -199,10 +199,10 @@ class ClassStatsServer(ServerMethod):
     def _lesson(self, device: str) -> Parts:
         assert self._space is not None
         plan = SpacePlan(
-            merge=self._merge_name,
+            merge=self.merge_name,
             counted=bool(self._counted.get(device)),
             left_out=self._left_out_of(device),
-            draw_seed=derive_seed(self.context.seed, "space", self._merge_name),
+            draw_seed=derive_seed(self.context.seed, "space", self.merge_name),
         )
         return {"plan": plan.to_wire(), "space": self._space}
 
@@ -229,7 +229,7 @@ class ClassStatsServer(ServerMethod):
         return any(self._is_owed(*one) for one in present.items() if not self.deliveries.has_missed(one[0]))
 
     def _is_owed(self, device: str, version: str) -> bool:
-        lacks_space = self._space is not None and self.deliveries.lacks(device, self._merge_name)
+        lacks_space = self._space is not None and self.deliveries.lacks(device, self.merge_name)
         return lacks_space or self._lacks_statistics(device, version)
 
     # --- the merge
@@ -238,15 +238,15 @@ class ClassStatsServer(ServerMethod):
         """Makes the merge again without the device's part; nothing of it is left in the others'."""
         self.deliveries.forget(device)
         if self._parts.pop(device, None) is not None:
-            self._merge(notes)
+            self.merge_parts(notes)
 
-    def _merge(self, notes: Notes) -> None:
+    def merge_parts(self, notes: Notes) -> None:
         """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
         self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
         moments, self._counted, self._left_out = merged_moments(parts, rules, notes)
-        self._space, self._merge_name = None, 0
+        self._space, self.merge_name = None, 0
         if moments is None:
             return
         try:
@@ -256,7 +256,7 @@ class ClassStatsServer(ServerMethod):
             return
         sent = decode(payload)["space"]
         assert isinstance(sent, ClassSpace)
-        self._space, self._merge_name = sent, int.from_bytes(payload.sha256[:8], "big") >> 1
+        self._space, self.merge_name = sent, int.from_bytes(payload.sha256[:8], "big") >> 1
         notes.report("merged_classes", len(sent.labels))
         notes.report("shrinkage", float(sent.shrinkage))
 
@@ -276,7 +276,7 @@ class ClassStatsServer(ServerMethod):
         return {
             "parts": {device: [_packed_part(part), version] for device, (part, version) in self._parts.items()},
             "space": None if self._space is None else packed(self._space),
-            "merge": self._merge_name,
+            "merge": self.merge_name,
             "counted": {device: list(labels) for device, labels in self._counted.items()},
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
@@ -286,7 +286,7 @@ class ClassStatsServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._parts = {device: (_unpacked_part(part), version) for device, (part, version) in state["parts"].items()}
         self._space = None if state["space"] is None else unpacked(state["space"])
-        self._merge_name = state["merge"]
+        self.merge_name = state["merge"]
         everything = {device: list(part.labels) for device, (part, _) in self._parts.items()}
         self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
         self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}

@@ -71,8 +71,8 @@ class DaFKDServer(ServerMethod):
         self.generator.to(context.torch_device)
         sharing, feature_level = config.sharing, config.feature_level
         self._student = JudgedClassifier(self.model, features, sharing=sharing, feature_level=feature_level)
-        self._member = JudgedClassifier(context.device_model(), features, sharing=sharing, feature_level=feature_level)
-        self._member.to(context.torch_device)
+        self.member = JudgedClassifier(context.device_model(), features, sharing=sharing, feature_level=feature_level)
+        self.member.to(context.torch_device)
 
     def _feature_shape(self) -> tuple[int, ...]:
         zeros = torch.zeros(1, *self.context.input_shape)
@@ -105,7 +105,7 @@ class DaFKDServer(ServerMethod):
             classes=self.context.classes,
             model=Weights.of(model_parameters(self.model)),
             generator=Weights.of(model_parameters(self.generator)),
-            discriminator=Weights.of(model_parameters(self._member.discriminator)),
+            discriminator=Weights.of(model_parameters(self.member.discriminator)),
         )
 
     def initial(self) -> ModelParameters | None:
@@ -242,9 +242,9 @@ class DaFKDServer(ServerMethod):
 
     def _judged(self, answer: DeviceAnswer, samples: Tensor, notes: Notes) -> tuple[Tensor, Tensor] | None:
         """a_k `[M]` and logits `[M, classes]` of one device; None with an event where they are not finite."""
-        load_parameters(self._member.classifier, answer.part("parameters", ModelParameters))
-        load_parameters(self._member.discriminator, answer.part("discriminator", Discriminator).parameters)
-        realness_m, logits_mc = extract(self._member.judge, samples), extract(self._member.answer, samples)
+        load_parameters(self.member.classifier, answer.part("parameters", ModelParameters))
+        load_parameters(self.member.discriminator, answer.part("discriminator", Discriminator).parameters)
+        realness_m, logits_mc = extract(self.member.judge, samples), extract(self.member.answer, samples)
         if not bool(realness_m.isfinite().all() and logits_mc.isfinite().all()):
             text = f"the model of {answer.device} is not finite on generated samples and does not teach"
             notes.event("member-left-out", text, answer.device)

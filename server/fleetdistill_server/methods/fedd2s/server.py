@@ -152,7 +152,7 @@ class FedD2SServer(ServerMethod):
         """Messages 1 and 2: l to each device; H_1, H_l and labels from it."""
         return cohort.ask(
             "extract",
-            lambda device: {"plan": self._plan(device, layers[device])},
+            lambda device: {"plan": self.plan(device, layers[device])},
             to=list(layers),
             columns=lambda device: self._columns(layers[device]),
         )
@@ -162,7 +162,7 @@ class FedD2SServer(ServerMethod):
         participation = self.participations.get(device, 0) + 1
         return distillation_layer(participation, len(self.names), self.config.drop_every, self.l_min)
 
-    def _plan(self, device: str, layer: int) -> Plan:
+    def plan(self, device: str, layer: int) -> Plan:
         return Plan(values={"layer": layer, "participation": self.participations.get(device, 0) + 1})
 
     def _columns(self, layer: int) -> list[str]:
@@ -199,7 +199,7 @@ class FedD2SServer(ServerMethod):
             epochs=phase_epochs(self.config),
             batch_size=self.config.batch_size,
             optimizer=make_local_optimizer(self.config, trained.parameters()),
-            losses=scheduled(self.config, self._distillation(trained, sent, p_bc), _labels_term(trained, sent)),
+            losses=scheduled(self.config, self.distillation(trained, sent, p_bc), _labels_term(trained, sent)),
             generator=cohort.generator(f"clients to server {sent.device}"),
             device=self.context.torch_device,
         )
@@ -209,7 +209,7 @@ class FedD2SServer(ServerMethod):
             cohort.event("copy-left-out", text, sent.device)
         return None if failure else trained
 
-    def _distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
+    def distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
         """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1.
 
         None for l = 1, where p and q begin equal: only labels are exchanged there (fedd2s.md, section 3.6), and a loss
@@ -234,18 +234,18 @@ class FedD2SServer(ServerMethod):
         t_bc = self.soft_labels(self.network, sent.first)  # eq. (12)
         teaches = own_accuracy is not None and self._teaches(sent, t_bc, own_accuracy, cohort)  # guard
         knowledge = self._knowledge_that_fits(sent, t_bc, cohort) if teaches else None  # guard
-        return {"plan": self._plan(sent.device, sent.layer), **(knowledge or _NOTHING_TO_LEARN)}
+        return {"plan": self.plan(sent.device, sent.layer), **(knowledge or _NOTHING_TO_LEARN)}
 
     def _knowledge_that_fits(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
         """`_knowledge`; None with an event where a number cannot be sent: that may not end the run."""
         try:
-            return self._knowledge(sent, t_bc)
+            return self.knowledge(sent, t_bc)
         except KnowledgeError as error:
             text = f"what the global network says about the rows of {sent.device} is held back: {error}"
             cohort.event("knowledge-left-out", text, sent.device)
             return None
 
-    def _knowledge(self, sent: Triplets, t_bc: Tensor) -> Mapping[str, Kind]:
+    def knowledge(self, sent: Triplets, t_bc: Tensor) -> Mapping[str, Kind]:
         """Raises KnowledgeError for numbers that are not finite or too large for the run's wire."""
         if self.config.distance == "mse":
             return self._features_reply(sent)

@@ -66,14 +66,14 @@ class FedDKCServer(ServerMethod):
         super().__init__(config, context)
         self._feature_shape = output_shape(context.extractor(), context.input_shape)
         self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
-        self._optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             self.predictor.parameters(),
             learning_rate=config.server_learning_rate,
             momentum=config.momentum,
             nesterov=config.nesterov and config.momentum > 0,
             weight_decay=config.weight_decay,
         )
-        self._knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
+        self.knowledge: dict[str, tuple[Tensor, Tensor, bool]] = {}
 
     @classmethod
     def needs(cls, config: FedDKCConfig) -> Needs:
@@ -113,13 +113,13 @@ class FedDKCServer(ServerMethod):
     def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> None:
         """Eq. (2); what does not stay finite is undone."""
         train = partial(self._train, uploads, refined, cohort.generator("distil"))
-        failure = train_or_roll_back(train, self.predictor, self._optimizer, rate=self._rate)
+        failure = train_or_roll_back(train, self.predictor, self.optimizer, rate=self._rate)
         if failure:
             cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
 
     def message(self, device: str) -> Parts:
         """Message 1: z^S for the device's own rows; none in round 1 or where the guard fired."""
-        sample_ids, logits, valid = self._knowledge.get(device, (None, None, False))
+        sample_ids, logits, valid = self.knowledge.get(device, (None, None, False))
         if sample_ids is None or logits is None or not valid:
             return {"knowledge": RefinedKnowledge(valid=False)}
         return {"knowledge": RefinedKnowledge(valid=True, sample_ids=sample_ids.numpy(), values=logits.numpy())}
@@ -150,7 +150,7 @@ class FedDKCServer(ServerMethod):
         for device, why in too_large.items():
             text = f"{device}: {why} is taken, {_LARGEST:g} times the devices' median; its upload is left out"
             notes.event("upload-left-out", text, device)
-            self._knowledge.pop(device, None)  # what the predictor says about such rows is as far off
+            self.knowledge.pop(device, None)  # what the predictor says about such rows is as far off
         return [upload for upload in uploads if upload.device not in too_large]
 
     def _of_alike_sizes(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
@@ -193,15 +193,15 @@ class FedDKCServer(ServerMethod):
         targets = torch.cat([one.probabilities for one in refined]).float()
         self.predictor.train()
         for _ in range(self.config.server_epochs):
-            for rows in self._batches([len(upload.labels) for upload in uploads], generator):
-                self._step(features[rows].float(), labels[rows], targets[rows])
+            for rows in self.batches([len(upload.labels) for upload in uploads], generator):
+                self.distil_step(features[rows].float(), labels[rows], targets[rows])
         check_can_be_sent(self._predict(features), self.context.knowledge_type, self._rate)
 
     @property
     def _rate(self) -> Rate:
         return "server_learning_rate", self.config.server_learning_rate
 
-    def _batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
+    def batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
         """Row positions of every mini-batch of one epoch; with batch-norm a batch of one row is left out."""
         pools = [sum(sizes)] if self.config.server_order == "mixed" else sizes
         batches: list[Tensor] = []
@@ -212,14 +212,14 @@ class FedDKCServer(ServerMethod):
             first += size
         return [batch.to(self.context.torch_device) for batch in batches]
 
-    def _step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
+    def distil_step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
         logits_bc = self.predictor(features_b)
         loss = functional.cross_entropy(logits_bc, labels_b)
         if self.config.server_beta > 0:
             loss = loss + self.config.server_beta * distillation_loss(logits_bc, targets_bc, self.config.temperature)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
 
     def _predict(self, features: Tensor) -> Tensor:
         """z^S `[N, C]` in eval mode, on the CPU."""
@@ -230,7 +230,7 @@ class FedDKCServer(ServerMethod):
         logits = self._predict(upload.features)
         fits = self._fits_the_wire(logits, upload, notes)  # guard
         valid = fits and self._teaches(logits, upload, notes)  # guard
-        self._knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
+        self.knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
 
     def _fits_the_wire(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
         reason = reason_not_sent(logits, self.context.knowledge_type)
@@ -253,7 +253,7 @@ class FedDKCServer(ServerMethod):
 
     def forget(self, device: str, notes: Notes) -> None:
         """Its next logits; what the predictor has learned from it stays."""
-        self._knowledge.pop(device, None)
+        self.knowledge.pop(device, None)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"predictor": self.predictor}
@@ -261,18 +261,18 @@ class FedDKCServer(ServerMethod):
     def state_dict(self) -> dict[str, Any]:
         return {
             "predictor": self.predictor.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "knowledge": {device: list(entry) for device, entry in self._knowledge.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "knowledge": {device: list(entry) for device, entry in self.knowledge.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.predictor.load_state_dict(state["predictor"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._knowledge = {}
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.knowledge = {}
         for device, (ids, logits, valid) in state["knowledge"].items():
             # An earlier version kept what cannot be sent as valid, and its run stopped at the next ask.
             fits = reason_not_sent(logits, self.context.knowledge_type) is None
-            self._knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
+            self.knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
         return self.predictor, self._feature_shape
