@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs format bench protos protos-check venv clean fuzz chaos soak
+.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,14 @@ demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OU
 
 test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(if $(filter 1,$(FAST)),-m "not slow") $(ARGS)
+
+coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report=term:skip-covered $(if $(filter 1,$(FAST)),-m "not slow") $(ARGS)
+
+MUTANTS ?= 100
+
+mutation: .venv/.installed  ## Change the formulas, one operator at a time, and count what their tests see (MUTANTS=100, SEED=1)
+	@OMP_NUM_THREADS=1 PYTHONPATH=client_sdk:server:tests $(BIN)/python -m mutation --mutants $(MUTANTS) --seed $(SEED)
 
 check: .venv/.installed  ## Lint, check formatting and types, and check the protocol
 	@$(BIN)/ruff check
