@@ -723,14 +723,20 @@ def run_of(store: Store, **method: Any) -> Any:
     return run_config(values)
 
 
-def apps(api: DeviceApi, folder: Path, events: list[Event], **changes: Any) -> list[Device]:
+def app_model() -> torch.nn.Module:
+    return build_model("digits_linear", classes=CLASSES)
+
+
+def apps(
+    api: DeviceApi, folder: Path, events: list[Event], models: Sequence[Any] = (app_model, app_model), **changes: Any
+) -> list[Device]:
     made = []
     for number, counts in enumerate(([20, 12, 6, 0], [0, 9, 14, 8])):
         data = images_of(counts, number + 1)
         made.append(
             Device(
                 server=MemoryLink(api),
-                model=lambda: build_model("digits_linear", classes=CLASSES),
+                model=models[number],
                 data=(data.inputs, data.labels),
                 state_dir=folder / f"d{number}",
                 device_id=f"d{number}",
@@ -786,10 +792,9 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
         }
     )
     changes = {"validation_data": (rows.inputs, rows.labels)} if judged else {}
-    found = apps(DeviceApi(store), tmp_path, events, export_onnx="never", **changes)
-    given = [build_model("digits_linear", classes=CLASSES) for _ in found]
-    for device, model in zip(found, given, strict=True):
-        device._model = copy.deepcopy(model)
+    given = [app_model(), app_model()]
+    models = [copy.deepcopy(model) for model in given]
+    found = apps(DeviceApi(store), tmp_path, events, models, export_onnx="never", **changes)
     asyncio.run(Engine(store, config, DriveDevices(found, lambda: None)).run())
     for device, model in zip(found, given, strict=True):
         own, before = device.models[OWN].state_dict(), model.state_dict()
@@ -842,8 +847,8 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.predict(x)
 
-    found = apps(DeviceApi(store), tmp_path, events, validation_data=shuffled, export_onnx="never")
-    found[0]._model = Zero
+    models = (Zero, app_model)
+    found = apps(DeviceApi(store), tmp_path, events, models, validation_data=shuffled, export_onnx="never")
     asyncio.run(Engine(store, run_of(store), DriveDevices(found, lambda: None)).run())
     assert isinstance(found[0].model, Zero)
     assert "kept" in {event.kind for event in events}
