@@ -12,9 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.version import VERSION as __version__
-
 if TYPE_CHECKING:
+    from fleetdistill.version import VERSION as __version__
     from fleetdistill_server.methods import register
     from fleetdistill_server.methods.base import ServerMethod
     from fleetdistill_server.methods.cohort import Cohort
@@ -24,18 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["Cohort", "ServerMethod", "Simulation", "__version__", "register", "simulate"]
 
 _WHERE = {
-    "Cohort": "methods.cohort",
-    "ServerMethod": "methods.base",
-    "Simulation": "simulation.spec.settings",
-    "register": "methods",
-    "simulate": "simulation.fleet",
+    "Cohort": "fleetdistill_server.methods.cohort",
+    "ServerMethod": "fleetdistill_server.methods.base",
+    "Simulation": "fleetdistill_server.simulation.spec.settings",
+    "__version__": "fleetdistill.version:VERSION",
+    "register": "fleetdistill_server.methods",
+    "simulate": "fleetdistill_server.simulation.fleet",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    module, _, found = _WHERE[name].partition(":")
+    return getattr(import_module(module), found or name)
 
 
 def __dir__() -> list[str]:

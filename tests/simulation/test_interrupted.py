@@ -266,3 +266,25 @@ def test_a_folder_whose_settings_were_not_written_yet_is_begun_anew(tmp_path: Pa
     with open_folder(wanted, "refuse"):
         pass
     assert saved_simulation(wanted.out) == wanted
+
+
+PRESSES_WHILE_IMPORTED = """
+import os, signal, sys
+class Press:
+    def find_spec(self, name, *rest):
+        if name == "fleetdistill_server.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+sys.argv = ["fleetdistill", "simulate"]
+from fleetdistill_server.start import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PRESSES_WHILE_IMPORTED]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "interrupted before anything was simulated: give the same command again\n"

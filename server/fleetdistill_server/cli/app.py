@@ -31,7 +31,7 @@ from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.cli.store import backup, restore
 from fleetdistill_server.methods.traffic import Sizes
-from fleetdistill_server.start import INTERRUPTED
+from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.data.datasets import Dataset
@@ -142,6 +142,7 @@ def simulate(
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
     try:
+        ctrl_c_interrupts()
         from fleetdistill_server.simulation.spec.settings import Simulation
 
         wanted = Simulation(
