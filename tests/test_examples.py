@@ -56,13 +56,13 @@ def test_own_models_train_in_a_fleet_over_grpc(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fedprox(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]  # an example's module
+def fedprox(monkeypatch: pytest.MonkeyPatch):  # an example's module
     monkeypatch.syspath_prepend(str(EXAMPLES))
     with fresh_process("fedprox"):
         yield importlib.import_module("fedprox")
 
 
-def test_the_proximal_term_is_half_mu_times_the_squared_distance(fedprox) -> None:  # type: ignore[no-untyped-def]
+def test_the_proximal_term_is_half_mu_times_the_squared_distance(fedprox) -> None:
     model = nn.Linear(2, 1)
     start = [torch.zeros(1, 2), torch.zeros(1)]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_the_proximal_term_is_half_mu_times_the_squared_distance(fedprox) -> Non
     assert model.weight.grad.tolist() == [[1.5, 2.0]], "mu (w - w_t)"
 
 
-def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:  # type: ignore[no-untyped-def]
+def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:
     """Two steps of plain gradient descent by hand: the first starts at w_t, so only the second feels the term."""
     mu, rate = 0.7, 0.1
     x, y = torch.tensor([[1.0, -2.0]]), torch.tensor([1])
@@ -90,7 +90,7 @@ def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:  # 
         steps = [g + mu * (one - at) for g, one, at in zip(gradients, w, w_t, strict=True)]
         w = [(one - rate * step).detach().requires_grad_() for one, step in zip(w, steps, strict=True)]
     data = as_tensor_data((x.numpy(), y.numpy()), 2)
-    half = fedprox.FedProxDevice(config, Local(model=model, taps=model, data=data, classes=2, torch_device="cpu"))
+    half = fedprox.FedProxDevice(config, Local(model=model, taps=model, data=data, classes=2, torch_device="cpu"))  # type: ignore[arg-type]
     half.train(Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(model)}))
     for found, expected in zip(model.parameters(), w, strict=True):
         torch.testing.assert_close(found, expected)

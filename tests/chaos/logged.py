@@ -122,7 +122,9 @@ class LoggedLink(GrpcLink):
         return status
 
     def upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
+        self,
+        header: service_pb2.UploadHeader,
+        chunks: Iterator[knowledge_pb2.TensorChunk],  # type: ignore[override]
     ) -> service_pb2.Receipt:
         again = self._rng.choice(("after", "during", "other attempt")) if self._rng.random() < self._twice else ""
         if not again or header.first_byte:

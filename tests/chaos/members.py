@@ -159,8 +159,8 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
     if terms.spec is None:
         counting.register()
         return Device(
-            server=link,
-            worker=counting.CountingWorker,
+            server=link,  # type: ignore[arg-type]
+            worker=counting.CountingWorker,  # type: ignore[arg-type]
             state_dir=state_dir,
             run=terms.run,
             device_id=terms.name,
@@ -170,7 +170,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
 
     spec, data = terms.spec, load_arrays(terms.spec.data_file)
     return Device(
-        server=link,
+        server=link,  # type: ignore[arg-type]
         model=lambda: build_device_model(spec, data[0].shape[1:]),
         data=data,
         test_data=load_arrays(spec.test_file),

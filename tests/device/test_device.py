@@ -47,7 +47,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.engine import build_method, make_contract
+from fleetdistill_server.engine.engine import build_method, make_contract  # type: ignore[attr-defined]
 from fleetdistill_server.intake import device_api
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -91,8 +91,8 @@ class Fleet:
         sys.modules["test_device"] = sys.modules[__name__]
         self.store.runs.begin(RUN, self.config.fixed_part())
         contract, initial, _ = make_contract(self.config, build_method(self.config))
-        self.initial = decode(initial)["initial"]
-        self.store.blobs.put(initial)
+        self.initial = decode(initial)["initial"]  # type: ignore[arg-type]
+        self.store.blobs.put(initial)  # type: ignore[arg-type]
         self.store.runs.publish_contract(RUN, contract.SerializeToString())
         self.api = DeviceApi(self.store)
         self.round = 0
@@ -162,8 +162,8 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
 def test_every_device_starts_from_the_runs_extractor(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         model = device.model
-    sent = fleet.initial.parameters["0.weight"]  # type: ignore[union-attr]
-    np.testing.assert_array_equal(model.extractor.state_dict()["0.weight"].numpy(), sent)  # type: ignore[operator, union-attr]
+    sent = fleet.initial.parameters["0.weight"]  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(model.extractor.state_dict()["0.weight"].numpy(), sent)
 
 
 def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: Path) -> None:
@@ -268,15 +268,15 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
         for _ in range(2):
             fleet.ask("d")
             device.step(0)
-        sent = fleet.initial.parameters["0.weight"]  # type: ignore[union-attr]
-        assert not np.array_equal(own.extractor.state_dict()["0.weight"].numpy(), sent)  # type: ignore[operator, union-attr]
+        sent = fleet.initial.parameters["0.weight"]  # type: ignore[attr-defined]
+        assert not np.array_equal(own.extractor.state_dict()["0.weight"].numpy(), sent)  # type: ignore[union-attr]
         assert equal(weights(device), own.state_dict())
-        assert equal(device.models["general"].state_dict(), own.state_dict())  # type: ignore[arg-type]
+        assert equal(device.models["general"].state_dict(), own.state_dict())
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
     fleet.store.runs.end(RUN, "finished", "2 rounds completed")
-    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:
+    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:  # type: ignore[arg-type]
         assert equal(weights(device), own.state_dict())
         assert device.step(0) is Step.FINISHED
     inputs = far_apart(60, seed=0)[0]
@@ -294,13 +294,13 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
 ) -> None:
     given = {"validation_data": tiny_data(30, seed=4)}
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment), **given)
+    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment), **given)  # type: ignore[arg-type]
     joined = weights(crashing)
     with pytest.raises(Crash):
         crashing.step(0)
     assert equal(weights(crashing), joined), "no receipt, no delivery"
     crashing.close(leave=False)
-    with make_device(fleet, tmp_path / "a", **given) as device:
+    with make_device(fleet, tmp_path / "a", **given) as device:  # type: ignore[arg-type]
         if early_look:  # loads the state from before the answer that waits in the outbox
             assert equal(weights(device), joined)
         device.step(0)
@@ -308,7 +308,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
         device.step(0)
         after = weights(device)
     other = Fleet()
-    with make_device(other, tmp_path / "b", **given) as undisturbed:
+    with make_device(other, tmp_path / "b", **given) as undisturbed:  # type: ignore[arg-type]
         for _ in range(2):
             other.ask("d")
             undisturbed.step(0)
@@ -355,10 +355,10 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
         for one in (fleet, other):
             one.ask("d")
         method = compute_of(device).method
-        method.knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+        method.knowledge = lambda: (_ for _ in ()).throw(Crash())
         with pytest.raises(Crash):
             device.step(0)
-        del method.knowledge  # type: ignore[attr-defined]
+        del method.knowledge
         device.step(0)
         undisturbed.step(0)
         assert equal(weights(device), weights(undisturbed))
@@ -380,7 +380,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
                 next(method.local.model.parameters()).zero_()  # whatever it did before it gave up
             raise CannotAnswer("it has no teacher")
 
-        method.handle = cannot  # type: ignore[method-assign]
+        method.handle = cannot
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
         assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
@@ -389,7 +389,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         (event,) = fleet.store.history.events(RUN, "declined")
         assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
         assert state_of(device) == before
-        del method.handle  # type: ignore[method-assign]
+        del method.handle
         assert device.step(0) is Step.WAITED
         assert fleet.store.devices.present(RUN) == ["d"], "out for the round, not for the run"
         fleet.ask("d")
@@ -409,12 +409,12 @@ def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fle
     with make_device(fleet, tmp_path, events, data=(inputs, labels), validation_data=(inputs, labels)) as device:
         for number in range(9):
             before = {name: tensor.clone() for name, tensor in device.model.state_dict().items()}
-            trained = compute_of(device).state()  # type: ignore[union-attr]
+            trained = compute_of(device).state()
             fleet.ask("d", wrong if number >= 3 else None)
             device.step(0)
             same = all(torch.equal(tensor, before[name]) for name, tensor in device.model.state_dict().items())
             assert same == (events[-1].kind == "kept")
-            assert compute_of(device).state() != trained, "training goes on either way"  # type: ignore[union-attr]
+            assert compute_of(device).state() != trained, "training goes on either way"
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert verdicts[0].kind == "delivered"
     kept = [event for event in verdicts if event.kind == "kept"]
@@ -597,8 +597,8 @@ def test_a_device_killed_while_training_trains_again_from_the_committed_state(fl
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path)
     worker = compute_of(crashing)
-    original = worker.method.knowledge  # type: ignore[attr-defined]
-    worker.method.knowledge = lambda: (_ for _ in ()).throw(Crash())  # type: ignore[attr-defined]
+    original = worker.method.knowledge
+    worker.method.knowledge = lambda: (_ for _ in ()).throw(Crash())
     with pytest.raises(Crash):
         crashing.step(0)
     assert original is not None
@@ -637,7 +637,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, first)
     with monkeypatch.context() as patch:
-        patch.setattr(*((DeviceEvents, "emit_scores") if moment == "before" else (Outbox, "outcome_reported")), die)
+        patch.setattr(*((DeviceEvents, "emit_scores") if moment == "before" else (Outbox, "outcome_reported")), die)  # type: ignore[call-overload]
         with pytest.raises(Crash):
             crashing.step(0)
     crashing.close(leave=False)
@@ -861,7 +861,7 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
         assert events[-1].kind == "refused"
         assert events[-1].values["code"] == "bad-value"
         assert device.model is not None
-        assert torch.equal(compute_of(device).module.state_dict()["stages.0.weight"], before)  # type: ignore[union-attr]
+        assert torch.equal(compute_of(device).module.state_dict()["stages.0.weight"], before)
 
 
 # --- what the app gives

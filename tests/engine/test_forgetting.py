@@ -41,7 +41,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_api
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.upload_session import UploadSession
-from fleetdistill_server.methods.base import Notes
+from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -530,7 +530,7 @@ class Joined:
         session = self.api.uploads.begin(header)
         for chunk in in_pieces(payload, 1 << 20):
             session.feed(chunk)
-        return payload, session
+        return payload, session  # type: ignore[return-value]
 
     def status(self, step_number: int) -> str:
         (ask,) = self.store.asks.of_step(MADE_RUN, self.round, step_number)

@@ -69,7 +69,7 @@ def test_a_registered_proxy_set_keeps_order_name_and_licence(tmp_path: Path) -> 
         np.testing.assert_array_equal(sent.inputs, arrays["inputs"])
         np.testing.assert_array_equal(sent.labels, arrays["labels"])
         np.testing.assert_array_equal(data.inputs.numpy(), arrays["inputs"])
-    assert (sent.name, sent.licence, sent.labels.dtype) == ("ours", "CC-BY-4.0", np.int32)
+    assert (sent.name, sent.licence, sent.labels.dtype) == ("ours", "CC-BY-4.0", np.int32)  # type: ignore[comparison-overlap]
 
 
 def test_the_digest_is_a_version_of_everything(tmp_path: Path) -> None:

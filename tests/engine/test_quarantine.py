@@ -40,10 +40,10 @@ def flip_a_bit(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a flipped bit": flip_a_bit,
-    "a letter more in the parts": lambda path: path.write_bytes(path.read_bytes().replace(b':"', b':"A', 1)),
+    "a letter more in the parts": lambda path: path.write_bytes(path.read_bytes().replace(b':"', b':"A', 1)),  # type: ignore[dict-item]
     "gone": Path.unlink,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),  # type: ignore[dict-item]
+    "empty": lambda path: path.write_bytes(b""),  # type: ignore[dict-item]
 }
 
 
@@ -469,7 +469,9 @@ class NotingLink(MemoryLink):
         self.receipts: set[str] = set()
 
     def upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
+        self,
+        header: service_pb2.UploadHeader,
+        chunks: Iterator[knowledge_pb2.TensorChunk],  # type: ignore[override]
     ) -> service_pb2.Receipt:
         receipt = super().upload(header, chunks)
         self.receipts.add(receipt.id)
@@ -492,7 +494,7 @@ def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: P
 
     with ExitStack() as stack:
         link = NotingLink(api)
-        devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
+        devices = [stack.enter_context(make_device(spec, link)) for spec in specs]  # type: ignore[arg-type]
         asyncio.run(Engine(store, config, DriveDevices(devices, damage_the_first)).run())
     answers = [row for row in store.asks.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]
     assert [(row["attempt"], row["status"]) for row in answers] == [(1, "reported"), (2, "used")]

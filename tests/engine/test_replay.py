@@ -306,7 +306,7 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
             if ask is not None and ask["payload"] == sha256 and not refused:
                 refused.append(sha256)
                 raise RefusedError(Code.NOT_FOUND, "the round that it belonged to is over")
-            return super().download(identity, sha256, first_byte)
+            return super().download(identity, sha256, first_byte)  # type: ignore[return-value]
 
     api = DeviceApi(store)
     with contextlib.ExitStack() as stack:

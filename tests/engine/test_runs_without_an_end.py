@@ -33,7 +33,7 @@ from fleetdistill_server.engine import engine as engine_module
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.methods.base import Notes, ServerMethod
+from fleetdistill_server.methods.base import Notes, ServerMethod  # type: ignore[attr-defined]
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink

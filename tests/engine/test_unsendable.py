@@ -57,7 +57,7 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
         def fits(device: str) -> bool:
             return self.round > 2 or (self.round == 2 and device == self.devices[0])
 
-        async for answer in honest(self, step, poisoned(payload, fits), **how):
+        async for answer in honest(self, step, poisoned(payload, fits), **how):  # type: ignore[arg-type]
             yield answer
 
     monkeypatch.setattr(StoreCohort, "ask", ask)

@@ -111,7 +111,7 @@ class RestartingLink(GrpcLink):
     ) -> tuple[PayloadHeader, Iterator[TensorChunk]]:
         self.first_bytes.append(first_byte)
         header, chunks = super().download(identity, sha256, first_byte)
-        return header, self._killing(chunks) if len(self.first_bytes) == 1 else chunks
+        return header, self._killing(chunks) if len(self.first_bytes) == 1 else chunks  # type: ignore[arg-type, return-value]
 
     def _killing(self, chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
         yield next(chunks)

@@ -112,7 +112,7 @@ MOMENTS = ["before asking for the status", "in the middle of the upload"]
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_answer_after_the_deadline_is_late(case: Case, moment: str) -> None:
-    case.turn(moment, lambda: case.store.asks.expire(RUN, FOREVER) and None)
+    case.turn(moment, lambda: case.store.asks.expire(RUN, FOREVER) and None)  # type: ignore[arg-type]
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "late"
     assert dropped.round == case.round
@@ -152,7 +152,7 @@ def test_an_answer_that_breaks_the_contract_is_refused_with_its_code(case: Case)
     class Labelling(SmallWorker):
         def answer(self, *given: Any) -> Any:
             work = super().answer(*given)
-            work.answer.parts["knowledge"].labels[:] = 99  # type: ignore[union-attr, index]
+            work.answer.parts["knowledge"].labels[:] = 99  # type: ignore[attr-defined]
             return work
 
     with case.device(worker=Labelling) as device:

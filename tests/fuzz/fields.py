@@ -39,7 +39,7 @@ def names(roots: Sequence[Descriptor]) -> set[str]:
 
 def name_of(path: Path) -> str:
     """`Message.field` of a path's last field."""
-    return f"{path[-1].containing_type.name}.{path[-1].name}"
+    return f"{path[-1].containing_type.name}.{path[-1].name}"  # type: ignore[union-attr]
 
 
 def changed_at(random: Random, valid: M, path: Path) -> M:

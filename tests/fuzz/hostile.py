@@ -109,7 +109,7 @@ def _change(random: Random, message: Message) -> None:
     if not fields:
         return
     present = [field for field, _ in message.ListFields()]
-    change_field(random, message, random.choice(present if present and random.random() < 0.8 else fields))
+    change_field(random, message, random.choice(present if present and random.random() < 0.8 else fields))  # type: ignore[arg-type]
 
 
 def change_field(random: Random, message: Message, field: FieldDescriptor) -> None:

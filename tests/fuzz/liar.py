@@ -89,8 +89,8 @@ class Liar:
     def _changed(self, honest: M) -> M:
         kind = type(honest).DESCRIPTOR
         if kind.full_name not in self._orders:
-            self._orders[kind.full_name] = itertools.cycle(in_order(kind))
-        if self._whole(kind) and self.random.random() < 0.5:
+            self._orders[kind.full_name] = itertools.cycle(in_order(kind))  # type: ignore[arg-type]
+        if self._whole(kind) and self.random.random() < 0.5:  # type: ignore[arg-type]
             return hostile(self.random, honest)
         path = next(self._orders[kind.full_name])
         self.touched.add((kind.name, name_of(path)))

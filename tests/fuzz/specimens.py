@@ -58,7 +58,7 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
     )
     statistics = k.ClassStatistics(
         labels=[2, 0],
-        counts=np.int32([9, 7]),
+        counts=np.int32([9, 7]),  # type: ignore[arg-type]
         means=np.ones((2, 4), np.float32),
         directions=np.ones((2, 3, 4), np.float32),
         variances=np.ones((2, 4), np.float32),

@@ -93,7 +93,7 @@ class Fleet:
         step_number: int = 1,
         number: int = 1,
     ) -> UploadSession:
-        return self.api.uploads.begin(
+        return self.api.uploads.begin(  # type: ignore[return-value]
             service_pb2.UploadHeader(
                 identity=identity,
                 name=service_pb2.UploadName(round=number, step_number=step_number, attempt=attempt),
@@ -254,7 +254,7 @@ def test_who_names_no_run_costs_little(fleet: Fleet, monkeypatch: pytest.MonkeyP
     """Nobody has to show who they are for this, and check-ins share one thread with all receipts."""
     counted: list[str] = []
     query = fleet.store.database.rows
-    monkeypatch.setattr(fleet.store.database, "rows", lambda sql, *v: counted.append(sql) or query(sql, *v))
+    monkeypatch.setattr(fleet.store.database, "rows", lambda sql, *v: counted.append(sql) or query(sql, *v))  # type: ignore[func-returns-value]
     fleet.api.check_in(service_pb2.CheckInRequest(identity=make_identity("d1", run="")))
     assert counted
     assert not [sql for sql in counted if "uploads" in sql or "devices" in sql]

@@ -159,7 +159,7 @@ FIVE = honest(LEAST)
 def changed(name: str, at: tuple[int, ...], value: float) -> SharedStatistics:
     array = np.array(getattr(SENT, name))
     array[at] = value
-    return replace(SENT, **{name: array})
+    return replace(SENT, **{name: array})  # type: ignore[arg-type]
 
 
 def scalar(df: int) -> Any:
@@ -312,7 +312,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
     ),
     **{
         f"no {name}": (
-            replace(SENT, **{name: None}),
+            replace(SENT, **{name: None}),  # type: ignore[arg-type]
             "bad-tensor",
             f"part 'statistics' lacks {name}, which feddkc needs",
         )

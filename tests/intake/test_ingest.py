@@ -82,7 +82,7 @@ def test_what_an_earlier_stream_has_checked_is_not_read_again(monkeypatch: pytes
         first.feed(chunk)
     read: list[int] = []
     real = staging.read
-    monkeypatch.setattr(staging, "read", lambda start, size: read.append(size) or real(start, size))
+    monkeypatch.setattr(staging, "read", lambda start, size: read.append(size) or real(start, size))  # type: ignore[func-returns-value]
     assert second.start(staging, first) == staging.length > 0
     assert read == []
     for chunk in pieces[100:]:
@@ -250,7 +250,7 @@ def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
             "importance-weighted predictions -0.5 below 0 at row 1 of x/values",
         ),
         (
-            k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0.5, 0.5, 0.25]])),
+            k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0.5, 0.5, 0.25]])),  # type: ignore[arg-type]
             "weighted_predictions",
             "importance-weighted predictions sum to 1.25 at row 1 of x/values, at most 1.0001 is possible",
         ),

@@ -91,7 +91,7 @@ def test_a_download_is_whole_mapped_and_read_only(tmp_path: Path) -> None:
     assert same(found, payload)
     assert names(tmp_path / "new") == [f"{payload.sha256.hex()}.payload"]
     (knowledge,) = decode(found).values()
-    assert not knowledge.logits.flags.writeable  # type: ignore[union-attr]
+    assert not knowledge.logits.flags.writeable  # type: ignore[attr-defined]
 
 
 def test_a_payload_without_data_is_a_download_too(tmp_path: Path) -> None:

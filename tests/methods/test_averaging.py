@@ -109,14 +109,14 @@ def test_of_three_devices_nobody_can_tell_who_is_far_off(numbers: Sequence[float
 def test_a_device_that_is_far_off_in_half_of_the_tensors_stays_in_the_others() -> None:
     honest = [{"a": [float(n)], "b": [float(n)]} for n in (0, 1, 2)]
     found, taken = mean_of([*honest, {"a": [10.0], "b": [3.0]}])
-    assert (found["a"], found["b"]) == (1, 1.5)
+    assert (found["a"], found["b"]) == (1, 1.5)  # type: ignore[comparison-overlap]
     assert taken.events == []
 
 
 def test_a_device_that_is_far_off_in_more_than_half_of_the_tensors_counts_in_none() -> None:
     honest = [{"a": [float(n)], "b": [float(n)], "c": [float(n)]} for n in (0, 1, 2)]
     found, taken = mean_of([*honest, {"a": [10.0], "b": [10.0], "c": [3.0]}])
-    assert (found["a"], found["b"], found["c"]) == (1, 1, 1)
+    assert (found["a"], found["b"], found["c"]) == (1, 1, 1)  # type: ignore[comparison-overlap]
     assert taken.events == [("update-left-out", "d3")]
 
 
@@ -129,7 +129,7 @@ def test_counters_take_the_median_and_no_device_makes_them_overflow() -> None:
     largest = np.iinfo(np.int64).max
     models = [{"w": [float(n)], "n": np.int64(count)} for n, count in enumerate((3, 4, 6, largest))]
     found, _ = mean_of(models)
-    assert (found["n"], found["n"].dtype, found["n"].shape) == (4, np.int64, ())
+    assert (found["n"], found["n"].dtype, found["n"].shape) == (4, np.int64, ())  # type: ignore[comparison-overlap]
     assert mean_of(models, robust="off")[0]["n"] == largest
     assert mean_of(models[:3])[0]["n"] == 6
 
@@ -258,6 +258,6 @@ def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch:
 
     whole, stack, sizes = mean(), torch.stack, list[int]()
     monkeypatch.setattr(averaging, "BLOCK_NUMBERS", 40)
-    monkeypatch.setattr(torch, "stack", lambda rows: (made := stack(rows), sizes.append(made.numel()))[0])
+    monkeypatch.setattr(torch, "stack", lambda rows: (made := stack(rows), sizes.append(made.numel()))[0])  # type: ignore[func-returns-value]
     torch.testing.assert_close(mean(), whole)
     assert max(sizes) <= 40

@@ -137,7 +137,7 @@ def test_each_device_is_brought_what_it_does_not_hold() -> None:
                 pass
 
         asyncio.run(learn())
-        return {one.device: tuple(one.parts["plan"].values.values()) for one in cohort.asked}  # type: ignore[union-attr]
+        return {one.device: tuple(one.parts["plan"].values.values()) for one in cohort.asked}  # type: ignore[attr-defined]
 
     assert bring(1, [5, 6], silent="b") == dict.fromkeys(ALL, (-1, -1))
     assert deliveries.holding_nothing(ALL) == ["b"]

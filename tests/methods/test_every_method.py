@@ -97,7 +97,7 @@ def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
 def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
     without = {"with_alone": False, "with_fedavg": False}
-    wanted = Simulation(method=method, rounds=6, devices=3, seed=4, out=tmp_path, **without)
+    wanted = Simulation(method=method, rounds=6, devices=3, seed=4, out=tmp_path, **without)  # type: ignore[arg-type]
     report = simulate(wanted)
     config = config_class(method)().for_classes(10)
     exchanges = server_class(method).exchanges(config, Sizes())
@@ -109,7 +109,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
         assert len(set(means)) == 1
         assert [one["up"] + one["down"] > 0 for one in report.bytes_by_round] == [True] + [False] * 5
     assert means[-1] > (0.5 if wanted.one_exchange else means[0]) + 0.1
-    assert all(one.onnx_max_difference < ONNX_DIFFERENCE.get(method, 1e-4) for one in report.devices)
+    assert all(one.onnx_max_difference < ONNX_DIFFERENCE.get(method, 1e-4) for one in report.devices)  # type: ignore[operator]
     assert (tmp_path / "report.json").exists()
 
 

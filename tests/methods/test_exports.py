@@ -80,4 +80,4 @@ def test_every_device_exports_the_model_that_its_app_uses(name: str, tmp_path: P
         assert metadata_of(state / "model.onnx")["method"] == RUNS[name].method
         if own_file != "model.onnx":
             assert metadata_of(state / "model.onnx")["answer"] == GENERAL
-            assert np.array_equal(*(logits_of(state / file, inputs) for file in ("model.onnx", "general.onnx")))
+            assert np.array_equal(*(logits_of(state / file, inputs) for file in ("model.onnx", "general.onnx")))  # type: ignore[arg-type]

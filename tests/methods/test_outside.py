@@ -147,7 +147,7 @@ def test_a_method_without_a_server_half_is_refused_with_the_call_that_is_missing
 
 @pytest.mark.slow
 def test_a_method_that_only_this_process_registered_runs_over_grpc(with_fedprox: None, tmp_path: Path) -> None:
-    import fedprox  # noqa: F401
+    import fedprox  # type: ignore[import-not-found]  # noqa: F401
 
     assert modules_of("fedprox") == ["fedprox"]
     assert modules_of("fedavg") == []

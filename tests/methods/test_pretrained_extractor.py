@@ -95,7 +95,7 @@ def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
     for part in range(3):
         own = folder / f"device-{part}"
         answers = [onnx_logits(own / f"{name}.onnx", inputs) for name in ANSWERS]
-        assert not np.array_equal(*answers)
+        assert not np.array_equal(*answers)  # type: ignore[arg-type]
         assert layers_of(own) == layers_of(folder)
 
 
@@ -143,7 +143,7 @@ class Waves(nn.Module):
         self.register_buffer("shift", torch.zeros(12))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x.flatten(1) @ self.mixing.T + self.shift)
+        return torch.sin(x.flatten(1) @ self.mixing.T + self.shift)  # type: ignore[operator]
 
 
 def waves(input_shape: Sequence[int]) -> nn.Module:
@@ -161,10 +161,10 @@ class AppModel(nn.Module):
         self.predictor = nn.Sequential(nn.Flatten(), *predictor)
 
     def features(self, x: Tensor) -> Tensor:
-        return self.extractor(x)  # type: ignore[no-any-return]
+        return self.extractor(x)
 
     def predict(self, features: Tensor) -> Tensor:
-        return self.predictor(features)  # type: ignore[no-any-return]
+        return self.predictor(features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.predict(self.features(x))

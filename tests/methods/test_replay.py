@@ -67,7 +67,7 @@ def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
 ) -> None:
     fleet = RUNS[name]
     disturbed, engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"))
-    assert engines > fleet.rounds * fleet.devices
+    assert engines > fleet.rounds * fleet.devices  # type: ignore[operator]
     assert record(disturbed) == undisturbed(name).record
     assert_no_upload_lost(disturbed)
 
@@ -75,5 +75,5 @@ def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
 def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
     undisturbed = run_in_memory(prepare(HOSTILE, tmp_path / "undisturbed"))
     disturbed, _ = run_with_a_new_engine_after_every_wait(prepare(HOSTILE, tmp_path / "disturbed"))
-    assert [row["device"] for row in disturbed.history.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds
+    assert [row["device"] for row in disturbed.history.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds  # type: ignore[operator]
     assert record(disturbed) == record(undisturbed)

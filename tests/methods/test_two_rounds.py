@@ -148,7 +148,7 @@ def weighted_mean(modules: Sequence[nn.Module], weights: Sequence[float]) -> nn.
     for name, tensor in mean.state_dict().items():
         if tensor.is_floating_point():
             total = sum(weight * state[name].double() for weight, state in zip(weights, states, strict=True))
-            tensor.copy_(total / sum(weights))  # type: ignore[operator]
+            tensor.copy_(total / sum(weights))
     return mean
 
 
@@ -186,7 +186,13 @@ def test_feddkc() -> None:
     """Both optimisers go on from round to round; the server's logits of one round teach in the next."""
     shared = {"batch_size": 4, "temperature": TAU, "beta": 0.7, "server_beta": 0.6, "server_learning_rate": 0.08}
     config = FedDKCConfig(
-        refinement="kkr", target_peak=0.36, local_epochs=2, server_epochs=2, teacher_guard=False, **shared, **SGD
+        refinement="kkr",
+        target_peak=0.36,
+        local_epochs=2,
+        server_epochs=2,
+        teacher_guard=False,
+        **shared,  # type: ignore[arg-type]
+        **SGD,
     ).for_classes(CLASSES)
     server = FedDKCServer(config, make_context())
     members = {name: FedDKCDevice(config, local_of(name, new_model(ord(name)))) for name in ROWS}
@@ -204,7 +210,7 @@ def test_feddkc() -> None:
                 if number > 1:
                     loss = loss + 0.7 * kl(soft(teachers[name][rows]), logits)
                 step(optimizers[name], loss)
-            features = model.features(data.inputs).detach()
+            features = model.features(data.inputs).detach()  # type: ignore[operator]
             uploads.append((features, affine_refinement(model(data.inputs).detach(), 0.36), data.labels))
         features, targets, labels = (torch.cat(column) for column in zip(*uploads, strict=True))
         for rows in batches(len(labels), 4, 2, server_seed(number, "distil")):
@@ -292,7 +298,7 @@ def test_cdkt() -> None:
     models = {name: copy.deepcopy(half.local.model) for name, half in members.items()}
     world = copy.deepcopy(server.model)
     for number in (1, 2):
-        z_s, h_s = soft(world(proxy.inputs)), soft(world.embedding(proxy.inputs))
+        z_s, h_s = soft(world(proxy.inputs)), soft(world.embedding(proxy.inputs))  # type: ignore[operator]
         for name, model in models.items():
             data, optimizer = data_of(name), sgd(model)
             seed = ask_seed(number, "train", name)
@@ -302,13 +308,13 @@ def test_cdkt() -> None:
                 if number > 1:
                     of = next(shown)
                     outcomes = kl(with_labels(z_s, proxy.labels)[of], model(proxy.inputs[of]))
-                    loss = loss + 0.4 * (outcomes + kl(h_s[of], model.embedding(proxy.inputs[of])))
+                    loss = loss + 0.4 * (outcomes + kl(h_s[of], model.embedding(proxy.inputs[of])))  # type: ignore[operator]
                 step(optimizer, loss)
-        z_bar = with_labels(sum(soft(model(proxy.inputs)) for model in models.values()) / 2, proxy.labels)
-        h_bar = soft(sum(model.embedding(proxy.inputs).detach() for model in models.values()) / 2)
+        z_bar = with_labels(sum(soft(model(proxy.inputs)) for model in models.values()) / 2, proxy.labels)  # type: ignore[arg-type]
+        h_bar = soft(sum(model.embedding(proxy.inputs).detach() for model in models.values()) / 2)  # type: ignore[arg-type, operator]
         optimizer = sgd(world, learning_rate=0.07)
         for of in batches(len(proxy), 4, 2, server_seed(number, "transfer")):
-            logits, embeddings = world(proxy.inputs[of]), world.embedding(proxy.inputs[of])
+            logits, embeddings = world(proxy.inputs[of]), world.embedding(proxy.inputs[of])  # type: ignore[operator]
             loss = functional.cross_entropy(logits, proxy.labels[of])
             step(optimizer, loss + 0.3 * (kl(z_bar[of], logits) + kl(h_bar[of], embeddings)))
     play(server, members)
@@ -341,8 +347,8 @@ def test_fedd2s() -> None:
             data = data_of(name)
             if number == 1:
                 train_on_labels(model, name, optimizers[name], 1, 4, ask_seed(1, "extract", name))
-            firsts[name] = model.stages[:1](data.inputs).detach()
-            p = soft(world[layer - 1 :](model.stages[:layer](data.inputs)))
+            firsts[name] = model.stages[:1](data.inputs).detach()  # type: ignore[index, operator]
+            p = soft(world[layer - 1 :](model.stages[:layer](data.inputs)))  # type: ignore[index, operator]
             own = copy.deepcopy(world)
             optimizer = adam(own)
             for rows in batches(len(data), 4, 2, server_seed(number, f"clients to server {name}")):
@@ -353,7 +359,7 @@ def test_fedd2s() -> None:
         for name, model in models.items():
             data, t = data_of(name), soft(world(firsts[name]))
             for rows in batches(len(data), 4, 2, ask_seed(number, "learn", name, nth=2)):
-                below = model.stages[:layer](data.inputs[rows])
+                below = model.stages[:layer](data.inputs[rows])  # type: ignore[index, operator]
                 step(optimizers[name], kl(t[rows], world[layer - 1 :](below)))
                 step(optimizers[name], functional.cross_entropy(model(data.inputs[rows]), data.labels[rows]))
     play(server, members)
@@ -395,14 +401,14 @@ def test_dafkd() -> None:
         for name, judge in judges.items():
             model, generator = copy.deepcopy(world), copy.deepcopy(maker).train()
             seed = ask_seed(number, "train", name)
-            _train_adversarially(name, model, judge, own[name], generator, seed)
+            _train_adversarially(name, model, judge, own[name], generator, seed)  # type: ignore[arg-type]
             trained.append(model)
             makers.append(generator)
         maker, world = weighted_mean(makers, [1, 1]), weighted_mean(trained, [1, 1])  # type: ignore[assignment]
         noise = torch.from_numpy(portable_noise(server_seed(number, "noise"), 9, 3))
         samples = maker.eval()(noise).detach()
         f = torch.stack(
-            [judge(model.embedding(samples)).sigmoid() for judge, model in zip(judges.values(), trained, strict=True)]
+            [judge(model.embedding(samples)).sigmoid() for judge, model in zip(judges.values(), trained, strict=True)]  # type: ignore[operator]
         )
         share = (f / f.sum(0)).detach()
         teacher = sum(weight[:, None] * soft(model(samples)) for weight, model in zip(share, trained, strict=True))

@@ -79,10 +79,10 @@ def test_one_initial_extractor_fits_every_model_of_a_family(names, extractor):
     initial = build_model(extractor)
     for name in names:
         model = build_model(name)
-        assert fingerprint(model.extractor) == fingerprint(initial)
-        model.extractor.load_state_dict(initial.state_dict())
+        assert fingerprint(model.extractor) == fingerprint(initial)  # type: ignore[arg-type]
+        model.extractor.load_state_dict(initial.state_dict())  # type: ignore[union-attr]
         x = images(name)
-        assert torch.equal(model.eval().features(x), initial.eval()(x))
+        assert torch.equal(model.eval().features(x), initial.eval()(x))  # type: ignore[operator]
 
 
 def test_no_two_device_models_are_the_same():
@@ -102,14 +102,14 @@ def test_resnet_features_have_16_channels_and_half_the_size_when_pooled(shape, p
 @pytest.mark.parametrize("device", DEVICE_MODELS)
 def test_the_server_predictor_of_a_family_reads_its_features(device):
     model = build_model(device).eval()
-    features = model.features(images(device))
+    features = model.features(images(device))  # type: ignore[operator]
     server = "resnet20" if device in RESNETS else "digits_server"
     predictor = build_server_model(server, feature_shape=features.shape[1:], classes=5).eval()
     assert predictor(features).shape == (2, 5)
 
 
 def test_the_digit_server_has_two_hidden_layers_of_128():
-    widths = [layer.out_features for layer in build_server_model("digits_server") if isinstance(layer, nn.Linear)]
+    widths = [layer.out_features for layer in build_server_model("digits_server") if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
     assert widths == [128, 128, 10]
     assert output_shape(build_server_model("digits_server", feature_shape=[128]), (128,)) == (10,)
 

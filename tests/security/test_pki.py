@@ -45,7 +45,7 @@ enrol_listen = "127.0.0.1:0"
 
 
 def fleetdistill(*words: Any) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(app, [str(word) for word in words])  # type: ignore[return-value]
 
 
 def done(*words: Any) -> str:

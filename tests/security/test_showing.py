@@ -146,7 +146,7 @@ def answer_of_before() -> type[Any]:
             message.ClearField("field")
             message.field.extend(kept)
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("fleetdistill.wire.v1.ShowRunResponse"))
 
 

@@ -113,7 +113,7 @@ class Hung:
         self.failures, self.started, self.code, self.starts = 0, time.monotonic(), None, 0
 
     def poll(self) -> int | None:
-        return self.code  # type: ignore[return-value]
+        return self.code
 
     def kill(self) -> None:
         self.code = -signal.SIGKILL  # type: ignore[assignment]

@@ -48,7 +48,7 @@ def accuracy_of(file: Path) -> float:
 def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     report = run(tmp_path, method, settings=settings, validation_share=0.2 if method == "feddkc" else 0.0)
     for one in report.devices:
-        assert one.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / one.onnx_file), abs=1e-9)
+        assert one.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / one.onnx_file), abs=1e-9)  # type: ignore[operator]
         if method == "feddkc":
             continue
         assert one.accuracy_fleet == pytest.approx(report.delivered_accuracy_by_round[one.name][-1], abs=1e-9)

@@ -39,7 +39,7 @@ FLEET = Simulation(
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     store = run_in_memory(prepare(FLEET, tmp_path_factory.mktemp("undisturbed") / "work"))
     found = outcome(store)
-    assert len(found[1]) == FLEET.rounds * FLEET.devices
+    assert len(found[1]) == FLEET.rounds * FLEET.devices  # type: ignore[operator]
     store.close()
     return found
 
@@ -101,7 +101,7 @@ class Fleet:
         wait_until(there, f"{count} rounds")
 
     def wait_for_the_end(self) -> None:
-        self.wait_for_rounds(FLEET.rounds)
+        self.wait_for_rounds(FLEET.rounds)  # type: ignore[arg-type]
         for name, process in self._processes.items():
             assert process.wait(PATIENCE_SECONDS) == 0, name
 
@@ -118,12 +118,12 @@ def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) ->
     with running(tmp_path) as (fleet, directory):
         for after, kill in enumerate((ENGINE, FRONT, 1, ENGINE, FRONT)):
             fleet.wait_for_rounds(after)
-            fleet.kill_child(kill) if isinstance(kill, str) else fleet.kill_device(kill)
+            fleet.kill_child(kill) if isinstance(kill, str) else fleet.kill_device(kill)  # type: ignore[arg-type]
         fleet.kill_device(2)
         fleet.wait_for_the_end()
     store = Store.open(directory)
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * FLEET.rounds
+    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * FLEET.rounds  # type: ignore[operator]
     assert_no_upload_lost(store)
-    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (FLEET.rounds * FLEET.devices)
+    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (FLEET.rounds * FLEET.devices)  # type: ignore[operator]
     assert outcome(store) == undisturbed
     store.close()

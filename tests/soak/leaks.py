@@ -28,5 +28,5 @@ def leaking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    DeviceApi.authenticate = leaking(DeviceApi.authenticate)  # type: ignore[method-assign]
+    DeviceApi.authenticate = leaking(DeviceApi.authenticate)  # type: ignore[attr-defined]
     sys.exit(front.main())

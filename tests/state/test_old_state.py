@@ -23,7 +23,7 @@ from fleetdistill.state.format import FORMAT
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.engine.engine import build_method, make_contract
+from fleetdistill_server.engine.engine import build_method, make_contract  # type: ignore[attr-defined]
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
@@ -111,7 +111,7 @@ def _server(state_dir: Path) -> Store:
     store = Store.in_memory()
     store.runs.begin(RUN, config.fixed_part())
     contract, initial, _ = make_contract(config, build_method(config))
-    store.blobs.put(initial)
+    store.blobs.put(initial)  # type: ignore[arg-type]
     store.runs.publish_contract(RUN, contract.SerializeToString())
     profile = (state_dir / "profile.bin").read_bytes()
     assert store.devices.register(RUN, "d", hashlib.sha256(SECRET).digest(), profile)

@@ -185,7 +185,7 @@ def test_a_backup_of_a_store_in_use_holds_all_that_it_speaks_of(server: Server, 
 
     def work() -> None:
         busy = Server(server.directory, server.devices)
-        busy.after_step = lambda: sweep(busy.store, 0.0) and None
+        busy.after_step = lambda: sweep(busy.store, 0.0) and None  # type: ignore[assignment]
         busy.run()
         busy.store.close()
         over.set()

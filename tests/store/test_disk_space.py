@@ -57,7 +57,7 @@ class Sender:
         identity = make_identity(device, self.secrets[device])
         request = service_pb2.UploadStatusRequest(identity=identity, name=name)
         first = self.api.uploads.status(request).next_byte
-        return self.api.uploads.begin(
+        return self.api.uploads.begin(  # type: ignore[return-value]
             service_pb2.UploadHeader(
                 identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
             )
@@ -173,7 +173,7 @@ def test_a_begun_upload_needs_room_only_for_what_is_missing(tmp_path: Path) -> N
 
 def test_what_nobody_needs_goes_before_anything_is_refused(tmp_path: Path) -> None:
     swept: list[Any] = []
-    sender = Sender(tmp_path / "store", 3.0, make_room=lambda: swept.append(sweep(sender.store, 0.0)))
+    sender = Sender(tmp_path / "store", 3.0, make_room=lambda: swept.append(sweep(sender.store, 0.0)))  # type: ignore[attr-defined]
     for rows in (22_000, 21_000):  # two orphans of a megabyte
         sender.store.blobs.put(make_payload(rows))
     sender.begin("d2", LARGE).abandon()

@@ -225,10 +225,10 @@ def variance(server: FedAvgServer) -> torch.Tensor:
 
 
 SPOILED: dict[str, tuple[Callable[[FedAvgServer], None], str]] = {
-    "not a number": (lambda server: first_weight(server).fill_(float("nan")), "is not finite"),
-    "infinite": (lambda server: first_weight(server).view(-1)[0].fill_(float("inf")), "is not finite"),
-    "a negative variance": (lambda server: variance(server).fill_(-1.0), "running_var is negative, -1 "),
-    "too large to score": (lambda server: first_weight(server).fill_(3e38), "the global model cannot be scored"),
+    "not a number": (lambda server: first_weight(server).fill_(float("nan")), "is not finite"),  # type: ignore[dict-item]
+    "infinite": (lambda server: first_weight(server).view(-1)[0].fill_(float("inf")), "is not finite"),  # type: ignore[dict-item]
+    "a negative variance": (lambda server: variance(server).fill_(-1.0), "running_var is negative, -1 "),  # type: ignore[dict-item]
+    "too large to score": (lambda server: first_weight(server).fill_(3e38), "the global model cannot be scored"),  # type: ignore[dict-item]
 }
 
 

@@ -96,4 +96,4 @@ def note_answers(folder: Path, models: Any, data: Pair) -> None:
 
 
 if __name__ == "__main__":
-    {"played": played, "served": served}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    {"played": played, "served": served}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])  # type: ignore[operator]

@@ -32,7 +32,7 @@ class Protocol:
         recorded = (GOLDEN / release / "descriptors.binpb").read_bytes()
         self._pool = descriptor_pool.DescriptorPool()
         for file in descriptor_pb2.FileDescriptorSet.FromString(recorded).file:
-            self._pool.Add(file)  # type: ignore[no-untyped-call]
+            self._pool.Add(file)
         self.service = self._pool.FindServiceByName(f"{PACKAGE}.DeviceService")
 
     def __getattr__(self, name: str) -> type[Message]:

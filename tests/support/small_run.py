@@ -179,7 +179,7 @@ def _device(points: str, place: Place, name: str) -> None:
     sdk.LONGEST_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
     device = Device(
         server=f"127.0.0.1:{place.port}",
-        worker=lambda contract: ParrotWorker(name, contract),
+        worker=lambda contract: ParrotWorker(name, contract),  # type: ignore[arg-type, return-value]
         state_dir=place.work / name,
         run=RUN,
         device_id=name,

@@ -78,9 +78,9 @@ def test_a_cut_after_the_last_stage_gives_logits_and_takes_them():
 def test_the_embedding_is_the_input_of_the_last_layer_however_deep_it_is_nested():
     model = chain(hidden=6).eval()
     x = torch.randn(2, 4)
-    last = model.stages.head[1][1]
+    last = model.stages.head[1][1]  # type: ignore[index]
     assert model.embedding(x).shape == (2, 6)
-    assert torch.equal(last(model.embedding(x)), model(x))
+    assert torch.equal(last(model.embedding(x)), model(x))  # type: ignore[operator]
 
 
 def test_an_extractor_state_fits_a_model_with_another_predictor_and_touches_nothing_else():
@@ -127,7 +127,7 @@ def test_a_plain_chain_is_split_by_name_or_by_count():
     assert torch.equal(by_name.features(x), layers[:2](x))
     assert by_name.predictor[0] is layers[2]
     with pytest.raises(ModelError, match=r"takes an nn\.Sequential, not Linear"):
-        split_sequential(nn.Linear(4, 3), after=1)
+        split_sequential(nn.Linear(4, 3), after=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", [chain(), OwnModel()], ids=["split", "own"])
@@ -135,15 +135,15 @@ def test_a_good_model_passes_and_is_left_as_it_was(model):
     model.train()
     before = copy.deepcopy(model.state_dict())
     assert check_local_model(model, torch.randn(4, 4), classes=3) is model
-    assert all(part.training for part in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(part.training for part in model.modules())  # type: ignore[attr-defined]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # type: ignore[attr-defined]
 
 
 def test_a_model_that_cannot_be_cut_is_refused_with_what_it_lacks():
     with pytest.raises(ModelError, match=r"Linear has no features and no predict and no extractor.*split_sequential"):
         check_local_model(nn.Linear(4, 3))
     with pytest.raises(ModelError, match="not function"):
-        check_local_model(lambda x: x)
+        check_local_model(lambda x: x)  # type: ignore[arg-type]
 
 
 def test_a_model_whose_taps_disagree_is_refused():
@@ -176,7 +176,7 @@ def test_wrong_samples_and_wrong_class_numbers_are_refused():
 
 def test_eval_mode_is_left_with_every_part_in_its_own_mode_even_after_an_error():
     model = chain().train()
-    model.stages.stem.eval()  # an app may freeze its batch-norm
+    model.stages.stem.eval()  # type: ignore[union-attr]  # an app may freeze its batch-norm
     modes = [part.training for part in model.modules()]
 
     def fail_in_eval_mode() -> None:
@@ -191,9 +191,9 @@ def test_eval_mode_is_left_with_every_part_in_its_own_mode_even_after_an_error()
 
 def test_the_output_shape_is_that_of_one_sample_and_moves_no_statistics():
     model = chain()
-    before = model.stages.stem[1].running_mean.clone()
+    before = model.stages.stem[1].running_mean.clone()  # type: ignore[index, union-attr]
     assert output_shape(model.extractor, (4,)) == (5,)
-    assert torch.equal(model.stages.stem[1].running_mean, before)
+    assert torch.equal(model.stages.stem[1].running_mean, before)  # type: ignore[index, union-attr]
     with pytest.raises(ModelError, match=r"does not take samples of shape \(9,\)"):
         output_shape(model, (9,))
 

@@ -155,7 +155,7 @@ def test_nothing_is_renamed_when_the_checker_refuses(tmp_path, monkeypatch):
 
 def test_the_model_keeps_its_modes_weights_and_precision(tmp_path):
     model = build_model("resnet4", input_shape=(1, 8, 8)).double().to(memory_format=torch.channels_last).train()
-    model.stages.stem.eval()
+    model.stages.stem.eval()  # type: ignore[union-attr]
     modes, before = [part.training for part in model.modules()], copy.deepcopy(model.state_dict())
     export_onnx(model, tmp_path / "model.onnx", digits().double(), METADATA)
     assert [part.training for part in model.modules()] == modes
@@ -168,7 +168,7 @@ def test_the_model_keeps_its_modes_weights_and_precision(tmp_path):
 def test_the_tolerance_grows_with_the_logits(tmp_path):
     model = build_model("digits_mlp_small")
     with torch.no_grad():
-        model.stages.head.weight.mul_(1e5)  # one rounding of a logit of 1e4 is near 1e-3
+        model.stages.head.weight.mul_(1e5)  # type: ignore[operator, union-attr]  # one rounding of a logit of 1e4 is near 1e-3
     report = export_onnx(model, tmp_path / "model.onnx", digits(200), METADATA)
     assert report.max_difference > 1e-4
     with pytest.raises(ExportError, match="differs from PyTorch"):
@@ -185,7 +185,7 @@ def test_an_export_is_silent(tmp_path, capfd, caplog):
 
 
 def test_a_warning_about_the_models_own_code_is_passed_on(tmp_path):
-    with pytest.warns(torch.jit.TracerWarning), pytest.raises(ExportError):
+    with pytest.warns(torch.jit.TracerWarning), pytest.raises(ExportError):  # type: ignore[attr-defined]
         export_onnx(Sabotaged("data"), tmp_path / "model.onnx", digits(), METADATA)
 
 

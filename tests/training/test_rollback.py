@@ -28,7 +28,7 @@ def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str | N
     def train() -> None:
         step()
         with torch.no_grad():
-            model[0].weight[0, 0] *= after  # type: ignore[index, operator, union-attr]
+            model[0].weight[0, 0] *= after  # type: ignore[index, operator]
         if error is not None:
             raise error
 

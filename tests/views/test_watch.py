@@ -143,7 +143,7 @@ def test_following_ends_with_the_run_and_looks_only_between_moves(store: Store) 
 def shown(store: Store, **how: Any) -> str:
     console = Console(file=io.StringIO(), width=160, **how.pop("console", {}))
     show_changes(follow(store, RUN), console=console, as_json=False, **how)
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -58,12 +58,15 @@ ONE_OF_EACH: dict[str, k.Kind] = {
     ),
     "proxy_knowledge": k.ProxyKnowledge(valid=True, proxy_digest=b"p" * 32, embeddings=np.ones((2, 5), FLOAT32)),
     "proxy_set": k.ProxySet(
-        name="digits-proxy", licence="CC0-1.0", inputs=np.ones((2, 1, 8, 8), FLOAT32), labels=np.int32([0, 2])
+        name="digits-proxy",
+        licence="CC0-1.0",
+        inputs=np.ones((2, 1, 8, 8), FLOAT32),
+        labels=np.int32([0, 2]),  # type: ignore[arg-type]
     ),
     "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "class_statistics": k.ClassStatistics(
         labels=[2, 0],
-        counts=np.int32([5, 9]),
+        counts=np.int32([5, 9]),  # type: ignore[arg-type]
         means=np.ones((2, 4), FLOAT32),
         directions=np.ones((2, 1, 4), FLOAT32),
         variances=np.zeros((2, 4), FLOAT32),
@@ -71,16 +74,16 @@ ONE_OF_EACH: dict[str, k.Kind] = {
     "soft_predictions": k.SoftPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "shared_statistics": k.SharedStatistics(
         labels=[2, 0],
-        counts=np.int32([5, 9]),
+        counts=np.int32([5, 9]),  # type: ignore[arg-type]
         means=np.ones((2, 4), FLOAT16),
-        directions=np.int8([[-127, 0, 5, 127]]),
+        directions=np.int8([[-127, 0, 5, 127]]),  # type: ignore[arg-type]
         steps=np.full(1, 0.5, FLOAT16),
         variances=np.zeros(4, FLOAT16),
         df=np.array(12, np.int32),
     ),
     "class_space": k.ClassSpace(
         labels=[0, 2],
-        counts=np.int32([9, 5]),
+        counts=np.int32([9, 5]),  # type: ignore[arg-type]
         directions=np.ones((4, 1), FLOAT16),
         origin=np.zeros(1, FLOAT16),
         centres=np.full((2, 1), -0.5, FLOAT16),
@@ -210,8 +213,8 @@ def test_statistics_of_one_exchange_travel_in_types_of_their_own(knowledge_type:
     """Whatever the run's knowledge type is, and in whatever type they were computed."""
     space = ONE_OF_EACH["class_space"]
     wide = {name: getattr(space, name).astype(np.float64) for name in ("directions", "origin", "centres")}
-    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], variances=np.zeros(4))
-    parts = {"moments": moments, "space": dataclasses.replace(space, **wide), "file": ONE_OF_EACH["network_file"]}
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], variances=np.zeros(4))  # type: ignore[type-var]
+    parts = {"moments": moments, "space": dataclasses.replace(space, **wide), "file": ONE_OF_EACH["network_file"]}  # type: ignore[type-var]
     types = {slot.path: slot.dtype.name for slot in encode(parts, knowledge_type).slots}
     assert types == {
         "moments/counts": "int32",
@@ -234,7 +237,7 @@ def test_statistics_of_one_exchange_travel_in_types_of_their_own(knowledge_type:
 @pytest.mark.parametrize("number", [0.1, 5e-324, np.nextafter(1.0, 0.0), 1e300])
 def test_scalars_of_a_class_space_are_exact_in_float64(number: float) -> None:
     """float16 would make 0.1 of it 0.09998, and infinity of 1e300."""
-    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=np.array(number), outside=np.array(number))
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=np.array(number), outside=np.array(number))  # type: ignore[type-var]
     (found,) = decode(over_the_wire(encode({"x": sent}, np.float16))).values()
     assert isinstance(found, k.ClassSpace)
     assert [found.shrinkage.dtype, found.shrinkage.shape] == [np.dtype("<f8"), ()]
@@ -243,15 +246,15 @@ def test_scalars_of_a_class_space_are_exact_in_float64(number: float) -> None:
 
 @pytest.mark.parametrize("exact", [np.array(0.25, np.float32), 0.25])
 def test_scalars_of_a_class_space_are_float64_whatever_they_were(exact: Any) -> None:
-    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=exact)
+    sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=exact)  # type: ignore[type-var]
     types = {slot.path: slot.dtype.name for slot in encode({"x": sent}).slots}
     assert types["x/shrinkage"] == "float64"
 
 
 def test_every_int8_and_a_scalar_beyond_32_bits_come_back() -> None:
     every = np.arange(-128, 128).astype(np.int8)[None]
-    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], directions=every)
-    space = dataclasses.replace(ONE_OF_EACH["class_space"], df=np.array(2**62 + 1, np.int64))
+    moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], directions=every)  # type: ignore[type-var]
+    space = dataclasses.replace(ONE_OF_EACH["class_space"], df=np.array(2**62 + 1, np.int64))  # type: ignore[type-var]
     found = decode(over_the_wire(encode({"moments": moments, "space": space})))
     assert_same(found, {"moments": moments, "space": space})
 

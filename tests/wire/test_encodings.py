@@ -57,7 +57,7 @@ def of_channels(per_channel: Any, like: Any) -> Any:
 def test_a_number_is_off_by_at_most_half_a_step_of_its_channel(numbers: Any) -> None:
     elements, step, minimum = in_steps(numbers)
     found = numbers_of(elements, step, minimum)
-    assert (found.dtype, found.shape, elements.dtype) == (np.float32, numbers.shape, np.uint8)
+    assert (found.dtype, found.shape, elements.dtype) == (np.float32, numbers.shape, np.uint8)  # type: ignore[comparison-overlap]
     assert step.shape == minimum.shape == numbers.shape[1:2]
     rounding = np.spacing(np.abs(numbers)) + of_channels(255 * np.spacing(step), numbers) + 2.0**-110
     assert (np.abs(found.astype(np.float64) - numbers) <= of_channels(step, numbers) / 2 + rounding).all()
@@ -144,7 +144,7 @@ def test_a_method_sees_float32_and_never_a_step() -> None:
     sent = make_knowledge()
     (found,) = decode(encoded()).values()
     assert isinstance(found, SampleKnowledge)
-    assert (found.features["cut"].dtype, found.logits.dtype) == (np.float32, np.float16)  # type: ignore[union-attr]
+    assert (found.features["cut"].dtype, found.logits.dtype) == (np.float32, np.float16)  # type: ignore[comparison-overlap, union-attr]
     np.testing.assert_allclose(found.features["cut"], sent.features["cut"], atol=1.5 / 255 / 2 + 1e-6)
     with pytest.raises(ValueError, match="read-only"):
         found.features["cut"][0] = 1
@@ -290,7 +290,7 @@ def test_a_column_in_another_encoding_than_the_run_s_is_refused() -> None:
     assert refusal(raw) == (Code.BAD_TENSOR, "knowledge/features/cut is float16, expected uint8")
     half = make_contract(knowledge_type=tensor_pb2.ELEMENT_TYPE_FLOAT16)
     assert refusal(encoded(), contract=half) == (Code.BAD_TENSOR, "knowledge/features/cut is uint8, expected float16")
-    bare = malformed(lambda t: (t.ClearField("channels"), setattr(t, "encoding", tensor_pb2.ENCODING_RAW)))
+    bare = malformed(lambda t: (t.ClearField("channels"), setattr(t, "encoding", tensor_pb2.ENCODING_RAW)))  # type: ignore[func-returns-value]
     bare = Payload(bare.parts, slots(bare.parts), bare.source, bare.sha256)
     assert refusal(bare) == (Code.BAD_TENSOR, "knowledge/features/cut is raw, expected the other")
 
@@ -444,7 +444,7 @@ def test_real_features_shrink_and_decide_the_same() -> None:
     sizes, agree = {}, {}
     for name in ("float32", "float16", "uint8"):
         knowledge = SampleKnowledge(sample_ids=np.arange(len(labels)), features={"cut": features})
-        payload = encode({"knowledge": knowledge}, name)
+        payload = encode({"knowledge": knowledge}, name)  # type: ignore[arg-type]
         (slot,) = [one for one in payload.slots if one.path == "knowledge/features/cut"]
         (found,) = decode(payload).values()
         assert isinstance(found, SampleKnowledge)

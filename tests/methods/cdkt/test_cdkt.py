@@ -89,7 +89,7 @@ def made_up(seed: int = 0, rows: int = PROXY, columns: str = "logits embeddings"
         "logits": random.normal(size=(rows, CLASSES)).astype(np.float32),
         "embeddings": random.random((rows, WIDTH), np.float32),
     }
-    return ProxyKnowledge(valid=True, **{name: both[name] for name in columns.split()})
+    return ProxyKnowledge(valid=True, **{name: both[name] for name in columns.split()})  # type: ignore[arg-type]
 
 
 NOTHING = ProxyKnowledge(valid=False)
@@ -123,7 +123,7 @@ def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
     assert mean is not None
     said = torch.stack(
         [torch.from_numpy(knowledge[device].logits).double() for device in (one.device for one in cohort.asked)]
-    )  # type: ignore[arg-type]
+    )
     assert_close(mean.double(), (said / 3).softmax(-1).mean(0), rtol=0, atol=1e-6)
 
 
@@ -157,7 +157,7 @@ def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
     sent = {"a": made_up(columns=COLUMNS["full"])}
     run_round(server, sent)
     cohort = run_round(server, sent, completed=1)
-    assert not cohort.sent("a")[0]["knowledge"].valid  # type: ignore[union-attr]
+    assert not cohort.sent("a")[0]["knowledge"].valid  # type: ignore[attr-defined]
     assert "knowledge-left-out" in cohort.kinds
 
 
@@ -249,7 +249,7 @@ def test_cdk_8_the_mean_is_over_the_devices_that_answered() -> None:
 def test_cdk_8_absent_devices_do_not_count_in_a_round() -> None:
     cohort = {device: made_up(seed, columns="logits") for seed, device in enumerate("abc")}
     server = make_server(outcome_space="logits", label_average=False)
-    expected = np.mean([one.logits for one in cohort.values()], axis=0)
+    expected = np.mean([one.logits for one in cohort.values()], axis=0)  # type: ignore[arg-type]
     registered = [*"abc", *(f"device-{number:02d}" for number in range(12))]  # 15, of which three answered
     assert_close(collective(server, cohort, devices=registered).outcomes_pc, torch.from_numpy(expected))
 
@@ -271,11 +271,11 @@ def test_cdk_10_the_papers_networks(name: str, classes: int, parameters: int) ->
 def test_large_and_small_networks_keep_one_embedding_size(name: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(2, *shape)
     large, small = build_model(f"cdkt_{name}").eval(), build_model(f"cdkt_{name}_small").eval()
-    assert large.embedding(x).shape == small.embedding(x).shape == (2, 512 if name == "fmnist" else 64)
+    assert large.embedding(x).shape == small.embedding(x).shape == (2, 512 if name == "fmnist" else 64)  # type: ignore[operator]
     for model in (large, small):
-        logits, embedding = model.with_embedding(x)
+        logits, embedding = model.with_embedding(x)  # type: ignore[operator]
         assert_close(logits, model(x))
-        assert_close(embedding, model.embedding(x))
+        assert_close(embedding, model.embedding(x))  # type: ignore[operator]
         assert float(embedding.detach().min()) >= 0
 
 
@@ -326,7 +326,7 @@ def test_cdk_13_every_distance_is_0_with_gradient_0_at_equality(metric: str, spa
 
 def test_cdk_13_alpha_0_is_local_training_bit_for_bit() -> None:
     device = make_device(alpha=0.0)
-    device.local.model.stages.relu = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU())  # sees each pass that is made
+    device.local.model.stages.relu = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU())  # type: ignore[method-assign]  # sees each pass that is made
     alone = copy.deepcopy(device.local.model)
     device.handle(ask(made_up(columns="logits")))
     train_epochs(
@@ -340,7 +340,7 @@ def test_cdk_13_alpha_0_is_local_training_bit_for_bit() -> None:
         device="cpu",
     )
     assert torch.equal(weights(device.local.model), weights(alone))
-    assert torch.equal(device.local.model.stages.relu[0].running_mean, alone.stages.relu[0].running_mean)
+    assert torch.equal(device.local.model.stages.relu[0].running_mean, alone.stages.relu[0].running_mean)  # type: ignore[arg-type, index, union-attr]
     moved = make_device(alpha=0.3)
     moved.handle(ask(made_up(columns="logits")))
     assert not torch.equal(weights(moved.local.model), weights(alone))
@@ -388,7 +388,7 @@ def test_js_stays_within_0_and_ln_2_and_its_gradient_is_finite(seed: int, scale:
     value = js_divergence(student, teacher)
     value.backward()
     assert -1e-6 <= float(value.detach()) <= math.log(2) + 1e-6
-    assert bool(student.grad.isfinite().all())
+    assert bool(student.grad.isfinite().all())  # type: ignore[union-attr]
 
 
 def test_the_norm_is_of_each_row() -> None:
@@ -479,7 +479,7 @@ def test_an_upload_has_the_columns_of_its_variant_and_no_others(knowledge: str) 
     there = {name for name in ("logits", "embeddings") if getattr(sent, name) is not None}
     assert there == set(COLUMNS[knowledge].split())  # Rep uploads contain no logits
     with torch.no_grad():
-        logits, embedding = device.local.model.eval().with_embedding(make_proxy().inputs)
+        logits, embedding = device.local.model.eval().with_embedding(make_proxy().inputs)  # type: ignore[operator]
     if sent.logits is not None:
         assert_close(torch.from_numpy(sent.logits), logits)
     if sent.embeddings is not None:
@@ -504,7 +504,7 @@ def test_the_device_descends_equation_8(knowledge: str, metric: str) -> None:
     device.handle(ask(sent))
 
     data, proxy = device.local.data, make_proxy()
-    logits, embeddings = reference.with_embedding(proxy.inputs)
+    logits, embeddings = reference.with_embedding(proxy.inputs)  # type: ignore[operator]
     theirs, theirs_h = (None if one is None else torch.from_numpy(one) for one in (sent.logits, sent.embeddings))
     assert theirs is not None
     scale = 3.0 if metric == "kl" else 1.0
@@ -517,7 +517,7 @@ def test_the_device_descends_equation_8(knowledge: str, metric: str) -> None:
         total = total + by_hand(metric, *heads)
     (functional.cross_entropy(reference(data.inputs), data.labels) + 0.3 * total).backward()
     for mine, theirs_w in zip(device.local.model.parameters(), reference.parameters(), strict=True):
-        assert_close(mine, theirs_w - 0.1 * theirs_w.grad, atol=2e-6, rtol=1e-5)
+        assert_close(mine, theirs_w - 0.1 * theirs_w.grad, atol=2e-6, rtol=1e-5)  # type: ignore[operator]
 
 
 def by_hand(metric: str, t: Tensor, s: Tensor) -> Tensor:
@@ -535,7 +535,7 @@ def test_own_and_proxy_rows_go_through_the_model_together_or_one_after_the_other
     trained = {}
     for joint in (True, False):
         device, sizes = make_device(rows=20, knowledge=knowledge, joint_pass=joint, batch_size=10), list[int]()
-        device.local.model.stages[0].register_forward_pre_hook(lambda _, x, sizes=sizes: sizes.append(len(x[0])))
+        device.local.model.stages[0].register_forward_pre_hook(lambda _, x, sizes=sizes: sizes.append(len(x[0])))  # type: ignore[index, union-attr]
         device._train(device._term(made_up(columns="logits embeddings" if knowledge != "full" else "logits")), 1)
         assert set(sizes) == ({10 + PROXY} if joint else {10, PROXY})
         trained[joint] = torch.nn.utils.parameters_to_vector(device.local.model.parameters()).detach()
@@ -601,9 +601,9 @@ def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> No
     server = make_server(knowledge="repfull")
     uploads = {device: made_up(seed) for seed, device in enumerate("ab")}
     first = run_round(server, uploads)
-    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))  # type: ignore[union-attr]
+    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))  # type: ignore[attr-defined]
     with torch.no_grad():
-        logits, embeddings = copy.deepcopy(server.model).eval().with_embedding(make_proxy().inputs)
+        logits, embeddings = copy.deepcopy(server.model).eval().with_embedding(make_proxy().inputs)  # type: ignore[operator]
     second = run_round(server, uploads, completed=1)
     sent = second.sent("b")[0]["knowledge"]
     assert isinstance(sent, ProxyKnowledge)
@@ -625,7 +625,7 @@ def test_collective_knowledge_is_averaged_as_probabilities_and_corrected_by_labe
 def test_samples_weigh_the_average_where_that_is_asked_for() -> None:
     uploads = {device: made_up(seed, columns="logits") for seed, device in enumerate("ab")}
     settings = {"outcome_space": "logits", "label_average": False}
-    first, second = (torch.from_numpy(one.logits) for one in uploads.values())  # type: ignore[arg-type]
+    first, second = (torch.from_numpy(one.logits) for one in uploads.values())
     weighted = collective(make_server(aggregation="samples", **settings), uploads, samples={"a": 3, "b": 1})
     assert_close(weighted.outcomes_pc, (3 * first + second) / 4)
     uniform = collective(make_server(**settings), uploads, samples={"a": 3, "b": 1})
@@ -642,7 +642,7 @@ def test_the_server_moves_towards_what_the_devices_say(knowledge: str) -> None:
 
     def distance(server: CDKTServer) -> float:
         with torch.no_grad():
-            said = server.model.eval().with_embedding(make_proxy().inputs)
+            said = server.model.eval().with_embedding(make_proxy().inputs)  # type: ignore[operator]
         return float(server.config.distance("kl").regulariser(target, torch.arange(PROXY), *said))
 
     assert distance(near) < distance(far)
@@ -679,7 +679,7 @@ def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_dev
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
     assert "the server scores 0.000 on the proxy set, on which a itself scores 0.900" in cohort.events[0][2]
     payload = server.message(cohort)
-    assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]
+    assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]  # type: ignore[misc, operator, union-attr]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
 
 

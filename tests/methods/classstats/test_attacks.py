@@ -66,7 +66,7 @@ def widened(part: Any) -> Any:
     root = np.sqrt(50)
     if isinstance(part, SharedStatistics):
         steps = None if part.steps is None else (root * part.steps).astype(np.float16)
-        return replace(part, variances=50 * part.variances, steps=steps)
+        return replace(part, variances=50 * part.variances, steps=steps)  # type: ignore[arg-type, operator]
     directions = None if part.directions is None else root * part.directions
     return replace(part, variances=50 * part.variances, directions=directions)
 
@@ -186,7 +186,7 @@ def merged_again(rounds: Rounds, robust: str) -> Rounds:
     """The same devices' statistics, merged with another setting."""
     half = rounds.server
     half.config = replace(half.config, robust=robust)
-    half.merge_parts(rounds)  # type: ignore[attr-defined]
+    half.merge_parts(rounds)
     return rounds
 
 
@@ -314,7 +314,7 @@ def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
     assert {device for device, plan in told.items() if not plan["counted"]} == {"a"}
     assert told["a"]["left_out"] == [0, 1]
     assert all("left_out" not in plan for device, plan in told.items() if device != "a")
-    half = rounds.halves["a"]._half  # type: ignore[attr-defined]
+    half = rounds.halves["a"]._half
     own = half.own
     found = class_answers(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
     counted = class_answers(own.space, own.rows, own.labels, (0, 1), CLASSES, own.moments, 15)
@@ -331,7 +331,7 @@ def test_of_a_class_that_is_left_out_alone_the_others_count() -> None:
     rounds = played(Attack(shifted, {"a": LIARS["a"]}), averaged=False, robust="strict")
     plan = plans(rounds)["a"]
     assert (plan["counted"], plan["left_out"]) == (True, [0])
-    half = rounds.halves["a"]._half  # type: ignore[attr-defined]
+    half = rounds.halves["a"]._half
     assert half.own.plan.counts([0, 1]) == [1]
     again = device(LIARS["a"], 100, averaged=False)
     again.load_state_dict(unpack_state(pack_state(half.state_dict())))

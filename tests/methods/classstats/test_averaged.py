@@ -166,7 +166,7 @@ def test_after_them_the_extractor_is_frozen_on_every_device_to_the_bit() -> None
     for half in rounds.halves.values():
         assert equal(copied(half.local.taps.extractor), frozen)
         assert half.personal is not None
-        assert equal(copied(half.personal.extractor), frozen)  # type: ignore[arg-type]
+        assert equal(copied(half.personal.extractor), frozen)
 
 
 # --- summaries and their merge
@@ -330,7 +330,7 @@ def test_the_personal_predictor_is_kept_without_the_extractor() -> None:
     half = fleet().play(3).halves["b"]
     kept = half.state_dict()["personal"]
     assert half.personal is not None
-    of_predictor = half.personal.predictor.state_dict()  # type: ignore[union-attr,operator]
+    of_predictor = half.personal.predictor.state_dict()
     assert [tensor.tolist() for tensor in kept.values()] == [tensor.tolist() for tensor in of_predictor.values()]
 
 
@@ -341,9 +341,9 @@ def test_own_and_drawn_rows_go_through_the_predictor_together(monkeypatch: pytes
     rounds = fleet().play(2)
     half = rounds.halves["b"]
     sizes, predict = list[int](), half.local.taps.predict
-    norm = next(one for one in half.local.model.predictor.modules() if isinstance(one, nn.BatchNorm2d))  # type: ignore[union-attr,operator]
+    norm = next(one for one in half.local.model.predictor.modules() if isinstance(one, nn.BatchNorm2d))
     before = int(norm.num_batches_tracked)  # type: ignore[arg-type]
-    monkeypatch.setattr(half.local.model, "predict", lambda features: sizes.append(len(features)) or predict(features))
+    monkeypatch.setattr(half.local.model, "predict", lambda features: sizes.append(len(features)) or predict(features))  # type: ignore[func-returns-value]
     rounds.play()
     assert sizes == [62]  # 31 own rows in one batch, and as many drawn ones
     assert int(norm.num_batches_tracked) == before + 1  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ def test_rows_are_new_in_every_round_and_the_same_on_every_device() -> None:
     seeds = []
     for _ in range(4):
         rounds.play()
-        seeds.append({parts["plan"].values["draw_seed"] for step, _, parts in rounds.asked if step == "learn"})  # type: ignore[union-attr]
+        seeds.append({parts["plan"].values["draw_seed"] for step, _, parts in rounds.asked if step == "learn"})  # type: ignore[attr-defined]
     assert [len(one) for one in seeds] == [0, 1, 1, 1]
     assert len(set().union(*seeds)) == 3
     a, b = (half.draw(lesson_of(5)) for half in rounds.halves.values())
@@ -443,7 +443,7 @@ def test_a_personal_predictor_that_diverges_is_as_before_and_the_device_learns_o
     half = rounds.halves["a"]
     assert half.personal is not None
     with torch.no_grad():
-        for parameter in half.personal.predictor.parameters():  # type: ignore[union-attr,operator]
+        for parameter in half.personal.predictor.parameters():
             parameter.fill_(1e30)  # finite, and what comes of it is not
     before, optimizer = copied(half.personal), pack_state(half.optimizers["personal"].state_dict())
     for _ in range(2):
@@ -501,8 +501,8 @@ def test_the_personal_predictors_own_extractor_trains_and_the_fleets_stays() -> 
         assert half.personal is not None
         assert other.personal is not None
         fleets = copied(half.local.taps.extractor)
-        assert equal(copied(other.personal.extractor), fleets)  # type: ignore[arg-type]
-        assert not equal(copied(half.personal.extractor), fleets)  # type: ignore[arg-type]
+        assert equal(copied(other.personal.extractor), fleets)
+        assert not equal(copied(half.personal.extractor), fleets)
         x = half.local.data.inputs[:3]
         general, personal = (one.eval()(x).log_softmax(dim=1) for one in (half.local.model, half.personal))
         answer = half.answers()[PERSONAL].eval()
@@ -537,13 +537,13 @@ def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
         if "agree" in exchanges[-1]:
             sent = [parts["predictions"] for step, _, parts in rounds.answered if step == "agree"]
             assert all(isinstance(one, SoftPredictions) for one in sent)
-            mean = np.mean([one.values.astype(np.float64) for one in sent], axis=0)  # type: ignore[union-attr]
+            mean = np.mean([one.values.astype(np.float64) for one in sent], axis=0)  # type: ignore[attr-defined]
             told = [parts["agreed"] for step, _, parts in rounds.asked if step == "learn"]
             for one in told:
-                assert_allclose(one.values, mean, atol=1e-3)  # type: ignore[union-attr]
-            seed = sent[0].noise_seed  # type: ignore[union-attr]
+                assert_allclose(one.values, mean, atol=1e-3)  # type: ignore[attr-defined]
+            seed = sent[0].noise_seed  # type: ignore[attr-defined]
         if len(exchanges) > 3:
-            plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[union-attr]
+            plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[attr-defined]
             assert {plan["draw_seed"] for plan in plans} == {seed}
             ask = Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2])
             drawn = rounds.halves["a"].drawn(Lesson.of(ask), 1)
@@ -652,10 +652,10 @@ def newcomer_falls_short() -> Rounds:
 
 def test_after_a_round_that_fell_short_all_draw_from_one_merge() -> None:
     rounds = newcomer_falls_short()
-    assert rounds.halves["a"].classes[3].count != rounds.server.classes[3].count  # type: ignore[index]
+    assert rounds.halves["a"].classes[3].count != rounds.server.classes[3].count
     rounds.play()
     assert rounds.declined == []
-    (seed,) = {parts["plan"].values["draw_seed"] for _, _, parts in rounds.asked}  # type: ignore[union-attr]
+    (seed,) = {parts["plan"].values["draw_seed"] for _, _, parts in rounds.asked}  # type: ignore[attr-defined]
     rows, _ = rounds.server.draw(rounds.server.classes, seed)
     for name in ("a", "b"):
         assert torch.equal(rounds.halves[name].draw(lesson_of(seed))[0], rows)
@@ -763,22 +763,22 @@ def parts_of(**parts: dict[int, ClassSummary]) -> dict[str, ClassStatistics]:
 def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
     rounds = fleet()
     rounds.server.parts = parts_of(a={label: alike(label) for label in range(4)}, b={})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     left_out = [text for kind, text in rounds.events if kind == "recognition-guard"]
     assert len(left_out) >= 2
     assert len(rounds.server.classes) == 4 - len(left_out)
     off = fleet(recognition_guard=False)
     off.server.parts = rounds.server.parts
-    off.server.merge_parts(off)  # type: ignore[arg-type]
+    off.server.merge_parts(off)
     assert len(off.server.classes) == 4
 
 
 def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> None:
     """Half of each of four classes; three alone would need two thirds, which these do not have."""
     rounds = fleet()
-    rounds.server.recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}  # type: ignore[method-assign]
+    rounds.server.recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}
     rounds.server.parts = parts_of(a={label: alike(label) for label in range(4)})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert sorted(rounds.server.classes) == [0, 2, 3]
     (text,) = [text for kind, text in rounds.events if kind == "recognition-guard"]
     assert "0.500 is the least" in text
@@ -788,12 +788,12 @@ def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> No
 def test_of_a_class_that_is_left_out_nothing_is_in_the_variance_of_the_others_or_in_the_predictor() -> None:
     parts = {label: replace(alike(label), variance=np.full(128, 0.1 + label)) for label in range(4)}
     rounds, without = fleet(), fleet()
-    rounds.server.recognition = lambda classes, seed: {label: float(label != 1) for label in classes}  # type: ignore[method-assign]
+    rounds.server.recognition = lambda classes, seed: {label: float(label != 1) for label in classes}
     rounds.server.parts = parts_of(a=parts)
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
-    without.server.recognition = rounds.server.recognition  # type: ignore[method-assign]
+    rounds.server.merge_parts(rounds)
+    without.server.recognition = rounds.server.recognition
     without.server.parts = parts_of(a={label: parts[label] for label in (0, 2, 3)})
-    without.server.merge_parts(without)  # type: ignore[arg-type]
+    without.server.merge_parts(without)
     assert [kind for kind, _ in rounds.events] == ["class-of-one-device", "recognition-guard"]
     assert sorted(rounds.server.classes) == [0, 2, 3]
     assert rounds.server.version == without.server.version  # named by what is in it
@@ -810,7 +810,7 @@ def test_a_class_that_training_does_not_survive_is_left_out_alone(guard: bool) -
     for one, parts in ((rounds, parts_of(a={0: far}, b=honest)), (without, parts_of(b=honest))):
         one.server.context = replace(one.server.context, knowledge_type="float32")
         one.server.parts = parts
-        one.server.merge_parts(one)  # type: ignore[arg-type]
+        one.server.merge_parts(one)
     left_out = [text for kind, text in rounds.events if kind == "class-left-out"]
     assert len(left_out) == 1
     assert left_out[0].startswith("class 0: the server's own predictor cannot learn from rows")
@@ -828,14 +828,14 @@ def test_of_few_classes_that_look_alike_not_all_stay(classes: int) -> None:
     """Rates of classes that are all alike come to 1 together: no two reach three quarters, no three two thirds."""
     rounds = fleet()
     rounds.server.parts = parts_of(a={label: alike(label) for label in range(classes)})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert len(rounds.server.classes) <= 1
 
 
 def test_a_class_that_is_alone_stays_though_the_server_does_not_know_it() -> None:
     rounds = fleet(server_epochs=1, learning_rate=1e-9)
     rounds.server.parts = parts_of(a={3: alike(3)})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert rounds.figures["recognition"]["3"] < 1
     assert sorted(rounds.server.classes) == [3]
 
@@ -846,9 +846,9 @@ def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
     hostile = replace(alike(0), count=2**31 - 1, variance=np.full(128, 60000.0))
     rounds, without = fleet(recognition_guard=False), fleet(recognition_guard=False)
     without.server.parts = parts_of(**honest)
-    without.server.merge_parts(without)  # type: ignore[arg-type]
+    without.server.merge_parts(without)
     rounds.server.parts = parts_of(**honest, c={0: hostile})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert sorted(rounds.server.classes) == [1, 2, 3]
     for label, one in rounds.server.classes.items():
         assert_allclose(one.diagonal, without.server.classes[label].diagonal, rtol=1e-12)
@@ -856,7 +856,7 @@ def test_a_device_on_another_scale_reaches_no_class_of_the_others() -> None:
     assert "c" in rounds.server.parts  # kept apart: where the others come to be as long, it counts
 
     del rounds.server.parts["b"]  # no majority any more that says who is right
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert 0 in rounds.server.classes
 
 
@@ -864,7 +864,7 @@ def test_devices_of_up_to_four_times_the_median_length_are_all_merged() -> None:
     rounds = fleet(recognition_guard=False)
     far = {"a": 1.0, "b": 2.0, "c": 7.9}
     rounds.server.parts = parts_of(**{name: {0: replace(alike(0), mean=np.full(128, far[name]))} for name in far})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert rounds.server.classes[0].count == 30
     assert rounds.events == []
 
@@ -875,7 +875,7 @@ def test_a_class_whose_merge_does_not_fit_the_wire_is_left_out_alone() -> None:
     long[0] = 65504
     far = {sign: replace(alike(0), mean=np.full(128, sign * 65504.0), directions=long) for sign in (1, -1)}
     rounds.server.parts = parts_of(a={0: far[1], 1: alike(1)}, b={0: far[-1], 1: alike(1)})
-    rounds.server.merge_parts(rounds)  # type: ignore[arg-type]
+    rounds.server.merge_parts(rounds)
     assert sorted(rounds.server.classes) == [1]
     assert [kind for kind, _ in rounds.events] == ["class-left-out"]
     encode({"classes": to_wire(rounds.server.classes)}, np.float16)
@@ -1039,10 +1039,10 @@ class OnExtractor(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(features, CLASSES))
 
     def features(self, x: Tensor) -> Tensor:
-        return self.extractor(x)  # type: ignore[no-any-return]
+        return self.extractor(x)
 
     def predict(self, features: Tensor) -> Tensor:
-        return self.head(features)  # type: ignore[no-any-return]
+        return self.head(features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.predict(self.features(x))

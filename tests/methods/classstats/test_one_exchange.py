@@ -477,7 +477,7 @@ def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> 
     halves = {**devices(), "small": make_device([2, 2, 2, 2], seed=4)}
     played = Rounds(make_server(), halves).play()
     sent = next(parts for step, name, parts in played.answered if (step, name) == ("summarise", "small"))
-    assert sent["statistics"].labels == []  # type: ignore[union-attr]
+    assert sent["statistics"].labels == []  # type: ignore[attr-defined]
     assert played.notes_of["summarise", "small"]["classes_too_small"] == 4
     assert [played.notes_of["summarise", name]["classes_too_small"] for name in devices()] == [0] * 3
     text = "small has no class of 5 samples or more (min_samples); nothing of its rows is merged"
@@ -839,7 +839,7 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
             self.extractor, self.bias = nn.Identity(), nn.Parameter(torch.tensor([9.0, 0.0, 0.0, 0.0]))
 
         def features(self, x: torch.Tensor) -> torch.Tensor:
-            return self.extractor(x)  # type: ignore[no-any-return]
+            return self.extractor(x)
 
         def predict(self, x: torch.Tensor) -> torch.Tensor:
             return self.bias.expand(len(x), -1)
@@ -912,7 +912,7 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
 def test_the_draw_seed_follows_from_the_space_alone() -> None:
     played = fleet("ab").play()
     plans = [parts["plan"] for step, _, parts in played.asked if step == "learn"]
-    values = plans[0].values  # type: ignore[union-attr]
+    values = plans[0].values  # type: ignore[attr-defined]
     assert values["draw_seed"] == derive_seed(3, "space", values["merge"])
     assert plans[0] == plans[1]
 

@@ -140,7 +140,7 @@ def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet)
         fleet.look,
         lambda: fleet.leave("c"),
         fleet.look,
-        lambda: ask_to_forget(fleet.store, RUN, "c", served=RUN) and None,
+        lambda: ask_to_forget(fleet.store, RUN, "c", served=RUN) and None,  # type: ignore[arg-type]
         fleet.look,
     )
     first, with_c, without_its_presence, forgotten = fleet.spaces

@@ -280,7 +280,7 @@ def random_fleet(seed: int, devices: int, form: str) -> dict[str, Sent]:
         means: dict[int, Array] = {c: 2 * np.eye(5)[c] + generator.normal(0, 0.4, 5) for c in labels}
         trace = generator.choice([1.0, 1.5, 9.0], p=[0.6, 0.3, 0.1], size=len(labels) if form == BY_CLASS else 1)
         count = generator.integers(5, 500, size=len(labels))
-        fleet[f"d{number}"] = sent(means, trace=trace, count=count, form=form)
+        fleet[f"d{number}"] = sent(means, trace=trace, count=count, form=form)  # type: ignore[arg-type]
     return fleet
 
 

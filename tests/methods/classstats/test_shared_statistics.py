@@ -180,7 +180,7 @@ def test_dimensions_follow_from_the_image() -> None:
 
 def test_fix_5_summaries() -> None:
     a, b = device_a(), device_b()
-    assert_allclose(a.covariance, [[5 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 1], [0, 1, 2]], atol=1e-12)
+    assert_allclose(a.covariance, [[5 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 1], [0, 1, 2]], atol=1e-12)  # type: ignore[arg-type]
     assert_allclose(b.covariance, [[4 / 3, 1, 1 / 3], [1, 4 / 3, 1 / 3], [1 / 3, 1 / 3, 1 / 6]], atol=1e-12)
     assert (a.df, b.df) == (3, 3)
 
@@ -188,7 +188,7 @@ def test_fix_5_summaries() -> None:
 def test_fix_6_the_merge_is_that_of_all_rows_together() -> None:
     merged = merge([device_a(), device_b()])
     assert (merged.counts.tolist(), merged.df) == ([6, 3], 7)
-    assert_allclose(merged.means, [[2.6666667, 1.3333333, 2.1666667], [1, 5, 1]], atol=5e-8)
+    assert_allclose(merged.means, [[2.6666667, 1.3333333, 2.1666667], [1, 5, 1]], atol=5e-8)  # type: ignore[arg-type]
     expected = [
         [3.6190476, 1.2380952, -1.5238095],
         [1.2380952, 1.0476190, 0.0952381],

@@ -39,7 +39,7 @@ def merged() -> dict[int, ClassSummary]:
 def assert_is(one: ClassSummary, count: int, mean: object, directions: object, variance: object) -> None:
     assert one.count == count
     for found, expected in ((one.mean, mean), (one.directions[0], directions), (one.variance, variance)):
-        assert_allclose(found, expected, atol=WITHIN)
+        assert_allclose(found, expected, atol=WITHIN)  # type: ignore[call-overload]
 
 
 # --- oracles

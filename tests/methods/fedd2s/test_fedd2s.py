@@ -213,9 +213,9 @@ def test_d2s_4_head_on_body_is_the_whole_network() -> None:
     x = torch.randn(5, 3, 32, 32)
     with torch.no_grad():
         whole = model(x)
-        assert torch.equal(server.network(model.features(x, 1)), whole)  # the global network reads H_1
+        assert torch.equal(server.network(model.features(x, 1)), whole)  # type: ignore[operator]  # the global network reads H_1
         for layer in range(1, 7):
-            assert torch.equal(server.head(layer)(model.features(x, layer)), whole)
+            assert torch.equal(server.head(layer)(model.features(x, layer)), whole)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("layer", [2, 3, 4])
@@ -284,7 +284,7 @@ def test_d2s_7_the_gradient_reaches_the_student_only() -> None:
 def test_d2s_8_the_mean_is_over_the_participants() -> None:
     mean = WeightedMean("gross")
     for device, values in {"a": [1.0, 2.0], "b": [3.0, 6.0]}.items():
-        mean.add(device, ModelParameters(parameters={"w": np.float32(values)}), 1)
+        mean.add(device, ModelParameters(parameters={"w": np.float32(values)}), 1)  # type: ignore[arg-type, dict-item]
     np.testing.assert_array_equal(mean.result(FakeCohort({})).parameters["w"], [2.0, 4.0])
 
     server, fleet = make_server(participation_ratio=0.2, distill_epochs=0), make_fleet(10)
@@ -295,8 +295,8 @@ def test_d2s_8_the_mean_is_over_the_participants() -> None:
     copies = []
     for device in taking_part:
         upload = uploaded(cohort, device)
-        values = [torch.from_numpy(upload.features[name]) for name in ("a", "d")]
-        sent = Triplets(device, 4, upload.sample_ids, *values, torch.from_numpy(upload.labels.astype(np.int64)))
+        values = [torch.from_numpy(upload.features[name]) for name in ("a", "d")]  # type: ignore[misc]
+        sent = Triplets(device, 4, upload.sample_ids, *values, torch.from_numpy(upload.labels.astype(np.int64)))  # type: ignore[arg-type, call-arg, union-attr]
         p_bc = start.soft_labels(start.head(4), sent.at_layer)
         copies.append(start.clients_to_server(sent, p_bc, cohort).state_dict())  # type: ignore[union-attr]
     for name, tensor in server.network.state_dict().items():
@@ -378,7 +378,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
         reports.append(train_steps(*args, **how).steps)
 
     settings = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
-    server, device = make_server(**settings), make_device(rows=800, **settings)
+    server, device = make_server(**settings), make_device(rows=800, **settings)  # type: ignore[arg-type]
     monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting)
     monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
     run_round(server, {"d0": device})
@@ -402,7 +402,7 @@ def test_the_first_round_asks_for_the_last_layer_and_says_so() -> None:
     assert cohort.figures["cut_layer"] == {"d0": "d", "d1": "d"}
     columns = {one.device: one.columns for one in cohort.asked if one.step == "extract"}
     assert columns == {"d0": ("a", "d"), "d1": ("a", "d")}
-    assert cohort.sent("d0", "extract")[0]["plan"].values == {"layer": 4, "participation": 1}  # type: ignore[union-attr]
+    assert cohort.sent("d0", "extract")[0]["plan"].values == {"layer": 4, "participation": 1}  # type: ignore[attr-defined]
     (reply,) = cohort.sent("d0", "learn")
     assert set(reply) == {"plan", "teacher"}  # the head of the last layer is empty
     teacher = reply["teacher"]
@@ -417,7 +417,7 @@ def test_the_first_round_asks_for_the_last_layer_and_says_so() -> None:
 def test_layers_drop_with_a_devices_own_participations() -> None:
     server = make_server(drop_every=2, l_min=2)
     fleet = make_fleet(3, drop_every=2)
-    layers = {name: [] for name in fleet}
+    layers = {name: [] for name in fleet}  # type: ignore[var-annotated]
     for number in range(1, 7):
         silent = {("extract", "d1")} if number in (1, 2) else {("learn", "d2")} if number == 3 else set()
         try:
@@ -459,7 +459,7 @@ def test_with_one_participant_the_global_network_is_its_copy(average: str, monke
 
     monkeypatch.setattr(server, "clients_to_server", keep)
     run_round(server, make_fleet(1))
-    assert not changed(server.network, state_of(copies[0]))
+    assert not changed(server.network, state_of(copies[0]))  # type: ignore[arg-type]
 
 
 def test_samples_average_weighs_copies_by_their_rows() -> None:
@@ -484,7 +484,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
     """One full batch, SGD without momentum: both worked out by hand for the server's copy."""
     for steps in ("joint", "alternating"):
         how = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64, "local_epochs": 1}
-        server, device = make_server(steps=steps, temperature=2.0, **how), make_device()
+        server, device = make_server(steps=steps, temperature=2.0, **how), make_device()  # type: ignore[arg-type]
         sent = triplets_of(server, device, 3)
         p_bc = server.soft_labels(server.head(3), sent.at_layer + 1)
         trained = server.clients_to_server(sent, p_bc, FakeCohort({}))
@@ -497,7 +497,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
             gradients = torch.autograd.grad(sum(term(mine) for term in due), list(mine.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(mine.parameters(), gradients, strict=True):
-                    parameter -= 0.1 * gradient
+                    parameter -= 0.1 * gradient  # type: ignore[misc]
         for name, tensor in mine.state_dict().items():
             assert_close(trained.state_dict()[name], tensor, atol=1e-6, rtol=1e-5)  # type: ignore[union-attr]
 
@@ -534,7 +534,7 @@ def test_distillation_leaves_the_layers_above_the_cut_bit_identical(settings: di
 @pytest.mark.parametrize("steps", ["joint", "alternating"])
 def test_labels_train_dropped_layers_too(steps: str) -> None:
     settings = {"distill_epochs": 0, "label_epochs": 1, "steps": steps}
-    server, device = disturbed_server(**settings), make_device(**settings)
+    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
     before = state_of(device.local.model)
     device.handle(learn_ask(server, device, 2))
     assert changed(device.local.model, before) == set("abcd")
@@ -543,7 +543,7 @@ def test_labels_train_dropped_layers_too(steps: str) -> None:
 def test_the_device_descends_equation_12_through_the_frozen_head() -> None:
     how = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64, "label_epochs": 0}
     settings = {**how, "distill_epochs": 1, "temperature": 2.0}
-    server, device = disturbed_server(**settings), make_device(**settings)
+    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
     ask = learn_ask(server, device, 2)
     mine = copy.deepcopy(device.model)
     t_bc = torch.from_numpy(np.array(ask.part("teacher", RefinedKnowledge).values))
@@ -564,7 +564,7 @@ def test_feature_gradients_give_the_heads_first_step(layer: int) -> None:
     models = []
     for mode in ("head", "feature_grad"):
         settings = {**how, "s2c_mode": mode, "temperature": 3.0}
-        server, device = disturbed_server(**settings), make_device(**settings)
+        server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
         ask = learn_ask(server, device, layer)
         if layer == 1:  # with one head, t and v agree there: a teacher of another kind shows that gradients do
             ask = other_teacher(server, device, settings)
@@ -585,7 +585,7 @@ def other_teacher(server: FedD2SServer, device: FedD2SDevice, settings: dict[str
 
 def test_the_ablation_brings_features_together_instead() -> None:
     settings = {"distance": "mse", "distill_epochs": 1, "label_epochs": 0, "batch_size": 64, "learning_rate": 1e-3}
-    server, device = disturbed_server(**settings), make_device(**settings)
+    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
     ask = learn_ask(server, device, 3)
     assert set(ask.parts) == {"plan", "features"}
     sent = triplets_of(server, device, 3)
@@ -615,7 +615,7 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     values, valid, unknown = device.own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16), (1,))
     assert valid.tolist() == [False, True, False, True, False]
     assert (values[3].item(), values[1].item(), unknown) == (1.0, 3.0, 1)
-    teacher = RefinedKnowledge(valid=True, sample_ids=np.array([99]), values=np.float32([[1, 0, 0]]))
+    teacher = RefinedKnowledge(valid=True, sample_ids=np.array([99]), values=np.float32([[1, 0, 0]]))  # type: ignore[arg-type]
     parts = {"plan": Plan(values={"layer": 4}), "teacher": teacher}
     assert device.handle(Ask(round=1, step="learn", seed=1, parts=parts)).notes == {"unknown_ids": 1}
 
@@ -623,12 +623,12 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
 def test_the_warm_up_comes_once_and_the_same_ask_gives_the_same_answer() -> None:
     ask = Ask(round=1, step="extract", seed=1, parts={"plan": Plan(values={"layer": 4, "participation": 1})})
     one, other = make_device(), make_device()
-    first, again = (device.handle(ask).parts["knowledge"].features["a"] for device in (one, other))  # type: ignore[union-attr]
+    first, again = (device.handle(ask).parts["knowledge"].features["a"] for device in (one, other))  # type: ignore[attr-defined]
     np.testing.assert_array_equal(first, again)
-    cold = make_device(warmup_epochs=0).handle(ask).parts["knowledge"].features["a"]  # type: ignore[union-attr]
+    cold = make_device(warmup_epochs=0).handle(ask).parts["knowledge"].features["a"]  # type: ignore[attr-defined]
     assert not np.array_equal(first, cold)
     second = one.handle(ask)
-    np.testing.assert_array_equal(second.parts["knowledge"].features["a"], first)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(second.parts["knowledge"].features["a"], first)  # type: ignore[attr-defined]
     assert second.notes == {"participations_differ": 0}
     late = Ask(round=1, step="extract", seed=1, parts={"plan": Plan(values={"layer": 4, "participation": 3})})
     assert one.handle(late).notes == {"participations_differ": 1}
@@ -663,7 +663,7 @@ def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_dev
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "d0")]
     assert "the global network scores 0.000 on the rows of d0, its own layers 0.900" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
-    assert not reply["teacher"].valid  # type: ignore[union-attr]
+    assert not reply["teacher"].valid  # type: ignore[attr-defined]
     assert cohort.figures["teacher_accuracy"] == {"d0": 0.0}
     device = make_device()
     assert device.distillation(Ask(round=1, step="learn", seed=1, parts=decode(encode(reply))), 4) == (None, 0)
@@ -675,14 +675,14 @@ def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off(
     scores = server.soft_labels(server.network, sent.first)
     good = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmax(1))
     bad = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, scores.argmin(1))
-    assert server.reply(good, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
+    assert server.reply(good, 1.0, cohort)["teacher"].valid  # type: ignore[attr-defined]
     half = torch.where(torch.arange(20) % 2 == 0, scores.argmax(1), scores.argmin(1))  # 0.5, above chance
     middling = Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, half)
-    assert server.reply(middling, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
+    assert server.reply(middling, 1.0, cohort)["teacher"].valid  # type: ignore[attr-defined]
     off = make_server(teacher_guard=False)
-    assert off.reply(bad, 1.0, cohort)["teacher"].valid  # type: ignore[union-attr]
+    assert off.reply(bad, 1.0, cohort)["teacher"].valid  # type: ignore[attr-defined]
     knows_no_better = server.reply(bad, 0.0, cohort)["teacher"]
-    assert knows_no_better.valid  # type: ignore[union-attr]
+    assert knows_no_better.valid  # type: ignore[attr-defined]
     assert cohort.events == []
 
 
@@ -694,26 +694,26 @@ def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: f
     scores = server.soft_labels(server.network, sent.first)
     labels = torch.where(torch.arange(21) < right, scores.argmax(1), scores.argmin(1))
     reply = server.reply(Triplets("d0", 4, sent.sample_ids, sent.first, sent.at_layer, labels), own, cohort)
-    assert reply["teacher"].valid is not held  # type: ignore[union-attr]
+    assert reply["teacher"].valid is not held  # type: ignore[attr-defined]
     assert len(cohort.events) == held
 
 
 def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
     settings = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
-    server, fleet = make_server(**settings), make_fleet(2, **settings)
+    server, fleet = make_server(**settings), make_fleet(2, **settings)  # type: ignore[arg-type]
     fleet["d1"].columns_of = lambda layer: {  # type: ignore[method-assign]
         "a": np.full((20, WIDTHS[0]), 3e38, np.float32),
         "d": np.zeros((20, CLASSES), np.float32),
     }
     cohort = run_round(server, fleet)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("copy-left-out", "d1")]
-    assert not cohort.sent("d1", "learn")[0]["teacher"].valid  # type: ignore[union-attr]
-    alone = make_server(**settings)
+    assert not cohort.sent("d1", "learn")[0]["teacher"].valid  # type: ignore[attr-defined]
+    alone = make_server(**settings)  # type: ignore[arg-type]
     run_round(alone, make_fleet(1, **settings))
     assert not changed(server.network, state_of(alone.network))
     assert server.participations == {"d0": 1, "d1": 1}
     calm = make_fleet(2, **settings)
-    assert run_round(make_server(**settings), calm).events == []
+    assert run_round(make_server(**settings), calm).events == []  # type: ignore[arg-type]
 
 
 MODES = [{"distance": "mse"}, {"s2c_mode": "feature_grad"}, {}]
@@ -745,7 +745,7 @@ def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
                 weight.mul_(1e6)
         reply = server.reply(sent, 0.9, cohort)
         assert ([kind for kind, _, _ in cohort.events], "features" in reply) == (kinds, not kinds)
-        encode(reply, knowledge_type)
+        encode(reply, knowledge_type)  # type: ignore[arg-type]
 
 
 # --- what is declared, and how it is checked
@@ -917,9 +917,9 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(
     rows = store.history.traffic(RUN)
     traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in rows}
     for spec in prepared[1]:
-        rows = len(np.load(spec.data_file)["labels"])
+        rows = len(np.load(spec.data_file)["labels"])  # type: ignore[assignment]
         for number, cut in enumerate(("F3", "F2", "F1", "C2"), start=1):
-            start_sizes = Sizes(samples=rows, features=int(np.prod(first)), channels=first[0], classes=10)
+            start_sizes = Sizes(samples=rows, features=int(np.prod(first)), channels=first[0], classes=10)  # type: ignore[arg-type]
             sizes = at_layer(start_sizes, model, cut, (1, 8, 8))
             predicted = round_bytes(FedD2SServer.exchanges(config, sizes), knowledge_type)
             assert traffic[number, spec.name, "up"] == predicted["up"]

@@ -156,12 +156,12 @@ def test_knowledge_is_absent_in_round_1_and_the_servers_logits_afterwards() -> N
     server = make_server(teacher_guard=False)  # two steps do not make a teacher
     knowledge = {"a": make_knowledge(1), "b": make_knowledge(2, rows=7)}
     first = run_round(server, knowledge)
-    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))
+    assert all(not parts["knowledge"].valid for device in "ab" for parts in first.sent(device))  # type: ignore[attr-defined]
     second = run_round(server, knowledge)
     sent = second.sent("b")[0]["knowledge"]
-    assert sent.valid
-    np.testing.assert_array_equal(sent.sample_ids, knowledge["b"].sample_ids)
-    assert sent.values.shape == (7, CLASSES)
+    assert sent.valid  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(sent.sample_ids, knowledge["b"].sample_ids)  # type: ignore[attr-defined]
+    assert sent.values.shape == (7, CLASSES)  # type: ignore[attr-defined]
 
 
 def test_the_answer_is_the_predictor_in_eval_mode_after_training() -> None:
@@ -171,7 +171,7 @@ def test_the_answer_is_the_predictor_in_eval_mode_after_training() -> None:
     with torch.no_grad():
         expected = server.predictor.eval()(torch.from_numpy(knowledge.features[CUT]))
     sent = server.message("a")["knowledge"]
-    np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)  # type: ignore[attr-defined]
 
 
 def test_server_beta_0_ignores_what_the_devices_say() -> None:
@@ -250,7 +250,7 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
     server.predict(bad, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a")]
     assert "the server scores 0.000 on the rows of a, which itself scores 1.000" in cohort.events[0][2]
-    assert not server.message("a")["knowledge"].valid
+    assert not server.message("a")["knowledge"].valid  # type: ignore[attr-defined]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0}
 
 
@@ -258,11 +258,11 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
     server, cohort = make_server(), FakeCohort({})
     server.predict(bad_upload(server, teacher_right=True), cohort)
     assert cohort.events == []
-    assert server.message("a")["knowledge"].valid
+    assert server.message("a")["knowledge"].valid  # type: ignore[attr-defined]
     off = make_server(teacher_guard=False)
     off.predict(bad_upload(off, teacher_right=False), cohort)
     assert cohort.events == []
-    assert off.message("a")["knowledge"].valid
+    assert off.message("a")["knowledge"].valid  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_the_teacher_guard_wants_a_teacher_above_chance_or_no_worse_than_the_dev
     server.predict(Upload("a", rows, features, logits, labels), cohort)
     assert cohort.figures["teacher_accuracy"] == {"a": pytest.approx(teacher / 9)}
     assert cohort.kinds == ["teacher-guard"] * held
-    assert server.message("a")["knowledge"].valid is not held
+    assert server.message("a")["knowledge"].valid is not held  # type: ignore[attr-defined]
 
 
 def bad_upload(server: FedDKCServer, *, teacher_right: bool) -> Upload:
@@ -359,7 +359,7 @@ def test_the_device_loss_is_equation_1() -> None:
     divergence = (teacher * (teacher.log() - (logits / 3.0).log_softmax(1))).sum(1).mean()
     (functional.cross_entropy(logits, labels) + 1.5 * 9.0 * divergence).backward()
     for mine, theirs in zip(device.local.model.parameters(), reference.parameters(), strict=True):
-        assert_close(mine, theirs - 0.1 * theirs.grad, atol=1e-6, rtol=1e-5)
+        assert_close(mine, theirs - 0.1 * theirs.grad, atol=1e-6, rtol=1e-5)  # type: ignore[operator]
 
 
 def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
@@ -383,11 +383,11 @@ def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     again = device.knowledge()
     with torch.no_grad():
-        features = model.eval().features(device.local.data.inputs)
+        features = model.eval().features(device.local.data.inputs)  # type: ignore[operator]
         logits = model(device.local.data.inputs)
     np.testing.assert_array_equal(knowledge.sample_ids, np.arange(9))
     np.testing.assert_allclose(knowledge.features[CUT], features.numpy(), atol=1e-6)
-    np.testing.assert_allclose(knowledge.logits, logits.numpy(), atol=1e-6)
+    np.testing.assert_allclose(knowledge.logits, logits.numpy(), atol=1e-6)  # type: ignore[arg-type]
     np.testing.assert_array_equal(again.logits, knowledge.logits)
     assert knowledge.labels is not None
     assert knowledge.labels.dtype == np.int32
@@ -396,17 +396,17 @@ def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace
 
 def test_the_same_ask_gives_the_same_answer_and_momentum_carries_over() -> None:
     one, other = make_device(), make_device()
-    first = [device.handle(ask(NOTHING, seed=4)).parts["knowledge"].logits for device in (one, other)]
+    first = [device.handle(ask(NOTHING, seed=4)).parts["knowledge"].logits for device in (one, other)]  # type: ignore[attr-defined]
     np.testing.assert_array_equal(*first)
     state = one.state_dict()
     fresh = make_device()
     fresh.local.model.load_state_dict(one.local.model.state_dict())
-    without = fresh.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
+    without = fresh.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits  # type: ignore[attr-defined]
     resumed = make_device()
     resumed.local.model.load_state_dict(other.local.model.state_dict())
     resumed.load_state_dict(state)
-    with_state = resumed.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
-    straight = other.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits
+    with_state = resumed.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits  # type: ignore[attr-defined]
+    straight = other.handle(ask(NOTHING, seed=5)).parts["knowledge"].logits  # type: ignore[attr-defined]
     np.testing.assert_array_equal(with_state, straight)
     assert not np.array_equal(without, straight)
 

@@ -166,7 +166,7 @@ def mean_of(fleet: FakeCohort) -> ModelParameters:
     mean = WeightedMean("gross")
     for device, parts in answers(fleet)[0].items():
         mean.add(device, parts["parameters"], 20)  # type: ignore[arg-type]
-    return mean.result(fleet)  # type: ignore[arg-type]
+    return mean.result(fleet)
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -296,7 +296,7 @@ def descended(
         for number, (gradient, weight) in enumerate(zip(gradient_of, weights, strict=True)):
             sent = ModelParameters(parameters={"weight": gradient(model.weight.detach()).numpy()})
             mean.add(f"d{number}", sent, weight)
-        descend(model, mean.result(fleet_of({})).parameters, 0.1)  # type: ignore[arg-type]
+        descend(model, mean.result(fleet_of({})).parameters, 0.1)
     return model.weight.detach()
 
 
@@ -352,10 +352,10 @@ def test_dkd_8_the_schedules_of_both_rates() -> None:
     server = scalar_server(dkd_steps=2, dkd_lr=0.2, dkd_lr_round_decay=0.98, dkd_lr_step_decay=0.97)
     fleet = run_round(server, fleet_of({"a": scripted(0, 1)}, completed=2))
     assert weight_of(server) == pytest.approx(-0.2 * 0.98**2 * (1 + 0.97), abs=1e-6)
-    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02}  # type: ignore[union-attr]
+    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02}  # type: ignore[attr-defined]
     decaying = scalar_server(dkd_steps=0, learning_rate_round_decay=0.99)
     fleet = run_round(decaying, fleet_of({"a": scripted(0, 1)}, completed=2))
-    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02 * 0.99**2}  # type: ignore[union-attr]
+    assert sent(fleet)[0]["plan"].values == {"learning_rate": 0.02 * 0.99**2}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_dkd_12_devices_of_a_round(fraction: float, present: int, taken: int) ->
 
 def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
     server, fleet = make_server(dkd_steps=2), make_fleet(3, dkd_steps=2)
-    fleet.silent = frozenset({(2, "d1")})
+    fleet.silent = frozenset({(2, "d1")})  # type: ignore[assignment]
     run_round(server, fleet)
     everyone = ("d0", "d1", "d2")
     assert asked(fleet) == [("train", everyone), ("distil", everyone), ("distil", everyone)]
@@ -447,7 +447,7 @@ def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
 def test_each_step_sends_the_model_of_the_step_before() -> None:
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
     fleet = run_round(server, fleet_of({"a": scripted(2, 1)}))
-    weights = [float(one["parameters"].parameters["weight"][0, 0]) for one in sent(fleet)[1:]]  # type: ignore[union-attr]
+    weights = [float(one["parameters"].parameters["weight"][0, 0]) for one in sent(fleet)[1:]]  # type: ignore[attr-defined]
     assert weights == pytest.approx([2.0, 1.9, 1.8])
     assert weight_of(server) == pytest.approx(1.7)
 
@@ -502,7 +502,7 @@ def test_a_missing_reply_leaves_the_mean_of_the_others(gradients: list[float], g
     gone %= len(gradients)
     server = scalar_server(dkd_steps=1, dkd_lr=0.1, robust="off")
     fleet = fleet_of({f"d{i}": scripted(0, value) for i, value in enumerate(gradients)})
-    fleet.silent = frozenset({(2, f"d{gone}")})
+    fleet.silent = frozenset({(2, f"d{gone}")})  # type: ignore[assignment]
     run_round(server, fleet)
     others = [value for number, value in enumerate(gradients) if number != gone]
     assert weight_of(server) == pytest.approx(-0.1 * sum(others) / len(others), abs=1e-5)
@@ -729,7 +729,7 @@ def test_each_step_draws_other_samples_and_a_repeated_one_the_same() -> None:
     for seed in (2, 3, 2):
         device.load_state_dict(start)
         sent = device.handle(distil(1, seed=seed)).parts["gradient"]
-        drawn.append(sent.gradients["stages.head.bias"].tolist())  # type: ignore[union-attr]
+        drawn.append(sent.gradients["stages.head.bias"].tolist())  # type: ignore[attr-defined]
     assert drawn[0] == drawn[2] != drawn[1]
 
 
@@ -738,7 +738,7 @@ def test_the_loss_of_every_step_is_of_the_same_rows(rows: int) -> None:
     """Another mini-batch at an equal model: the loss stays; of 64 rows it is the mean over all, worked out by hand."""
     device = make_device(rows=rows, dkd_batch_size=5, temperature=2.0)
     device.handle(teach())
-    losses = [device.handle(distil(step, seed=step)).parts["gradient"].loss for step in (1, 2, 3)]  # type: ignore[union-attr]
+    losses = [device.handle(distil(step, seed=step)).parts["gradient"].loss for step in (1, 2, 3)]  # type: ignore[attr-defined]
     assert losses[0] == losses[1] == losses[2]
     teacher_bc = soft_targets(device.teacher_logits(), 2.0)
     student = make_server().model.eval()
@@ -747,7 +747,7 @@ def test_the_loss_of_every_step_is_of_the_same_rows(rows: int) -> None:
         assert losses[0] == pytest.approx(float(own.mean()), rel=1e-5)
     assert float(own.min()) < losses[0] < float(own.max())
     device.handle(teach(ask_round=2))
-    assert device.handle(distil(1, ask_round=2)).parts["gradient"].loss != losses[0] or rows == 64  # type: ignore[union-attr]
+    assert device.handle(distil(1, ask_round=2)).parts["gradient"].loss != losses[0] or rows == 64  # type: ignore[attr-defined]
 
 
 def test_the_guard_does_not_fire_on_which_rows_were_drawn() -> None:
@@ -765,7 +765,7 @@ def test_a_batch_larger_than_the_data_is_clipped_and_said_once() -> None:
     device = make_device(rows=20, dkd_batch_size=64)
     device.handle(teach())
     first, second = device.handle(distil(1)), device.handle(distil(2))
-    assert first.parts["gradient"].batch_size == second.parts["gradient"].batch_size == 20  # type: ignore[union-attr]
+    assert first.parts["gradient"].batch_size == second.parts["gradient"].batch_size == 20  # type: ignore[attr-defined]
     assert (first.notes, second.notes) == ({"dkd_batch_clipped_to": 20}, {})
     assert make_device(rows=20, dkd_batch_size=20).config.dkd_batch_size == 20
 
@@ -948,7 +948,7 @@ def test_bn_evaluates_the_student_with_the_devices_own_statistics() -> None:
     sent = device.handle(distil(1, server=server)).parts["gradient"]
     with torch.no_grad():
         loss = soft_cross_entropy(student(device.local.data.inputs), soft_targets(device.teacher_logits(), 1.0), 1.0)
-    assert sent.loss == pytest.approx(float(loss), abs=1e-6)  # type: ignore[union-attr]
+    assert sent.loss == pytest.approx(float(loss), abs=1e-6)  # type: ignore[attr-defined]
 
 
 def test_bn_has_no_global_model_and_plain_has() -> None:
@@ -976,10 +976,10 @@ def tapless_model(input_shape: Sequence[int] = (INPUTS,), classes: int = CLASSES
             self.extractor, self.predictor = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, classes)
 
         def features(self, x: Tensor) -> Tensor:
-            return self.extractor(x)  # type: ignore[no-any-return]
+            return self.extractor(x)
 
         def predict(self, h: Tensor) -> Tensor:
-            return self.predictor(h)  # type: ignore[no-any-return]
+            return self.predictor(h)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.predict(self.features(x))
@@ -1006,7 +1006,7 @@ def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: 
         answer = device.handle(distil(1, server=server))
         assert_same(state_of(device.local.model), before)
         assert [part.training for part in device.local.model.modules()] == modes
-        gradients.append(answer.parts["gradient"].gradients["stages.head.weight"])
+        gradients.append(answer.parts["gradient"].gradients["stages.head.weight"])  # type: ignore[attr-defined]
     assert np.abs(gradients[0] - gradients[1]).max() > 1e-4
     np.testing.assert_array_equal(gradients[1], gradients[2])
 

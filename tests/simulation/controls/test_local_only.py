@@ -28,7 +28,7 @@ Training = tuple[torch.optim.Optimizer, float, int]
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
     """Fills up with what the control trains, which goes on as ever."""
     seen: list[Training] = []
-    train_epochs = alone.train_epochs
+    train_epochs = alone.train_epochs  # type: ignore[attr-defined]
 
     def watched(*parts: Any, epochs: int, optimizer: torch.optim.Optimizer, **given: Any) -> Any:
         seen.append((optimizer, optimizer.param_groups[0]["lr"], epochs))
@@ -70,7 +70,7 @@ def test_a_method_says_the_truth_about_its_optimiser(
     half = device_class(method, wanted.configuration())
     module, made = importlib.import_module(half.__module__), []
     make = module.make_local_optimizer
-    monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))
+    monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))  # type: ignore[func-returns-value]
     run_in_memory(prepare(wanted, tmp_path / "work"))
     models = 3 if method == "classstats" else 1
     assert len(made) == (2 * models if config_class(method, wanted.settings).keeps_optimizer else 4)

@@ -41,7 +41,7 @@ def with_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small(out: Path, **changes: Any) -> Simulation:
     wanted = Simulation(
-        dataset={**SPLIT, "classes": ["red", "green", "blue"]},
+        dataset={**SPLIT, "classes": ["red", "green", "blue"]},  # type: ignore[dict-item]
         models=["own_model:narrow", "own_model:wide"],
         extractor="own_model:extractor",
         server_model="own_model:server_model",
@@ -69,8 +69,8 @@ def test_a_pair_of_arrays_gives_a_fifth_of_each_class_to_the_test_part() -> None
 def test_bytes_are_scaled_and_floats_are_not() -> None:
     images = np.array([[[[0, 51]]], [[[255, 102]]]], np.uint8)
     part = {"train_inputs": images, "train_labels": [0, 1], "test_inputs": images, "test_labels": [0, 1]}
-    assert own_dataset(part).train_images.flatten().tolist() == pytest.approx([0, 0.2, 1, 0.4])
-    floats = own_dataset({**part, "train_inputs": 3.0 * images, "test_inputs": images})
+    assert own_dataset(part).train_images.flatten().tolist() == pytest.approx([0, 0.2, 1, 0.4])  # type: ignore[arg-type]
+    floats = own_dataset({**part, "train_inputs": 3.0 * images, "test_inputs": images})  # type: ignore[dict-item]
     assert floats.train_images.flatten().tolist() == [0, 153, 765, 306]
 
 
@@ -144,7 +144,7 @@ def test_what_a_simulation_cannot_begin_with_is_refused_before_it_begins(tmp_pat
     }
     for sentence, changes in wrong.items():
         with pytest.raises(ConfigurationError, match=sentence):
-            simulate(small(out, **changes))
+            simulate(small(out, **changes))  # type: ignore[arg-type]
         assert not out.exists(), sentence
 
 
@@ -157,7 +157,7 @@ def test_a_function_that_no_other_process_can_import_is_refused() -> None:
 
 
 def test_functions_are_models_by_their_path() -> None:
-    import own_model
+    import own_model  # type: ignore[import-not-found]
 
     wanted = Simulation(models=[own_model.narrow, "digits_linear"], extractor=own_model.extractor)
     assert wanted.models == ("own_model:narrow", "digits_linear")
@@ -167,7 +167,7 @@ def test_functions_are_models_by_their_path() -> None:
 
 def test_own_data_are_kept_and_resumed_without_the_file(tmp_path: Path) -> None:
     file, out = tmp_path / "blobs.npz", tmp_path / "out"
-    np.savez(file, **SPLIT, classes=["red", "green", "blue"])
+    np.savez(file, **SPLIT, classes=["red", "green", "blue"])  # type: ignore[arg-type]
     with open_folder(small(out, dataset=read_dataset(file)), "refuse"):
         pass
     digest = digest_of(read_dataset(file))
@@ -179,7 +179,7 @@ def test_own_data_are_kept_and_resumed_without_the_file(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.stderr
     report = json.loads((out / "report.json").read_text())
     assert (report["dataset"], report["class_names"]) == ("blobs", ["red", "green", "blue"])
-    np.savez(file, **{**SPLIT, "train_inputs": INPUTS[:45] + 1}, classes=["red", "green", "blue"])
+    np.savez(file, **{**SPLIT, "train_inputs": INPUTS[:45] + 1}, classes=["red", "green", "blue"])  # type: ignore[arg-type]
     told = CliRunner().invoke(app, ["simulate", "--resume", "--out", str(out), "--data", str(file)])
     assert told.exit_code == 1
     assert "began with other settings: dataset was" in told.stderr

@@ -112,7 +112,7 @@ def test_a_report_has_all_controls(tmp_path: Path) -> None:
     assert report.scores["alone"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_alone)
     own = [(one.own_accuracy_alone, one.own_accuracy_fleet) for one in report.devices]
     means = (report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet)
-    assert means == pytest.approx(tuple(np.mean(own, axis=0)))
+    assert means == pytest.approx(tuple(np.mean(own, axis=0)))  # type: ignore[arg-type]
     for direction in ("up", "down"):
         total = sum(getattr(one, f"bytes_{direction}") for one in report.devices) / len(report.devices)
         assert sum(one[direction] for one in report.bytes_by_round) == pytest.approx(total)

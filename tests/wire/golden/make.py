@@ -40,7 +40,7 @@ def messages_of_release(descriptors: Path) -> dict[str, type[Message]]:
     files = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes()).file
     pool = descriptor_pool.DescriptorPool()
     for file in files:
-        pool.Add(file)  # type: ignore[no-untyped-call]
+        pool.Add(file)
     return _messages_in(pool.FindFileByName(file.name) for file in files)
 
 
@@ -62,7 +62,7 @@ def _with_nested(descriptor: Descriptor, outer: str = "") -> dict[str, type[Mess
 
 def samples(cls: type[Message]) -> Iterator[tuple[str, Message]]:
     """The message with every field set; once for each choice of its oneof, with the choice's name."""
-    choices = [one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields]
+    choices = [one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields]  # type: ignore[arg-type]
     for choice in choices or [""]:
         yield choice, _filled(cls, choice)
 
@@ -73,11 +73,11 @@ def _oneofs(descriptor: Descriptor) -> list[Any]:
 
 def _filled(cls: type[Message], choice: str = "", depth: int = 0) -> Message:
     message = cls()
-    in_oneof = {one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields}
+    in_oneof = {one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields}  # type: ignore[arg-type]
     first = next(iter(sorted(in_oneof)), "")
     for field in cls.DESCRIPTOR.fields:
         if field.name not in in_oneof or field.name == (choice or first):
-            _fill(message, field, depth)
+            _fill(message, field, depth)  # type: ignore[arg-type]
     return message
 
 
@@ -104,7 +104,7 @@ def _value(field: FieldDescriptor, more: int = 0) -> Any:
         case FieldDescriptor.CPPTYPE_BOOL:
             return True
         case FieldDescriptor.CPPTYPE_ENUM:
-            return field.enum_type.values[1 + more % (len(field.enum_type.values) - 1)].number
+            return field.enum_type.values[1 + more % (len(field.enum_type.values) - 1)].number  # type: ignore[union-attr]
         case FieldDescriptor.CPPTYPE_DOUBLE:
             return -0.1 * number
         case FieldDescriptor.CPPTYPE_FLOAT:
