@@ -98,11 +98,13 @@ def readme_example() -> str:
 
 def test_ctrl_c_ends_the_example_of_the_readme_without_a_traceback(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
-    script.write_text(readme_example().replace("127.0.0.1:50051", f"127.0.0.1:{free_port()}"))
+    log = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+    script.write_text(log + readme_example().replace("127.0.0.1:50051", f"127.0.0.1:{free_port()}"))
     with (tmp_path / "out").open("wb") as out, (tmp_path / "errors").open("wb") as errors:
         app = subprocess.Popen([sys.executable, "-u", script], cwd=tmp_path, stdout=out, stderr=errors)
         try:
-            wait_until(lambda: b"lost-contact" in (tmp_path / "out").read_bytes(), "the app to miss its server")
+            missed = b"the device keeps trying"
+            wait_until(lambda: missed in (tmp_path / "out").read_bytes(), "the app to miss its server")
             app.send_signal(signal.SIGINT)
             assert app.wait(PATIENCE_SECONDS) == 0
         finally:
