@@ -326,7 +326,7 @@ def test_it_answers_as_a_device_with_torch_does(offered: Offered, space: ClassSp
     half.handle(Ask(round=1, step="learn", seed=3, parts=lesson(space)))
     work = learned(worker, space)
     unseen = digits(2)[0]
-    for name, model in half.answers().items():
+    for name, model in half.variants().items():
         with torch.no_grad():
             expected = model.eval()(torch.from_numpy(unseen)).numpy()
         found = worker.delivered_models()[name]

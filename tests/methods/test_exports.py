@@ -67,7 +67,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, 
 def test_every_device_exports_the_model_that_its_app_uses(name: str, tmp_path: Path) -> None:
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
     prepared, config = prepare(RUNS[name], tmp_path / "work"), RUNS[name].configuration()
-    own_file = "own.onnx" if device_class(RUNS[name].method, config).own_answer == OWN else "model.onnx"
+    own_file = "own.onnx" if device_class(RUNS[name].method, config).own_variant == OWN else "model.onnx"
     run_in_memory(prepared).close()
     for spec in prepared[1]:
         state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)

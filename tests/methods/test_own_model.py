@@ -58,7 +58,7 @@ def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(meth
     for spec in specs:
         own, (inputs, _) = first_model(spec), load_arrays(spec.test_file)
         delivered = unpack_state((Path(spec.state_dir) / "delivered.safetensors").read_bytes())
-        assert (delivered["in_use"], delivered["further"]) == (device_class(method).own_answer, {})
+        assert (delivered["in_use"], delivered["further"]) == (device_class(method).own_variant, {})
         assert all(torch.equal(tensor, delivered["model"][name]) for name, tensor in own.state_dict().items())
         session = onnxruntime.InferenceSession(str(Path(spec.state_dir) / "model.onnx"))
         expected = logits_of(own, torch.from_numpy(inputs)).numpy()

@@ -94,7 +94,7 @@ class TorchCompute:
             predictor=predictor,
         )
         self.method = _method_of(contract, config, local)
-        self._own = self.method.own_answer
+        self._own = self.method.own_variant
         self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
         self._in_use = self._own
         self._best = self._own  # among the answers of the last ask
@@ -185,7 +185,7 @@ class TorchCompute:
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
         kept = {self._own: saved.get("model", first), **saved.get("further", {})}
-        models = {self._own: self.module, **self.method.answers()}
+        models = {self._own: self.module, **self.method.variants()}
         self._delivered = self._copies({name: models[name] for name in kept})
         for name, state in kept.items():
             self._delivered[name].load_state_dict(state)
@@ -219,7 +219,7 @@ class TorchCompute:
             torch.manual_seed(ask.seed)  # whatever scoring drew
             answer = self.method.handle(asked)
             measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
-            models = self.method.answers()
+            models = self.method.variants()
             scores = brought | (self._score(models) if measured else {})
             replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
@@ -291,7 +291,7 @@ class TorchCompute:
 
     def _take_delivery(self, in_use: str) -> None:
         """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
-        models = self.method.answers()
+        models = self.method.variants()
         self._delivered |= self._copies(models)
         for name, model in models.items():
             self._delivered[name].load_state_dict(model.state_dict())

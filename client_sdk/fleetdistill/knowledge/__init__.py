@@ -74,7 +74,7 @@ __all__ = [
 CUT = "cut"
 """Name of the feature column of a model's one cut between extractor and predictor."""
 GENERAL = "general"
-"""Name of the local model among the answers that an app has of a device; see `DeviceMethod.answers`."""
+"""Name of the local model among the variants that an app has of a device; see `DeviceMethod.variants`."""
 PERSONAL = "personal"
 """Name of an answer for the device's own mix of classes, of methods that give one beside the general one."""
 OWN = "own"

@@ -138,8 +138,8 @@ class DeviceMethod:
         local: Model and data.
     """
 
-    own_answer: ClassVar[str] = GENERAL
-    """Name, among the answers that the app has, of the model that it gave."""
+    own_variant: ClassVar[str] = GENERAL
+    """Name, among the variants that the app has, of the model that it gave."""
 
     trained: TrainingReport | None = None
     """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""
@@ -171,8 +171,8 @@ class DeviceMethod:
             f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
         )
 
-    def answers(self) -> Mapping[str, torch.nn.Module]:
-        """Models for the app by name, inputs to logits; the first one is the app's unless another proves better.
+    def variants(self) -> Mapping[str, torch.nn.Module]:
+        """Variants of the app's model by name, inputs to logits; the first is in use unless another proves better.
 
         By default the local model alone. They may share layers with it and with each other. Once there is one of a
         name, it stays; there may be none at first.

@@ -353,7 +353,7 @@ def test_a_device_learns_classes_that_it_has_never_seen() -> None:
     rounds = fleet(local_epochs=8, learning_rate=0.05).play(8)
     test = rows_of([25] * CLASSES, seed=9)
     for half in rounds.halves.values():
-        answers = {GENERAL: half.local.model, **half.answers()}
+        answers = {GENERAL: half.local.model, **half.variants()}
         right = {name: extract(model, test.inputs).argmax(1) == test.labels for name, model in answers.items()}
         missing = half.local.data.labels.bincount(minlength=CLASSES)[test.labels] == 0
         assert float(right[GENERAL][missing].double().mean()) > 0.9
@@ -505,7 +505,7 @@ def test_the_personal_predictors_own_extractor_trains_and_the_fleets_stays() -> 
         assert not equal(copied(half.personal.extractor), fleets)
         x = half.local.data.inputs[:3]
         general, personal = (one.eval()(x).log_softmax(dim=1) for one in (half.local.model, half.personal))
-        answer = half.answers()[PERSONAL].eval()
+        answer = half.variants()[PERSONAL].eval()
         assert_close(answer(x), general + personal)
 
 
@@ -1082,7 +1082,7 @@ def test_the_personal_answer_is_the_product_of_both_predictors() -> None:
     inputs = half.local.data.inputs[:5]
     assert half.personal is not None
     general, personal = (softmax(extract(model, inputs).numpy()) for model in (half.local.model, half.personal))
-    found = softmax(extract(half.answers()[PERSONAL], inputs).numpy())
+    found = softmax(extract(half.variants()[PERSONAL], inputs).numpy())
     product = general * personal
     assert_allclose(found, product / product.sum(axis=1, keepdims=True), atol=1e-5)
     assert np.abs(general - personal).max() > 1e-3

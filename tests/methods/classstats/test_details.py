@@ -203,13 +203,13 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 def personal_of(half: AveragedDevice) -> Tensor:
     """What the personal predictor alone says of own rows: the personal answer without the general predictor's part."""
     inputs = half.local.data.inputs
-    both = logits_of(half.answers()[PERSONAL], inputs)
+    both = logits_of(half.variants()[PERSONAL], inputs)
     return both - logits_of(half.local.model, inputs).log_softmax(dim=1)
 
 
 def test_the_personal_predictor_starts_as_the_general_one_is_and_goes_its_own_way() -> None:
     half = make_device([20, 20, 0, 0])
-    assert PERSONAL not in half.answers()
+    assert PERSONAL not in half.variants()
     half.handle(Ask(round=1, step="summarise", seed=1, parts={"extractor": make_server().initial()}))
     general = logits_of(half.local.model, half.local.data.inputs).log_softmax(dim=1)
     assert_close(personal_of(half), general, atol=1e-5, rtol=0)

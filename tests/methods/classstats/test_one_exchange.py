@@ -242,7 +242,7 @@ def test_one_round_is_all_and_everybody_has_the_space() -> None:
     played = fleet("abc").play()
     assert played.steps() == [(step, name) for step in ("summarise", "learn") for name in "abc"]
     for half in played.halves.values():
-        assert set(half.answers()) == {GENERAL, PERSONAL}
+        assert set(half.variants()) == {GENERAL, PERSONAL}
     assert played.play().steps() == []
 
 
@@ -270,7 +270,7 @@ def test_all_devices_and_the_server_give_the_same_general_answer() -> None:
     assert server is not None
     expected = extract(server, inputs)
     for half in played.halves.values():
-        assert_allclose(extract(half.answers()[GENERAL], inputs), expected, atol=1e-5)
+        assert_allclose(extract(half.variants()[GENERAL], inputs), expected, atol=1e-5)
     space = space_of(played)
     rows = project(extract(Scattering(SHAPE), inputs).flatten(1).numpy(), 256)
     assert_allclose(expected, logits(space, coordinates(space, rows), CLASSES), atol=2e-2)
@@ -279,7 +279,7 @@ def test_all_devices_and_the_server_give_the_same_general_answer() -> None:
 def test_a_device_learns_classes_that_it_has_never_seen() -> None:
     played = fleet("ab").play()
     unseen = images_of([0, 0, 0, 12], 9)
-    found = extract(played.halves["a"].answers()[GENERAL], unseen.inputs).argmax(dim=1)
+    found = extract(played.halves["a"].variants()[GENERAL], unseen.inputs).argmax(dim=1)
     assert (found == 3).float().mean() > 0.9
 
 
@@ -423,8 +423,8 @@ def test_a_devices_state_comes_back_from_its_file() -> None:
     half, other = played.halves["a"], make_device([20, 12, 3, 0], seed=1, predictor="trained", predictor_steps=20)
     other.load_state_dict(unpack_state(pack_state(half.state_dict())))
     inputs = images_of([3, 3, 3, 3], 9).inputs
-    for name, model in half.answers().items():
-        assert torch.equal(extract(other.answers()[name], inputs), extract(model, inputs))
+    for name, model in half.variants().items():
+        assert torch.equal(extract(other.variants()[name], inputs), extract(model, inputs))
 
 
 # --- guards
@@ -482,7 +482,7 @@ def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> 
     assert [played.notes_of["summarise", name]["classes_too_small"] for name in devices()] == [0] * 3
     text = "small has no class of 5 samples or more (min_samples); nothing of its rows is merged"
     assert [event for event in played.events if event[0] == "no-class-sent"] == [("no-class-sent", text)]
-    assert GENERAL in played.halves["small"].answers()
+    assert GENERAL in played.halves["small"].variants()
 
 
 def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
@@ -546,7 +546,7 @@ def test_the_personal_answer_weighs_classes_as_the_device_has_them() -> None:
     played = fleet("ab", own_statistics_guard=False).play()
     half = played.halves["a"]
     inputs = images_of([3, 3, 3, 3], 9).inputs
-    general, personal = (extract(half.answers()[name], inputs).double() for name in (GENERAL, PERSONAL))
+    general, personal = (extract(half.variants()[name], inputs).double() for name in (GENERAL, PERSONAL))
     counts = np.array([20, 12, 3, 0]) + 0.5
     prior = torch.from_numpy(np.log(counts / counts.sum()))
     found = (personal - prior).log_softmax(dim=1)
@@ -637,7 +637,7 @@ def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
     half = played.halves["a"]
     assert half.trained is not None
     assert half.trained.steps >= 60
-    general = half.answers()[GENERAL]
+    general = half.variants()[GENERAL]
     assert isinstance(general, SpaceModel)
     assert isinstance(general.above.predictor, nn.Sequential)
     rows = images_of([0, 0, 0, 10], 9)
@@ -646,10 +646,10 @@ def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
 
 def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
     played = fleet("ab").play()
-    assert OWN not in played.halves["a"].answers()
+    assert OWN not in played.halves["a"].variants()
     taught = fleet("ab", own_network="taught", own_network_epochs=15, drawn_images=60).play()
     half = taught.halves["a"]
-    assert half.answers()[OWN] is half.local.model
+    assert half.variants()[OWN] is half.local.model
     unseen = images_of([10, 10, 10, 10], 9)
     found = extract(half.local.model, unseen.inputs).argmax(dim=1)
     assert (found == unseen.labels).float().mean() > 0.7  # with classes that it has few or no rows of
@@ -657,7 +657,7 @@ def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
 
 def test_drawn_images_are_seen_where_rows_of_the_classes_lie() -> None:
     played = fleet("abc").play()
-    space, general = space_of(played), played.halves["a"].answers()[GENERAL]
+    space, general = space_of(played), played.halves["a"].variants()[GENERAL]
     assert isinstance(general, SpaceModel)
     own = played.halves["a"].local.data.inputs
     images = draw_images(general.eval(), space, own, 40, seed=3)
@@ -695,11 +695,11 @@ def test_a_space_that_cannot_be_is_a_wire_error_and_the_device_keeps_what_it_has
     played = fleet("abc").play()
     half, good = played.halves["a"], space_of(played)
     check_space(good, 256, CLASSES)
-    before = extract(half.answers()[GENERAL], images_of([2, 2, 2, 2], 9).inputs)
+    before = extract(half.variants()[GENERAL], images_of([2, 2, 2, 2], 9).inputs)
     plan = SpacePlan(merge=9, counted=True, draw_seed=1).to_wire()
     with pytest.raises(WireError, match=says):
         half.handle(Ask(round=2, step="learn", seed=1, parts={"space": replace(good, **spaces()[says]), "plan": plan}))
-    assert torch.equal(extract(half.answers()[GENERAL], images_of([2, 2, 2, 2], 9).inputs), before)
+    assert torch.equal(extract(half.variants()[GENERAL], images_of([2, 2, 2, 2], 9).inputs), before)
 
 
 @pytest.mark.parametrize("values", [{}, {"merge": "x", "counted": True, "draw_seed": 1}, {"merge": 1, "counted": 1}])

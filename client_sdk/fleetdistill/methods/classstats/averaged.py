@@ -282,13 +282,13 @@ class AveragedDevice(DeviceMethod):
 
     # --- two answers
 
-    def answers(self) -> Mapping[str, torch.nn.Module]:
+    def variants(self) -> Mapping[str, torch.nn.Module]:
         """3.7: from R0 on also the personal answer, the product of both predictors' probabilities."""
         if self.personal is None:
-            return super().answers()
+            return super().variants()
         shared = not self._personal_has_own_extractor
         combined = CombinedModel(self.local.model, self.personal, one_extractor=shared)
-        return {**super().answers(), PERSONAL: combined}
+        return {**super().variants(), PERSONAL: combined}
 
     # --- state
 

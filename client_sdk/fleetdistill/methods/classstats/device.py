@@ -35,7 +35,7 @@ class ClassStatsDevice(DeviceMethod):
     """Device half. The network that the app gave is an answer of its own beside the two of the space."""
 
     config: ClassStatsConfig
-    own_answer = OWN
+    own_variant = OWN
 
     def __init__(self, config: ClassStatsConfig, local: Local) -> None:
         super().__init__(config, local)
@@ -101,7 +101,7 @@ class ClassStatsDevice(DeviceMethod):
 
     # --- answers
 
-    def answers(self) -> Mapping[str, torch.nn.Module]:
+    def variants(self) -> Mapping[str, torch.nn.Module]:
         """Once there is a space: the general answer, the personal one, and the app's network where it is taught."""
         own = {OWN: self.local.model} if self._taught else {}
         made = self.own.answers
