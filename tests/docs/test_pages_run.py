@@ -115,8 +115,7 @@ class Reader:
     def serve(self, words: list[str]) -> None:
         server = self.start(["-c", SERVE, *words[1:]])
         self.servers.append(server)
-        port = int(self.replaced["50051"])
-        wait_until(lambda: server.poll() is not None or listens(port), "the server listens")
+        wait_until(lambda: server.poll() is not None or "is served on" in self.output(server), "the run is served")
         assert server.poll() is None, self.output(server)
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
@@ -137,11 +136,6 @@ class Reader:
         for server in self.servers:
             server.send_signal(signal.SIGINT)
             server.wait(PATIENCE_SECONDS)
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_ports(number: int) -> list[str]:
