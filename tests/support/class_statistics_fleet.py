@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fleetdistill.errors import CannotAnswer, QuorumNotReached, WireError
+from fleetdistill.errors import QuorumNotReached
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.models import build_model
-from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
@@ -27,6 +27,7 @@ from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.testing import FakeCohort
 
 CLASSES, SHAPE = 4, (1, 8, 8)
 CPU = torch.device("cpu")
@@ -62,17 +63,8 @@ def make_device(
     return AveragedDevice(config_of(**settings), local)
 
 
-class Answered:
-    def __init__(self, device: str, samples: int, parts: Parts) -> None:
-        self.device, self.samples, self.parts = device, samples, parts
-
-    def part(self, name: str, kind: type[Kind]) -> Any:
-        assert isinstance(self.parts[name], kind)
-        return self.parts[name]
-
-
 class Rounds:
-    """Device halves that answer a server half in this process, over the wire's types; keeps all that was said."""
+    """Rounds of a server half with device halves in this process, one `FakeCohort` each; keeps what was asked."""
 
     def __init__(self, server: ServerMethod, devices: Mapping[str, DeviceMethod]) -> None:
         self.server: Any = server  # of either form of class statistics, whose tests know which
@@ -91,7 +83,6 @@ class Rounds:
         self.deaf: set[tuple[str, str]] = set()
         """(step, device) of asks that get no answer."""
         self.declined: list[tuple[str, str, str]] = []
-        self._out: set[str] = set()
 
     def fall_short(self) -> Rounds:
         """A round whose answers have their receipts, and which the server then takes back."""
@@ -104,59 +95,47 @@ class Rounds:
 
     def play(self, rounds: int = 1) -> Rounds:
         for _ in range(rounds):
-            self.asked, self.answered, self.declined, self._out = [], [], [], set()
             self.round += 1
+            cohort = self.cohort()
             torch.manual_seed(11)
-            asyncio.run(self.server.round(self))
+            try:
+                asyncio.run(self.server.round(cohort))
+            finally:
+                self._keep(cohort)
             self.completed += 1
         return self
 
-    async def ask(
-        self, step: str, payload: Any, *, to: Sequence[str], quorum: float | None = None
-    ) -> AsyncIterator[Any]:
-        self.quorums.append((step, quorum))
-        answered = 0
-        for device in to:
-            parts = decode(encode(payload(device) if callable(payload) else payload, np.float16))
-            self.asked.append((step, device, parts))
-            seed = derive_seed(7, self.round, step, device)
-            torch.manual_seed(seed)
-            answer = self._answer(step, device, Ask(round=self.round, step=step, seed=seed, parts=parts))
-            if answer is None:
-                self._out.add(device)
-                continue
-            figures = {"metrics": self.metrics[device]} if device in self.metrics else {}
-            sent = decode(encode({**answer.parts, **figures}, np.float16))
-            self.notes_of[step, device] = answer.notes
-            self.answered.append((step, device, sent))
-            answered += 1
-            yield Answered(device, answer.samples, sent)
-        needed = math.ceil((2 / 3 if quorum is None else quorum) * len(to) - 1e-9)
-        if answered < needed:
-            raise QuorumNotReached(step, answered, needed)
+    def cohort(self) -> FakeCohort:
+        """The round's: all devices that are not away."""
+        return FakeCohort(
+            {device: partial(self._handle, device) for device in self.halves.keys() - self.away},
+            completed=self.completed,
+            number=self.round,
+            seed=7,
+            knowledge_type="float16",
+            silent=self.deaf,
+            data_versions=self.versions,
+        )
 
-    def _answer(self, step: str, device: str, ask: Ask) -> Answer | None:
-        if (step, device) in self.deaf:
-            return None
-        try:
-            return self.halves[device].handle(ask)
-        except (CannotAnswer, WireError) as reason:
-            self.declined.append((step, device, str(reason)))
-            return None
+    def _handle(self, device: str, ask: Ask) -> Answer:
+        answer = self.halves[device].handle(ask)
+        if device not in self.metrics:
+            return answer
+        return replace(answer, parts={**answer.parts, "metrics": self.metrics[device]})
 
-    @property
-    def data_versions(self) -> dict[str, str]:
-        return {device: self.versions.get(device, "") for device in self.halves}
+    def _keep(self, cohort: FakeCohort) -> None:
+        answered = [(one, one.answer) for one in cohort.asked if one.answer is not None]
+        through = lambda parts: decode(encode(parts, np.float16))  # noqa: E731
+        self.asked = [(one.step, one.device, through(one.parts)) for one in cohort.asked]
+        self.answered = [(one.step, one.device, through(answer.parts)) for one, answer in answered]
+        self.declined = [(one.step, one.device, one.declined) for one in cohort.asked if one.declined]
+        self.notes_of |= {(one.step, one.device): answer.notes for one, answer in answered}
+        asks = dict.fromkeys((one.number, one.step, one.quorum) for one in cohort.asked)
+        self.quorums += [(step, quorum) for _, step, quorum in asks]
+        self.events += [(one.kind, one.text) for one in cohort.events]
+        self.figures |= cohort.figures
 
-    @property
-    def remaining(self) -> list[str]:
-        return sorted(set(self.sample(1.0)) - self._out)
-
-    def sample(self, ratio: float) -> list[str]:
-        return sorted(set(self.halves) - self.away)
-
-    def generator(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(derive_seed(7, self.round, name))
+    # what a server half notes between rounds
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         self.events.append((kind, text))
@@ -166,6 +145,9 @@ class Rounds:
 
     def report(self, name: str, value: Any) -> None:
         self.figures[name] = value
+
+    def generator(self, name: str) -> torch.Generator:
+        return self.cohort().generator(name)
 
     def steps(self) -> list[tuple[str, str]]:
         return [(step, device) for step, device, _ in self.asked]
