@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleetdistill_server.front import process as front
-from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.sessions import Sessions
 
 LEAKED_BYTES = 200_000
 
@@ -28,5 +28,5 @@ def leaking(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    DeviceApi.authenticate = leaking(DeviceApi.authenticate)  # type: ignore[attr-defined]
+    Sessions.authenticate = leaking(Sessions.authenticate)  # type: ignore[method-assign]
     sys.exit(front.main())
