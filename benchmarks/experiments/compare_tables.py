@@ -49,7 +49,7 @@ def print_tables(title: str, found: Found, names: list[str], headline: Headline)
 
 
 def _print_alone(rows: list[Row]) -> None:
-    cells = [_text([value for row in rows if (value := alone(row, one)) is not None]) for one in _COLUMNS[1:]]
+    cells = [_text([value for row in rows if (value := figure_alone(row, one)) is not None]) for one in _COLUMNS[1:]]
     print(f"| alone | | {' | '.join(cells)} | 0 | |")
 
 
@@ -61,7 +61,7 @@ def _rounds_shown(rows: list[Row]) -> list[int]:
 
 
 def _print_row(name: str, rows: list[Row], at: int) -> None:
-    figures = [_text([value for row in rows if (value := figure(row, one, at)) is not None]) for one in _COLUMNS]
+    figures = [_text([value for row in rows if (value := figure_at(row, one, at)) is not None]) for one in _COLUMNS]
     bytes_so_far = statistics.mean(bytes_curve(row)[at - 1] for row in rows) / 1e3
     guards = sum(row["guards"] for row in rows) if at == rows[0]["rounds"] else ""
     print(f"| {name}, round {at} | {' | '.join(figures)} | {bytes_so_far:,.0f} | {guards} |")
@@ -78,18 +78,18 @@ def _print_further(name: str, rows: list[Row]) -> None:
 # --- what a row says
 
 
-def figure(row: Row, figure: str, at: int) -> float | None:
+def figure_at(row: Row, figure: str, at: int) -> float | None:
     """A figure of a run after a round; None where it was not kept or there is none."""
     curve = row.get(_CURVES[figure])
     if curve:
         value: float | None = curve[at - 1]
         return value
     if figure == "c_per":
-        return _halves(figure(row, "devices", at), figure(row, "own", at))
+        return _halves(figure_at(row, "devices", at), figure_at(row, "own", at))
     return row["fleet_own"] if figure == "own" and at == row["rounds"] else None
 
 
-def alone(row: Row, figure: str) -> float | None:
+def figure_alone(row: Row, figure: str) -> float | None:
     """A figure of training alone, where this run was the one to have it; there is no global model."""
     own, all_classes = row["alone_own"], row["alone"]
     older = _halves(all_classes, own)
@@ -148,7 +148,7 @@ def _print_bytes_to_fedavg(found: Found, names: list[str], seeds: list[int]) -> 
 
 
 def _share(mine: Row, control: Row, figure: str) -> str:
-    goal = figure(control, figure, control["rounds"])
+    goal = figure_at(control, figure, control["rounds"])
     reached = (number for number, value in enumerate(mine["fleet_curve"]) if goal is not None and value >= goal)
     first = next(reached, None)
     return "never" if first is None else f"{bytes_curve(mine)[first] / bytes_curve(control)[-1]:.3f}"
@@ -159,7 +159,7 @@ def _print_against_alone(name: str, found: Found, seeds: list[int], headline: He
     gains = []
     for seed in (one for one in seeds if one in alone and (name, one) in found):
         mine = found[name, seed]
-        value, base = figure(mine, headline, mine["rounds"]), alone(alone[seed], headline)
+        value, base = figure_at(mine, headline, mine["rounds"]), figure_alone(alone[seed], headline)
         gains += [value - base] if value is not None and base is not None else []
     if gains:
         print(f"| {name} - alone | {_text(gains, signed=True)} | |")
@@ -193,7 +193,7 @@ def _one_or_all(rounds: tuple[int, ...]) -> str:
 
 def _gains(pairs: Pairs, headline: Headline, rounds: list[tuple[int, int]]) -> str:
     found = [
-        (figure(a, headline, at), figure(b, headline, control_at))
+        (figure_at(a, headline, at), figure_at(b, headline, control_at))
         for (a, b), (at, control_at) in zip(pairs, rounds, strict=True)
     ]
     return _text([a - b for a, b in found if a is not None and b is not None], signed=True) or "not kept"

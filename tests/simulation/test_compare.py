@@ -146,14 +146,14 @@ def test_what_a_run_leaves_is_taken_by_the_next_one(
 
 
 def test_c_per_is_the_reports(tables: Any) -> None:
-    assert tables.figure(row(), "c_per", 2) == 0.7
-    assert tables.alone(row(alone=0.2, alone_own=0.9, alone_c_per=0.6), "c_per") == 0.6
+    assert tables.figure_at(row(), "c_per", 2) == 0.7
+    assert tables.figure_alone(row(alone=0.2, alone_own=0.9, alone_c_per=0.6), "c_per") == 0.6
 
 
 def test_older_rows_have_the_c_per_of_before_and_are_said_to(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
     old = without(row(), "c_per_curve", "bytes_curve")
-    assert tables.figure(old, "c_per", 2) == pytest.approx((0.4 + 0.8) / 2)
-    assert tables.alone(row(alone=0.2, alone_own=0.9), "c_per") == pytest.approx(0.55)
+    assert tables.figure_at(old, "c_per", 2) == pytest.approx((0.4 + 0.8) / 2)
+    assert tables.figure_alone(row(alone=0.2, alone_own=0.9), "c_per") == pytest.approx(0.55)
     tables.print_tables("t", {("x", 0): old, ("x", 1): row()}, ["x"], "c_per")
     said = capsys.readouterr().out
     assert "C-Per of 1 of 2 runs, which are older, is (devices on all classes + own classes) / 2" in said
