@@ -52,7 +52,7 @@ class DeviceTarget:
             self.outcomes[enrol_with_lies(self.liar, self._folder / "enrolment")] += 1
         state_dir = Path(tempfile.mkdtemp(dir=self._folder))
         try:
-            with mock.patch("fleetdistill.link.downloads._PAUSE_SECONDS", 0.0):
+            with mock.patch("fleetdistill.link.downloads.PAUSE_SECONDS", 0.0):
                 self._session(random, state_dir)
                 if random.random() < 0.3:
                     self._session(random, state_dir)
