@@ -107,7 +107,7 @@ def test_methods_of_one_kind_of_model_begin_with_each_others(store: Store, tmp_p
 
 
 def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    values = config.model_dump(mode="json", exclude={"proxy"})
+    values = config.model_dump(mode="json", by_alias=True, exclude={"proxy"})
     for section, settings in sections.items():
         values[section] = {**values[section], **settings}
     return run_config(values)

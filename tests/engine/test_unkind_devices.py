@@ -49,10 +49,6 @@ class ThirdDevice(AnsweringDevice):
         self._store = store
         self.met: dict[str, int] = {}
 
-    @property
-    def identity(self) -> service_pb2.Identity:  # type: ignore[override]
-        return self.identity
-
     def _answer(self, ask: service_pb2.Ask) -> None:
         number, answers = divmod(ask.round - 1, 2)
         if answers:
