@@ -19,7 +19,7 @@ from fleetdistill.models import MODELS, build_model
 from fleetdistill.training.model import SplitModel, check_local_model, fingerprint, output_shape, parameter_count
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 RESNETS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 DIGITS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 DEVICE_MODELS = RESNETS + DIGITS

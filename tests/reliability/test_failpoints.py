@@ -92,7 +92,7 @@ def test_the_table_is_what_the_code_hits() -> None:
 
 def rows() -> dict[str, tuple[str, list[str]]]:
     """Failpoint to what may be lost there and the tests that kill there, from the page."""
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "durability.md").read_text(encoding="utf-8")
     table = page.split("## Failpoints\n")[1].split("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "`" in line]
     return {
