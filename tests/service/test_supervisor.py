@@ -267,6 +267,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
 ) -> None:
     (tmp_path / "broken_predictor.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)  # the supervisor hands its own path on
     monkeypatch.setattr(supervisor_module, "MAX_RESTARTS", 2)
     path = write_config(tmp_path, model_server="broken_predictor:make")
     log = tmp_path / "server.log"
@@ -363,5 +364,5 @@ def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> 
     assert said.count("the engine stops: ") == 1
     last = said.splitlines()[-1]
     assert last.startswith(
-        "error: the engine cannot run this configuration: server model 'no_such_module:make': cannot"
+        "error: the engine cannot run this configuration: [model] server: server model 'no_such_module:make': cannot"
     )
