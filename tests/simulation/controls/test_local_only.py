@@ -109,9 +109,7 @@ def test_without_fedavg_they_run_and_have_the_control_alone(tmp_path: Path) -> N
 
 def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
     wanted = Simulation(method="feddkc", models=("digits_linear", "resnet4"), rounds=6, out=tmp_path)
-    says = (
-        "the extractor that the run hands out does not fit device-1's model 'resnet4': weight stem.0.weight has shape"
-    )
+    says = "the extractor that the run hands out does not fit model 'resnet4': weight stem.0.weight has shape"
     with pytest.raises(ConfigurationError, match=says):
         simulate(wanted)
 

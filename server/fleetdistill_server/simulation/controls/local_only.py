@@ -39,7 +39,7 @@ def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: 
     try:
         load_parameters(check_local_model(model).extractor if initial.scope == "extractor" else model, initial)
     except ModelError as error:
-        text = f"the {initial.scope} that the run hands out does not fit {spec.name}'s model {spec.model!r}: {error}"
+        text = f"the {initial.scope} that the run hands out does not fit model {spec.model!r}: {error}"
         raise ConfigurationError(f"{text}; choose models that begin alike") from error
     return model
 
