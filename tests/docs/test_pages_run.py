@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outside import fresh_process
 from support.processes import PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 
@@ -158,7 +159,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     try:
-        yield one
+        with fresh_process():
+            yield one
     finally:
         one.close()
         for name in set(sys.modules) - before:

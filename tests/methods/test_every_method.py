@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.fleets import RUN, RUNS, Undisturbed, prepare, record, run_in_memory
+from support.outside import fresh_process
 
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
@@ -53,9 +54,8 @@ def test_both_tables_name_the_same_methods() -> None:
 
 @pytest.mark.parametrize("table", [config_class, device_class, server_class])
 def test_an_unknown_method_is_refused_and_the_known_ones_are_listed(table: object) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"unknown method 'gossip', expected one of {', '.join(sorted(METHODS))}"
-    ):
+    listed = f"unknown method 'gossip', expected one of {', '.join(sorted(METHODS))}"
+    with fresh_process(), pytest.raises(ConfigurationError, match=listed):
         table("gossip")  # type: ignore[operator]
 
 
