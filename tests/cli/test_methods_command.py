@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.fleets import AVERAGED, prepare, run_in_memory
+from support.outside import fresh_process
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
 
@@ -310,7 +311,8 @@ def test_the_columns_follow_the_settings(method: str, config: Any, says: list[st
 
 
 def test_json_has_a_row_for_every_method() -> None:
-    said = json.loads(call("--json").stdout)
+    with fresh_process():
+        said = json.loads(call("--json").stdout)
     assert [row["method"] for row in said["methods"]] == sorted(METHODS)
     assert said["knowledge_type"] == "float16"
     rows = {row["method"]: row for row in said["methods"]}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.outside import fresh_process
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
@@ -142,7 +143,9 @@ def test_an_unknown_setting_of_the_method_is_refused_with_the_known_ones() -> No
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    assert refusal(with_setting("run", "method", "xyz")) == (
+    with fresh_process():
+        said = refusal(with_setting("run", "method", "xyz"))
+    assert said == (
         "[run] method: unknown method 'xyz', expected one of cdkt, classstats, dafkd, fedavg, fedd2s, feddkc, feddkd"
     )
 
