@@ -69,7 +69,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.methods.classstats.averaged import least_recognised
+from fleetdistill_server.methods.classstats.own_predictor import least_recognised
 from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.links.links import DriveDevices
@@ -607,7 +607,7 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
 
 def test_the_server_draws_the_rows_that_devices_draw() -> None:
     rounds = fleet().play(2)
-    rows, labels = rounds.server.draw(rounds.server.classes, 5)
+    rows, labels = rounds.server.own.draw(rounds.server.classes, 5)
     for half in rounds.halves.values():
         assert torch.equal(half.draw(lesson_of(5))[0], rows)
         assert torch.equal(half.draw(lesson_of(5))[1], labels)
@@ -656,7 +656,7 @@ def test_after_a_round_that_fell_short_all_draw_from_one_merge() -> None:
     rounds.play()
     assert rounds.declined == []
     (seed,) = {parts["plan"].values["draw_seed"] for _, _, parts in rounds.asked}  # type: ignore[attr-defined]
-    rows, _ = rounds.server.draw(rounds.server.classes, seed)
+    rows, _ = rounds.server.own.draw(rounds.server.classes, seed)
     for name in ("a", "b"):
         assert torch.equal(rounds.halves[name].draw(lesson_of(seed))[0], rows)
     assert lessons(rounds.play()) == [("a", ["plan"]), ("b", ["plan"])]
@@ -776,7 +776,7 @@ def test_classes_that_nobody_can_tell_apart_are_left_out() -> None:
 def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> None:
     """Half of each of four classes; three alone would need two thirds, which these do not have."""
     rounds = fleet()
-    rounds.server.recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}
+    rounds.server.own.recognition = lambda classes, seed: {label: 0.4 if label == 1 else 0.6 for label in classes}
     rounds.server.parts = parts_of(a={label: alike(label) for label in range(4)})
     rounds.server.merge_parts(rounds)
     assert sorted(rounds.server.classes) == [0, 2, 3]
@@ -788,10 +788,10 @@ def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> No
 def test_of_a_class_that_is_left_out_nothing_is_in_the_variance_of_the_others_or_in_the_predictor() -> None:
     parts = {label: replace(alike(label), variance=np.full(128, 0.1 + label)) for label in range(4)}
     rounds, without = fleet(), fleet()
-    rounds.server.recognition = lambda classes, seed: {label: float(label != 1) for label in classes}
+    rounds.server.own.recognition = lambda classes, seed: {label: float(label != 1) for label in classes}
     rounds.server.parts = parts_of(a=parts)
     rounds.server.merge_parts(rounds)
-    without.server.recognition = rounds.server.recognition
+    without.server.own.recognition = rounds.server.own.recognition
     without.server.parts = parts_of(a={label: parts[label] for label in (0, 2, 3)})
     without.server.merge_parts(without)
     assert [kind for kind, _ in rounds.events] == ["class-of-one-device", "recognition-guard"]

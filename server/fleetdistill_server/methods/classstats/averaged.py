@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached
 from fleetdistill.knowledge import (
@@ -29,16 +28,13 @@ from fleetdistill.knowledge import (
     Weights,
 )
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-from fleetdistill.methods.classstats.gaussians import clip, draw_classes, from_wire, length, mean_alone, shrink, to_wire
+from fleetdistill.methods.classstats.gaussians import clip, from_wire, mean_alone, shrink, to_wire
 from fleetdistill.methods.classstats.kept_statistics import packed, unpacked
-from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed
-from fleetdistill.training.local_training import extract, train_steps
-from fleetdistill.training.losses import soft_targets
+from fleetdistill.training.local_training import extract
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters
-from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.schema import PartSchema, float_type
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
@@ -52,6 +48,7 @@ from fleetdistill_server.methods.classstats.merge import (
     note_no_class,
     too_large,
 )
+from fleetdistill_server.methods.classstats.own_predictor import OwnPredictor, least_recognised
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
@@ -81,6 +78,7 @@ class AveragedServer(ServerMethod):
         self._feature_shape = output_shape(self.extractor, context.input_shape)
         self.nonnegative = _is_nonnegative(self.extractor, context)
         self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
+        self.own = OwnPredictor(self.predictor, config, context, self._feature_shape, nonnegative=self.nonnegative)
         self.parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self.classes: Classes = {}
         self._left_out: LeftOutOfMerge = {}
@@ -188,7 +186,7 @@ class AveragedServer(ServerMethod):
         if new and self.config.devices_agree:
             taught = await self._agree(cohort, taught, plan)
         elif new:
-            self.agreed = (_seed(plan), self._own_predictions(_seed(plan)))
+            self.agreed = (_seed(plan), self.own.soft_predictions(self.classes, _seed(plan)))
         holds = [self.version, self._agreed_seed]
         lesson = partial(self._lesson, plan=plan)
         async for answer in self.deliveries.bring(cohort, "learn", lesson, to=taught, then_holds=lambda held: holds):
@@ -218,11 +216,6 @@ class AveragedServer(ServerMethod):
         if agreed is not None:
             self.agreed = (seed, agreed.float().numpy())
         return answered
-
-    def _own_predictions(self, seed: int) -> Array:
-        """The server's own predictor on the rows that devices draw: of classes in the merge alone."""
-        rows, _ = self.draw(self.classes, seed)
-        return soft_targets(extract(self.predictor, rows), self.config.temperature).numpy()
 
     def _plan(self, cohort: Cohort, *, new: bool) -> Plan:
         """Names the merge, and the round's drawn rows: new ones, or those that the last soft predictions are about."""
@@ -292,70 +285,10 @@ class AveragedServer(ServerMethod):
             if self.config.means_only:
                 classes = {label: mean_alone(one) for label, one in classes.items()}
             at_fault = too_large(whole, limit, notes) or too_large(classes, limit, notes)
-            at_fault = at_fault or self._untrainable(classes, notes) or self._unrecognised(classes, least, notes)
+            at_fault = at_fault or self.own.untrainable(classes, notes) or self.own.unrecognised(classes, least, notes)
             if not at_fault:
                 return classes
             whole = {label: one for label, one in whole.items() if label not in at_fault}
-
-    def _untrainable(self, classes: Classes, notes: Notes) -> list[int]:
-        """Trains the server's own predictor; where that fails, the class whose rows are longest is at fault."""
-        # From the first weights again: of who is not in the merge any more nothing may stay.
-        self.predictor.load_state_dict(self.context.server_model(self._feature_shape).state_dict())
-        if not classes:
-            return []
-        train = partial(self._train_predictor, classes, notes.generator("predictor").initial_seed())
-        failure = train_or_roll_back(train, self.predictor, rate=("learning_rate", self.config.learning_rate))
-        if not failure:
-            return []
-        longest = max(classes, key=lambda label: length(classes[label]))
-        text = (
-            f"class {longest}: the server's own predictor cannot learn from rows drawn of the classes, and this one's "
-        )
-        notes.event("class-left-out", f"{text}are the longest; it is left out. {failure}")
-        return [longest]
-
-    def _unrecognised(self, classes: Classes, least: float, notes: Notes) -> list[int]:
-        """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
-        if not classes:
-            return []
-        found = self.recognition(classes, notes.generator("recognition").initial_seed())
-        notes.report("recognition", {str(label): rate for label, rate in found.items()})
-        poor = [label for label, rate in found.items() if rate < least and self.config.recognition_guard]
-        for label in poor:
-            text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
-            remedy = "if its predictor has not learned enough, raise server_epochs"
-            notes.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out; {remedy}")
-        return poor
-
-    def _train_predictor(self, classes: Classes, seed: int) -> None:
-        """3.9: cross-entropy on drawn rows alone, new ones in every epoch."""
-        optimizer = make_local_optimizer(self.config, self.predictor.parameters())
-        for epoch in range(self.config.server_epochs):
-            rows, labels = self.draw(classes, derive_seed(seed, epoch))
-            train_steps(
-                self.predictor,
-                len(labels),
-                epochs=1,
-                batch_size=self.config.batch_size,
-                optimizer=optimizer,
-                losses=partial(self._losses, rows, labels),
-                generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")),
-                device=self.context.torch_device,
-            )
-
-    def _losses(self, rows: Tensor, labels: Tensor, epoch: int, rows_b: Tensor) -> list[Tensor]:
-        return [functional.cross_entropy(self.predictor(rows[rows_b]), labels[rows_b])]
-
-    def recognition(self, classes: Classes, seed: int) -> dict[int, float]:
-        """Share of each class's drawn rows that the server's predictor gives this class."""
-        rows, labels = self.draw(classes, seed)
-        right = extract(self.predictor, rows).argmax(dim=1) == labels.cpu()
-        return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
-
-    def draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
-        rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self.nonnegative)
-        where = self.context.torch_device
-        return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
 
     # --- state
 
@@ -423,15 +356,6 @@ def _is_nonnegative(extractor: nn.Module, context: MethodContext) -> bool:
     """Whether features end in a ReLU or the like: then nothing below 0 is drawn."""
     probe = torch.randn(_PROBES, *context.input_shape, generator=torch.Generator().manual_seed(0))
     return float(extract(extractor, probe).min()) >= 0
-
-
-def least_recognised(classes: int) -> float:
-    """Share of a class's drawn rows that has to be recognised: twice chance.
-
-    Of two classes that would be every row; there it is half way from chance to that. One class has no other to be
-    taken for.
-    """
-    return {1: 0.0, 2: 0.75}.get(classes, 2 / classes)
 
 
 def _seed(plan: Plan) -> int:
