@@ -27,7 +27,11 @@ MATHEMATICS = {
     "fleetdistill.training.losses": ["training/test_losses.py", "methods/feddkd/test_feddkd.py"],
     "fleetdistill.methods.classstats.gaussians": ["methods/classstats/test_statistics.py"],
     "fleetdistill.methods.cdkt.transfer": ["methods/cdkt/test_cdkt.py"],
-    "fleetdistill.methods.dafkd.losses": ["methods/dafkd/test_dafkd.py"],
+    "fleetdistill.methods.dafkd.losses": [
+        "methods/dafkd/test_losses.py",
+        "methods/dafkd/test_ensemble.py",
+        "methods/dafkd/test_device.py",
+    ],
     "fleetdistill_server.methods.averaging": ["methods/test_averaging.py"],
     "fleetdistill_server.methods.feddkc.kkr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.skr": ["methods/feddkc/test_refinement.py"],

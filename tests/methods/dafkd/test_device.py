@@ -1,0 +1,162 @@
+"""DaFKD's device half: adversarial training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.dafkd_fleet import (
+    SHAPE,
+    VARIANTS,
+    OwnSplit,
+    asked,
+    config_of,
+    copied,
+    make_device,
+    make_server,
+    run_round,
+    states_equal,
+    train,
+    two_devices,
+)
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import (
+    Discriminator,
+)
+from fleetdistill.methods.dafkd.device import DaFKDDevice
+from fleetdistill.methods.dafkd.losses import adversarial_loss
+from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.model import check_local_model
+from fleetdistill.training.parameters import model_parameters
+from fleetdistill.wire.codec import encode
+
+
+def test_daf_property_a_discriminator_goes_on_from_where_it_was_and_never_comes_from_the_server() -> None:
+    server, device = make_server(), make_device()
+    sent = train(server, device)["discriminator"]
+    assert isinstance(sent, Discriminator)
+    assert sent.shares_extractor
+    saved = unpack_state(pack_state(device.state_dict()))
+    back = make_device(seed=9)  # another process: other first weights
+    back.load_state_dict(saved)
+    judged, optimizer = back.ready()
+    kept = model_parameters(judged.discriminator)
+    assert all(np.array_equal(kept.parameters[name], sent.parameters.parameters[name]) for name in kept.parameters)
+    assert optimizer.state_dict()["state"][0]["step"] > 0
+    assert not any(isinstance(kind, Discriminator) for kind in asked(server, device).values())
+
+
+def test_state_of_before_the_first_round_has_no_discriminator_and_takes_one_back() -> None:
+    server, device = make_server(), make_device()
+    fresh = unpack_state(pack_state(device.state_dict()))
+    train(server, device)
+    device.load_state_dict(fresh)
+    assert device.state_dict() == {"discriminator": None, "optimizer": None}
+
+
+def test_the_first_discriminator_is_decided_by_the_asks_seed_alone() -> None:
+    one, other, third = (make_device(seed=seed) for seed in (1, 1, 1))
+    server = make_server()
+    first, second, differs = train(server, one), train(server, other), train(server, third, seed=5)
+    assert encode(first).sha256 == encode(second).sha256 != encode(differs).sha256
+
+
+def training_of(device: DaFKDDevice, *, adversarial: bool = True) -> AdversarialTraining:
+    judged, optimizer = device.ready()
+    return AdversarialTraining(
+        device.config, judged, optimizer, device.generator, device.data, seed=2, adversarial=adversarial
+    )
+
+
+@pytest.mark.parametrize("name", ["server", "no sharing", "feature level"])
+def test_daf_property_a_generator_step_changes_nothing_but_the_generator(name: str) -> None:
+    device = make_device(**VARIANTS[name])
+    training = training_of(device)
+    judged, _ = device.ready()
+    judged.train()
+    before, generator = copied(judged), copied(device.generator)
+    training.step_generator(8)
+    assert states_equal(copied(judged), before)
+    assert all(parameter.grad is None for parameter in judged.parameters())
+    assert not states_equal(copied(device.generator), generator)
+
+
+@pytest.mark.parametrize(("freeze", "moves"), [(True, False), (False, True)])
+@pytest.mark.parametrize("name", ["server", "no sharing"])
+def test_generated_samples_do_not_enter_batch_norm_statistics(name: str, freeze: bool, moves: bool) -> None:
+    device = make_device(**VARIANTS[name], freeze_batch_norm=freeze)
+    training = training_of(device)
+    judged, _ = device.ready()
+    judged.train()
+    norms = [part for part in judged.modules() if isinstance(part, nn.BatchNorm2d)]
+    before = [norm.running_mean.clone() for norm in norms if norm.running_mean is not None]
+    training.discriminator_loss(torch.zeros(4), torch.rand(4, *SHAPE), torch.rand(4, *SHAPE))
+    after = [norm.running_mean for norm in norms if norm.running_mean is not None]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)) is moves
+    assert all(norm.training for norm in norms)
+
+
+def test_the_joint_loss_is_equation_9() -> None:
+    device = make_device(model="digits_linear", lambda_adv=0.7)
+    training, (judged, _) = training_of(device), device.ready()
+    judged.eval()
+    x, labels, fake = torch.rand(5, *SHAPE), torch.arange(5), torch.rand(6, *SHAPE)
+    own = nn.functional.cross_entropy(device.local.model(x), labels)
+    against = adversarial_loss(judged.judge(x), judged.judge(fake))
+    assert_close(training.joint_loss(x, labels, fake), own + 0.7 * against)
+
+
+def test_sharing_trains_the_extractor_for_the_discriminator_too_and_no_sharing_does_not() -> None:
+    def extractor_after(**settings: Any) -> dict[str, Tensor]:
+        device, server = make_device(**settings), make_server(**settings)
+        train(server, device)
+        return copied(device.local.taps.extractor)
+
+    assert not states_equal(extractor_after(lambda_adv=0.0), extractor_after(lambda_adv=5.0))
+    apart = {"sharing": False}
+    assert states_equal(extractor_after(lambda_adv=0.0, **apart), extractor_after(lambda_adv=5.0, **apart))
+
+
+@pytest.mark.parametrize(("settings", "completed", "trains"), [
+    ({}, 0, True),
+    ({"gan_stop_round": 1}, 0, True),
+    ({"gan_stop_round": 1}, 1, False),
+    ({"gan_stop_epoch": 0}, 0, False),
+])  # fmt: skip
+def test_generator_and_discriminator_stop_when_told(settings: dict[str, Any], completed: int, trains: bool) -> None:
+    server, devices = make_server(**settings), two_devices(**settings)
+    before = copied(server.generator)
+    run_round(server, devices, completed)
+    assert states_equal(copied(server.generator), before) is not trains
+
+
+def test_a_last_batch_of_one_sample_trains_models_without_batch_norm() -> None:
+    local = make_device(rows=33).local
+    model = OwnSplit()
+    device = DaFKDDevice(config_of(), replace(local, model=model, taps=check_local_model(model)))
+    losses = [float(one.detach()) for one in training_of(device).losses(0, torch.tensor([0]))]
+    assert len(losses) == 1
+    assert np.isfinite(losses).all()
+
+
+def test_a_generator_that_diverges_is_an_error_that_names_its_rate() -> None:
+    device = make_device()
+    training = training_of(device)
+    with torch.no_grad():
+        next(device.generator.parameters()).fill_(float("nan"))
+    with pytest.raises(KnowledgeError, match=r"the generator's loss is nan; its learning rate \(generator_lr\)"):
+        training.step_generator(4)
+
+
+def test_the_generators_optimiser_is_fresh_and_has_the_weight_decay_that_is_stated() -> None:
+    device = make_device(adversarial_weight_decay=0.25)
+    optimizer = adam(device.config, device.generator, 0.5)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.25)
+    assert not optimizer.state
