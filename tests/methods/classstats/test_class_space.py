@@ -1,0 +1,229 @@
+"""The answers of a class space, predictors on it, and spaces that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from support.class_statistics_fleet import CLASSES, SHAPE
+from support.one_exchange_fleet import fleet, images_of, make_device, space_of
+from torch import nn
+
+from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.knowledge import (
+    GENERAL,
+    OWN,
+    PERSONAL,
+    Array,
+    ClassSpace,
+)
+from fleetdistill.methods.base import Ask
+from fleetdistill.methods.classstats.class_answers import (
+    LEAVE_ONE_OUT,
+    OWN_KEPT,
+    OWN_LEAVE_ONE_OUT,
+    PERSONAL_LEAVE_ONE_OUT,
+    class_answers,
+)
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
+from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
+from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
+from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
+from fleetdistill.models import PREDICTORS
+from fleetdistill.training.local_training import extract
+
+# --- the answers
+
+
+def test_the_personal_answer_weighs_classes_as_the_device_has_them() -> None:
+    played = fleet("ab", own_statistics_guard=False).play()
+    half = played.halves["a"]
+    inputs = images_of([3, 3, 3, 3], 9).inputs
+    general, personal = (extract(half.variants()[name], inputs).double() for name in (GENERAL, PERSONAL))
+    counts = np.array([20, 12, 3, 0]) + 0.5
+    prior = torch.from_numpy(np.log(counts / counts.sum()))
+    found = (personal - prior).log_softmax(dim=1)
+    fits = [torch.allclose((general / one).log_softmax(dim=1), found, atol=1e-3) for one in (1, 1.5, 2, 3, 4, 6, 8)]
+    assert sum(fits) == 1
+
+
+def fleet_of_two_kinds() -> tuple[ClassSpace, Array, Array]:
+    """A fleet whose class 0 lies elsewhere than the device's own rows of it."""
+    generator = np.random.default_rng(0)
+    labels = np.repeat([0, 1], 60)
+    rows = generator.standard_normal((120, 4)) + np.array([[0, 0, 0, 0], [3, 0, 0, 0]])[labels]
+    own = generator.standard_normal((40, 4)) + np.array([[0, 5, 0, 0], [0, 0, 5, 0]])[np.repeat([0, 1], 20)]
+    return make_space(moments_of(rows, labels), 0.05), own, np.repeat([0, 1], 20)
+
+
+def test_a_device_of_another_kind_keeps_its_own_statistics() -> None:
+    space, rows, labels = fleet_of_two_kinds()
+    found = class_answers(space, rows, labels, (), 2, moments_of(rows, labels))
+    assert found.own_kept
+    assert found.personal.space is not space
+    figures = {one.name: one.sum / one.count for one in found.figures}
+    assert figures[OWN_LEAVE_ONE_OUT] > figures[PERSONAL_LEAVE_ONE_OUT]
+    assert figures[OWN_KEPT] == 1
+    without = class_answers(space, rows, labels, (), 2, None)
+    assert without.personal.space is space
+    assert {one.name for one in without.figures} == {LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT}
+
+
+def test_a_device_of_one_class_has_no_statistics_of_its_own_to_keep() -> None:
+    space, rows, _ = fleet_of_two_kinds()
+    labels = np.zeros(40, int)
+    found = class_answers(space, rows, labels, (0,), 2, moments_of(rows, labels))
+    assert not found.own_kept
+    assert OWN_LEAVE_ONE_OUT not in {one.name for one in found.figures}
+
+
+def test_leave_one_out_predicts_the_accuracy_on_unseen_rows() -> None:
+    """On noisy rows of 4 classes: within five points of the accuracy on 2,000 rows that nobody has."""
+    generator = np.random.default_rng(4)
+    centres = generator.standard_normal((4, 20)) * 0.6
+    labels, unseen = np.repeat(np.arange(4), 40), np.repeat(np.arange(4), 500)
+    rows, others = (generator.standard_normal((len(one), 20)) + centres[one] for one in (labels, unseen))
+    parts = [moments_of(rows[start::2], labels[start::2]) for start in (0, 1)]
+    merged = merge(parts)
+    space = make_space(merged, shrinkage_rule(20, merged.df))
+    found = class_answers(space, rows[::2], labels[::2], range(4), 4, None).figures[0]
+    accuracy = (logits(space, coordinates(space, others), 4).argmax(axis=1) == unseen).mean()
+    naive = (logits(space, coordinates(space, rows), 4).argmax(axis=1) == labels).mean()
+    assert found.sum / found.count == pytest.approx(accuracy, abs=0.05)
+    assert found.sum / found.count < naive
+
+
+# --- a predictor of the device's own, and the app's own network
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_predictors_of_the_table_read_coordinates(name: str) -> None:
+    made = make_predictor(name, 3, 4)
+    assert made(torch.rand(5, 3)).shape == (5, 4)
+    assert sum(isinstance(one, nn.Linear) for one in made.modules()) == len(PREDICTORS[name]) + 1
+
+
+def test_a_predictor_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown predictor 'tree', expected one of space_linear"):
+        make_predictor("tree", 3, 4)
+    with pytest.raises(ConfigurationError, match=r"gives \[2, 5\] for 2 rows of 3, expected \[2, 4\]"):
+        make_predictor(lambda inputs, classes: nn.Linear(inputs, 5), 3, 4)
+
+
+def test_drawn_rows_are_normal_around_the_centres_and_the_same_everywhere() -> None:
+    space, _, _ = fleet_of_two_kinds()
+    rows, labels = draw_in_space(space, 4000, seed=5)
+    assert labels.tolist() == [0] * 4000 + [1] * 4000
+    for label in (0, 1):
+        of_class = rows[labels == label]
+        assert_allclose(of_class.mean(axis=0), space.centres[label], atol=0.08)
+        assert_allclose(of_class.std(axis=0), 1, atol=0.05)
+    assert np.array_equal(draw_in_space(space, 4000, seed=5)[0], rows)
+
+
+def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
+    settings = {"predictor": "trained", "predictor_steps": 60}
+    played = fleet("ab", **settings)
+    for half in played.halves.values():
+        half.local = replace(half.local, predictor=lambda inputs, classes: nn.Sequential(nn.Linear(inputs, classes)))
+    played.play()
+    half = played.halves["a"]
+    assert half.trained is not None
+    assert half.trained.steps >= 60
+    general = half.variants()[GENERAL]
+    assert isinstance(general, SpaceModel)
+    assert isinstance(general.above.predictor, nn.Sequential)
+    rows = images_of([0, 0, 0, 10], 9)
+    assert (extract(general, rows.inputs).argmax(dim=1) == 3).float().mean() > 0.8
+
+
+def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
+    played = fleet("ab").play()
+    assert OWN not in played.halves["a"].variants()
+    taught = fleet("ab", own_network="taught", own_network_epochs=15, drawn_images=60).play()
+    half = taught.halves["a"]
+    assert half.variants()[OWN] is half.local.model
+    unseen = images_of([10, 10, 10, 10], 9)
+    found = extract(half.local.model, unseen.inputs).argmax(dim=1)
+    assert (found == unseen.labels).float().mean() > 0.7  # with classes that it has few or no rows of
+
+
+def test_drawn_images_are_seen_where_rows_of_the_classes_lie() -> None:
+    played = fleet("abc").play()
+    space, general = space_of(played), played.halves["a"].variants()[GENERAL]
+    assert isinstance(general, SpaceModel)
+    own = played.halves["a"].local.data.inputs
+    images = draw_images(general.eval(), space, own, 40, seed=3)
+    assert images.shape == (40, *SHAPE)
+    assert 0 <= images.min() <= images.max() <= 1
+    counts = extract(general, images).argmax(dim=1).bincount(minlength=CLASSES)
+    assert (counts >= 4).all()
+    assert len(draw_images(general, space, own, 0, seed=3)) == 0
+
+
+# --- a hostile or broken server
+
+
+def spaces() -> Mapping[str, dict[str, Any]]:
+    nan = np.full((256, 3), np.nan, np.float16)
+    return {
+        "has shapes": {"directions": np.zeros((255, 3), np.float16)},
+        "has shapes .* directions": {
+            "directions": np.zeros((256, 4), np.float16),
+            "origin": np.zeros(4, np.float16),
+            "centres": np.zeros((4, 4), np.float16),
+        },
+        "has classes": {"labels": [0, 1, 2, 9]},
+        "has classes .*1, 1": {"labels": [0, 1, 1, 2]},
+        "not finite": {"directions": nan},
+        "shrinkage 1,": {"shrinkage": np.array(1.0)},
+        "outside -1,": {"outside": np.array(-1.0)},
+        "df 0;": {"df": np.array(0)},
+        "without samples": {"counts": np.array([0, 1, 2, 3], np.int32)},
+    }
+
+
+@pytest.mark.parametrize("says", spaces())
+def test_a_space_that_cannot_be_is_a_wire_error_and_the_device_keeps_what_it_has(says: str) -> None:
+    played = fleet("abc").play()
+    half, good = played.halves["a"], space_of(played)
+    check_space(good, 256, CLASSES)
+    before = extract(half.variants()[GENERAL], images_of([2, 2, 2, 2], 9).inputs)
+    plan = SpacePlan(merge=9, counted=True, draw_seed=1).to_wire()
+    with pytest.raises(WireError, match=says):
+        half.handle(Ask(round=2, step="learn", seed=1, parts={"space": replace(good, **spaces()[says]), "plan": plan}))
+    assert torch.equal(extract(half.variants()[GENERAL], images_of([2, 2, 2, 2], 9).inputs), before)
+
+
+@pytest.mark.parametrize("values", [{}, {"merge": "x", "counted": True, "draw_seed": 1}, {"merge": 1, "counted": 1}])
+def test_a_plan_that_cannot_be_read_is_a_wire_error(values: dict[str, Any]) -> None:
+    half = make_device([9, 9, 0, 0])
+    plan = SpacePlan(merge=1, counted=True, draw_seed=1).to_wire()
+    with pytest.raises(WireError, match="the plan's"):
+        half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": type(plan)(values=values)}))
+
+
+# --- over the SDK: files, figures, consent, features of the app's own
+
+
+@pytest.mark.parametrize("rows_each", [5, 8, 20])
+def test_leave_one_out_of_few_directions_is_no_pessimist(rows_each: int) -> None:
+    """Small devices send few directions; what these hold of a row, and no more, is taken out of the covariance."""
+    generator, classes, size, devices_ = np.random.default_rng(6), 4, 60, 3
+    centres = generator.standard_normal((classes, size))
+    labels, unseen = np.repeat(np.arange(classes), rows_each), np.repeat(np.arange(classes), 400)
+    parts = [generator.standard_normal((len(labels), size)) + centres[labels] for _ in range(devices_)]
+    moments = [moments_of(rows, labels) for rows in parts]
+    merged = merge(from_wire(to_wire(one, 128, 15)) for one in moments)
+    space = make_space(merged, shrinkage_rule(size, merged.df))
+    others = generator.standard_normal((len(unseen), size)) + centres[unseen]
+    accuracy = (logits(space, coordinates(space, others), classes).argmax(axis=1) == unseen).mean()
+    found = class_answers(space, parts[0], labels, range(classes), classes, moments[0], 15)
+    assert found.figures[0].sum / found.figures[0].count > accuracy - 0.1
+    assert not found.own_kept

@@ -1,0 +1,115 @@
+"""Settings of class statistics, and the forms that they choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.one_exchange_fleet import config_of, device_on, images_of, make_server
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.methods import config_class, device_class
+from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.averaged_config import AveragedConfig
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.training.local_training import TensorData
+from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.classstats.averaged import AveragedServer
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"features": "pixels"}, "unknown features 'pixels', expected one of scattering, model, averaged"),
+        ({"covariance": "full"}, "unknown covariance 'full', expected one of shared, class"),
+        ({"predictor": "forest"}, "unknown predictor 'forest', expected one of closed_form, trained"),
+        ({"own_network": "sold"}, "unknown own_network 'sold', expected one of kept, taught"),
+        ({"dimensions": 7}, r"dimensions must be 0 or in \[8, 2048\], got 7"),
+        ({"dimensions": 2049}, r"dimensions must be 0 or in \[8, 2048\], got 2049"),
+        ({"rank": 513}, r"rank must be in \[0, 512\], got 513"),
+        ({"rank": -1}, r"rank must be in \[0, 512\], got -1"),
+        ({"rows_per_direction": 1}, "rows_per_direction must be >= 2, got 1"),
+        ({"min_samples": 1}, "min_samples must be >= 2, got 1"),
+        ({"shrinkage": 1.0}, "shrinkage must be >= 0 and < 1, got 1.0"),
+        ({"shrinkage": "much"}, "unknown shrinkage 'much', expected one of rule"),
+        ({"count_cap": 0.5}, "count_cap must be >= 1, got 0.5"),
+        ({"predictor_steps": 0}, "predictor_steps must be >= 1"),
+        ({"own_network_epochs": 0}, "own_network_epochs must be >= 1"),
+        ({"own_network_rate": 0.0}, "own_network_rate must be > 0"),
+        ({"drawn_images": -1}, "drawn_images must be >= 0"),
+        (
+            {"own_network": "taught", "features": "model"},
+            "draws images through the scattering, and features is 'model'",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        config_of(**settings)
+
+
+@pytest.mark.parametrize("chosen", [{"features": "averaged"}, {"covariance": "class"}])
+def test_settings_choose_the_other_form_on_both_sides(chosen: dict[str, str]) -> None:
+    cls = config_class("classstats", chosen)
+    assert cls is AveragedConfig
+    config = cls.from_settings(chosen)
+    assert (config.features, config.covariance) == ("averaged", "class")
+    assert device_class("classstats", config) is AveragedDevice
+    assert server_class("classstats", config) is AveragedServer
+
+
+def test_the_usual_form_is_one_exchange() -> None:
+    config = config_class("classstats")()
+    assert isinstance(config, ClassStatsConfig)
+    assert device_class("classstats", config) is ClassStatsDevice
+    assert server_class("classstats", config) is ClassStatsServer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"features": "scattering", "covariance": "class"},
+        {"features": "averaged", "covariance": "shared"},
+    ],
+)
+def test_features_and_covariance_of_two_forms_do_not_go_together(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="does not go with covariance"):
+        config_class("classstats", settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"extractor_rounds": 3}, r'extractor_rounds: only the form with features = "averaged" has it; set that'),
+        ({"drawn_rows": 3, "rank": 4}, r'drawn_rows: only the form with features = "averaged" has it'),
+        (
+            {"features": "averaged", "predictor": "trained", "dimensions": 64},
+            r'dimensions, predictor: only the form with features = "scattering" or "model" has it',
+        ),
+        ({"extractor_round": 3}, "extractor_round: unknown setting"),
+    ],
+)
+def test_a_setting_of_the_other_form_is_refused_with_the_form_that_has_it(given: dict[str, Any], says: str) -> None:
+    values: dict[str, Any] = {
+        "run": {"name": "r", "method": "classstats"},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+        "method": given,
+    }
+    with pytest.raises(ConfigurationError, match=rf"\[method\] {says}"):
+        run_config(values)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 8), (16,)])
+def test_a_run_of_inputs_that_scattering_is_not_for_is_refused_with_the_way_out(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"\[contract\] input_shape: .*features = 'model'"):
+        make_server(shape)
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0])
+def test_images_outside_0_to_1_are_refused_with_the_way_out(factor: float) -> None:
+    data = images_of([5, 5, 5, 5], 1)
+    with pytest.raises(DataError, match=r"images in \[0, 1\], got .*features = 'model'"):
+        device_on(TensorData(data.inputs * factor, data.labels))
