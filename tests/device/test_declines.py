@@ -1,0 +1,150 @@
+"""What a device cannot answer is declined, and it goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.devices import answer_waits, compute_of, state_of
+from support.sdk_fleet import RUN, Fleet, make_device
+
+from fleetdistill import Step
+from fleetdistill.errors import (
+    CannotAnswer,
+)
+from fleetdistill.knowledge import RefinedKnowledge
+from fleetdistill.testing import EventLog
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+
+# --- declining
+
+
+def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        method = compute_of(device).method
+        before = state_of(device)
+
+        def cannot(ask: Any) -> Any:
+            with torch.no_grad():
+                next(method.local.model.parameters()).zero_()  # whatever it did before it gave up
+            raise CannotAnswer("it has no teacher")
+
+        method.handle = cannot
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
+        (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
+        assert (ask["status"], ask["reason"]) == ("out", "declined")
+        (event,) = fleet.store.history.events(RUN, "declined")
+        assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
+        assert state_of(device) == before
+        del method.handle
+        assert device.step(0) is Step.WAITED
+        assert fleet.store.devices.present(RUN) == ["d"], "out for the round, not for the run"
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert events.kinds()[-1] == "delivered"
+    assert all(bool(one.any()) for one in compute_of(device).module.parameters()), "it went on from the committed state"
+
+
+# --- room, and questions that cannot be understood
+
+
+def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        assert device.model is not None
+        before = state_of(device)
+        device._storage.outbox._max_answer_bytes = 100
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        (declined,) = fleet.store.history.events(RUN, "declined")
+        assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
+        assert state_of(device) == before
+        assert not answer_waits(device)
+        device._storage.outbox._max_answer_bytes = 1 << 30
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+
+
+def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        assert device.model is not None
+        device._check_in._downloads._max_bytes = 100
+        fleet.ask("d", RefinedKnowledge(valid=True, sample_ids=np.arange(24), values=np.zeros((24, 3), np.float32)))
+        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.WAITED
+    assert events[-1].kind == "dropped"
+    assert "the limit is 100" in events[-1].text
+    assert fleet.store.asks.of_step(RUN, 1, 1)[0]["reason"] == "declined"
+
+
+def test_a_full_disk_declines_the_ask_and_keeps_the_state(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        assert device.model is not None
+        before = state_of(device)
+        fleet.ask("d")
+        with monkeypatch.context() as patch:
+            usage = shutil.disk_usage(tmp_path)
+            patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
+            assert device.step(0) is Step.ANSWERED
+        assert events[-1].kind == "dropped"
+        assert "the disk has 400 free" in events[-1].text
+        assert state_of(device) == before
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+
+
+@pytest.mark.parametrize("newer", ["a step", "a payload"])
+def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: str
+) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        if newer == "a step":
+            fleet.ask("d", step="dream")
+            device.step(0)
+        else:
+            assert device.model is not None, "it has its state"
+            fleet.ask("d")
+            with monkeypatch.context() as patch:
+                patch.setattr("fleetdistill.wire.payload.DTYPES", {})
+                device.step(0)
+        assert events[-1].kind == "dropped"
+        expected = "has no handler for step 'dream'; is the SDK older than the server?"
+        assert (expected if newer == "a step" else "has unknown element type") in events[-1].text
+        fleet.ask("d")
+        device.step(0)
+    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+
+
+def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: Path) -> None:
+    fetched: list[bytes] = []
+
+    class Noting(MemoryLink):
+        def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
+            fetched.append(sha256)
+            return super().download(identity, sha256, first_byte)
+
+    for _ in range(2):
+        with make_device(fleet, tmp_path, link=Noting(fleet.api)) as device:
+            assert device.step(0) is Step.WAITED
+            fleet.ask("d")
+            assert device.step(0) is Step.ANSWERED
+            fleet.store.runs.close_short_round(RUN, fleet.round, "over")
+    assert len(fetched) == len(set(fetched)) == 2, "the initial weights, and what both rounds ask with"
+    assert len(list((tmp_path / "downloads").iterdir())) == 1

@@ -1,0 +1,174 @@
+"""An app that replaces its rows: which version the server knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.sdk_fleet import RUN, Fleet, equal, make_device, tiny_data, weights
+
+from fleetdistill import Event, Step
+from fleetdistill.device.check_in import CheckIn
+from fleetdistill.errors import (
+    ConfigurationError,
+    DataError,
+    LinkError,
+)
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+
+
+def version_of(fleet: Fleet, device: str = "d") -> bytes:
+    """The data version that the server knows."""
+    row = fleet.store.devices.get(RUN, device)
+    assert row is not None
+    return contract_pb2.DeviceProfile.FromString(row["profile"]).data_version
+
+
+def test_the_same_rows_have_one_version_and_two_devices_have_two(fleet: Fleet, tmp_path: Path) -> None:
+    found = []
+    for state_dir, name in (("a", "a"), ("a", "a"), ("b", "b")):
+        with make_device(fleet, tmp_path / state_dir, device_id=name, data=tiny_data()) as device:
+            device.step(0)
+        found.append(version_of(fleet, name))
+    assert found[0] == found[1] != found[2]
+    assert {len(one) for one in found} == {16}
+
+
+@pytest.mark.parametrize("rows", [tiny_data(), lambda: tiny_data(), tuple(map(torch.from_numpy, tiny_data()))])
+def test_a_version_is_of_the_rows_however_they_are_given(fleet: Fleet, tmp_path: Path, rows: Any) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        first = version_of(fleet)
+        device.replace_data(rows)
+        device.step(0)
+    assert version_of(fleet) == first
+
+
+@pytest.mark.parametrize("other", [tiny_data(seed=3), tiny_data(23), (tiny_data()[0], tiny_data()[1][::-1].copy())])
+def test_replaced_rows_are_told_with_the_next_step_and_what_was_learned_stays(
+    fleet: Fleet, tmp_path: Path, other: tuple[np.ndarray, np.ndarray]
+) -> None:
+    with make_device(fleet, tmp_path) as device:
+        fleet.ask("d")
+        device.step(0)
+        first, learned = version_of(fleet), weights(device)
+        device.replace_data(other)
+        assert version_of(fleet) == first
+        assert device.step(0) is Step.WAITED
+        assert version_of(fleet) != first
+        assert equal(weights(device), learned)
+        fleet.ask("d")
+        device.step(0)
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, len(other[1])]
+
+
+def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told(fleet: Fleet, tmp_path: Path) -> None:
+    class Cut(MemoryLink):
+        cut = True
+
+        def upload(self, header: Any, chunks: Any) -> Any:
+            if self.cut:
+                raise LinkError("the way is cut")
+            assert version_of(fleet) == first, "while this answer waits, the server knows the rows that it was made of"
+            return super().upload(header, chunks)
+
+    link = Cut(fleet.api)
+    with make_device(fleet, tmp_path, link=link) as device:
+        fleet.ask("d")
+        with pytest.raises(LinkError):
+            device.step(0)
+        first = version_of(fleet)
+        device.replace_data(tiny_data(12))
+        link.cut = False
+        assert device.step(0) is Step.ANSWERED
+        assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24]
+        device.step(0)
+        assert version_of(fleet) != first
+
+
+def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path) -> None:
+    """Whatever is under way then comes to its end, and the rows of the last call are told."""
+    asked = 0
+
+    def replace(event: Event) -> None:
+        nonlocal asked
+        asked += 1
+        device.replace_data(tiny_data(seed=asked))
+
+    with make_device(fleet, tmp_path, on_event=replace, export_onnx="round") as device:
+        for _ in range(2):
+            fleet.ask("d")
+            while not fleet.store.asks.uploads(RUN) or fleet.store.asks.open_ids():
+                device.step(0)
+        device.step(0)
+        device.step(0)
+        told = version_of(fleet)
+        device.replace_data(tiny_data(seed=asked))
+        device.step(0)
+    assert version_of(fleet) == told
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 24]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the digest", "by the app before it died"])
+def test_a_restarted_device_with_other_rows_tells_so_without_being_asked(
+    fleet: Fleet, tmp_path: Path, told: bool
+) -> None:
+    """Arrays are looked at; of what a function would give, the app has said that it is new."""
+    first: Any = tiny_data() if told else tiny_data
+    other: Any = tiny_data(seed=3) if told else lambda: tiny_data(seed=3)
+    with make_device(fleet, tmp_path, data=first) as device:
+        device.step(0)
+        before = version_of(fleet)
+        if not told:
+            device.replace_data(other)
+    with make_device(fleet, tmp_path, data=other) as device:
+        assert version_of(fleet) == before
+        assert device.step(0) is Step.WAITED
+        assert version_of(fleet) != before
+
+
+def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+    monkeypatch.setattr(CheckIn, "make_compute", lambda device, contract: pytest.fail("nobody has asked for work"))
+    with make_device(fleet, tmp_path) as device:
+        assert device.step(0) is Step.WAITED
+
+
+def test_a_lost_or_damaged_note_of_the_rows_costs_a_look_and_no_more(fleet: Fleet, tmp_path: Path) -> None:
+    note = tmp_path / "rows.txt"
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+    right, version = note.read_bytes(), version_of(fleet)
+    for damage in (None, b"", b"\xff\xfe", right[:20], right + b"0", right.replace(b"\n", b"")):
+        note.unlink() if damage is None else note.write_bytes(damage)
+        with make_device(fleet, tmp_path) as device:
+            device.step(0)
+        assert (note.read_bytes(), version_of(fleet)) == (right, version)
+
+
+def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        device.replace_data((np.zeros((3, 5), np.float32), np.zeros(3, np.int64)))
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"data has inputs of shape \[5\]"):
+                device.step(0)
+        device.replace_data(tiny_data(12))
+        assert device.step(0) is Step.WAITED
+
+
+def test_replacing_nothing_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device, pytest.raises(ConfigurationError, match="takes the new data"):
+        device.replace_data()
+    given = {"model": None, "data": None, "test_data": None}
+    with make_device(fleet, tmp_path / "own", worker=lambda contract: None, **given) as device:
+        with pytest.raises(ConfigurationError, match="none in an app that gave worker="):
+            device.replace_data(tiny_data())
+        device.replace_data()

@@ -1,0 +1,110 @@
+"""What a device does about refusals and unkind links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.devices import answer_waits, compute_of
+from support.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, stubborn_link, tiny_data
+
+from fleetdistill import Step
+from fleetdistill.errors import (
+    LinkError,
+)
+from fleetdistill.testing import EventLog, FaultyLink, refused
+from fleetdistill.wire.codes import Code, is_final, status_of
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+
+
+@pytest.mark.parametrize("call", ["check_in", "next_ask", "upload_status", "download"])
+@pytest.mark.parametrize("code", sorted(code for code in Code if not is_final(code)))
+def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: Path, call: str, code: Code) -> None:
+    fleet.ask("d")
+    link = FaultyLink(MemoryLink(fleet.api), refused(call, code, after_seconds="7"))
+    with make_device(fleet, tmp_path, link=link) as device:
+        if call != "upload_status" or status_of(code) in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
+            with pytest.raises(LinkError, match="was refused with") as error:
+                device.step(0)
+            assert error.value.after_seconds == 7.0
+        assert device.step(0) is Step.ANSWERED, "sent again at once, or at the next turn"
+    assert link.left == []
+    assert len(fleet.store.asks.uploads(RUN)) == 1
+
+
+def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "checksum", 2)) as device:
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.asks.uploads(RUN)) == 1
+
+
+def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "no-space", 1)) as device:
+        with pytest.raises(LinkError, match="no-space"):
+            device.step(0)
+        assert answer_waits(device)
+        assert fleet.store.asks.uploads(RUN) == []
+        assert device.step(0) is Step.ANSWERED
+    assert len(fleet.store.asks.uploads(RUN)) == 1
+
+
+def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_samples(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """It was made of the data of before; what the device has now is told once it is settled."""
+    crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
+    fleet.ask("d")
+    with pytest.raises(Crash):
+        crashing.step(0)
+    crashing.close(leave=False)
+    with make_device(fleet, tmp_path, data=tiny_data(9)) as device:
+        device.models  # noqa: B018  (the app looks before the device has settled anything)
+        device.step(0)
+        assert declared_samples(fleet) == 24
+        fleet.ask("d")
+        device.step(0)
+        assert declared_samples(fleet) == 9
+    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 9]
+    assert fleet.store.history.events(RUN, "refused") == []
+
+
+def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears_of_them(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        profile = profile_in(fleet)
+        profile.samples = 23  # as the backup has it
+        fleet.store.database.write("UPDATE devices SET profile = ? WHERE run = ?", profile.SerializeToString(), RUN)
+        for _ in range(2):
+            fleet.ask("d")
+            device.step(0)
+    assert [event.kind for event in events if event.kind in ("refused", "answered")] == ["refused", "answered"]
+    assert declared_samples(fleet) == 24
+
+
+def profile_in(fleet: Fleet) -> contract_pb2.DeviceProfile:
+    row = fleet.store.devices.get(RUN, "d")
+    assert row is not None
+    return contract_pb2.DeviceProfile.FromString(row["profile"])
+
+
+def declared_samples(fleet: Fleet) -> int:
+    return profile_in(fleet).samples
+
+
+def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    events = EventLog()
+    with make_device(fleet, tmp_path, events, link=stubborn_link(fleet.api, "bad-value", 1)) as device:
+        before = device.model.state_dict()["stages.0.weight"].clone()
+        device.step(0)
+        assert events[-1].kind == "refused"
+        assert events[-1].values["code"] == "bad-value"
+        assert device.model is not None
+        assert torch.equal(compute_of(device).module.state_dict()["stages.0.weight"], before)
