@@ -34,7 +34,7 @@ TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
 SERVE = "from fleetdistill_server.start import main; main()"
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
-NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## End it or change it")}
+NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## Change or cancel the run")}
 """Pages about a store that another page makes, and the heading before which that one ends."""
 
 
