@@ -37,9 +37,9 @@ def send(
 
 def test_who_holds_a_digest_is_not_asked_until_there_is_another() -> None:
     deliveries = Deliveries()
-    assert not deliveries.any_held
+    assert not deliveries.any_acknowledged
     assert send(deliveries, 1, digest=7, to="ab") == ["a", "b"]
-    assert deliveries.any_held
+    assert deliveries.any_acknowledged
     assert send(deliveries, 2, digest=7) == ["c"]
     assert send(deliveries, 3, digest=7) == []
     assert send(deliveries, 4, digest=8) == ["a", "b", "c"]
@@ -49,20 +49,20 @@ def test_a_device_that_does_not_answer_is_asked_after_pauses_that_double() -> No
     deliveries = Deliveries()
     asked = [number for number in range(1, 30) if "b" in send(deliveries, number, digest=7, silent="b")]
     assert asked == [1, 3, 6, 11, 20]
-    assert deliveries.has_missed("b")
+    assert deliveries.is_unresponsive("b")
     assert "b" in send(deliveries, 37, digest=7)
-    assert not deliveries.has_missed("b")
+    assert not deliveries.is_unresponsive("b")
     assert not deliveries.lacks("b", 7)
 
 
 def test_a_device_that_comes_back_is_in_no_pause() -> None:
     deliveries = Deliveries()
-    deliveries.note_present(ALL)
+    deliveries.update_present(ALL)
     send(deliveries, 1, digest=7, silent="b")
-    deliveries.note_present(ALL)
-    assert deliveries.has_missed("b")
-    deliveries.note_present("ac")
-    deliveries.note_present(ALL)
+    deliveries.update_present(ALL)
+    assert deliveries.is_unresponsive("b")
+    deliveries.update_present("ac")
+    deliveries.update_present(ALL)
     assert send(deliveries, 2, digest=7) == ["b"]
 
 
@@ -70,9 +70,9 @@ def test_after_a_round_that_fell_short_no_device_holds_anything() -> None:
     deliveries = Deliveries()
     send(deliveries, 1, digest=7)
     assert send(deliveries, 3, digest=7) == ["a", "b", "c"]
-    assert deliveries.rounds_lost == 1
+    assert deliveries.short_rounds == 1
     assert send(deliveries, 4, digest=7) == []
-    assert deliveries.rounds_lost == 0
+    assert deliveries.short_rounds == 0
 
 
 def test_a_forgotten_device_is_as_new() -> None:
@@ -132,7 +132,7 @@ def test_each_device_is_brought_what_it_does_not_hold() -> None:
         async def learn() -> None:
             deliveries.begin(number)
             message = lambda held: {"plan": Plan(values={"first": held[0], "second": held[1]})}  # noqa: E731
-            bringing = deliveries.bring(cohort, "learn", message, to=ALL, then_holds=lambda held: then)
+            bringing = deliveries.ask_all(cohort, "learn", message, to=ALL, acknowledges=lambda held: then)
             async for _ in bringing:
                 pass
 
@@ -140,6 +140,6 @@ def test_each_device_is_brought_what_it_does_not_hold() -> None:
         return {one.device: tuple(one.parts["plan"].values.values()) for one in cohort.asked}  # type: ignore[attr-defined]
 
     assert bring(1, [5, 6], silent="b") == dict.fromkeys(ALL, (-1, -1))
-    assert deliveries.holding_nothing(ALL) == ["b"]
+    assert deliveries.without_acknowledgement(ALL) == ["b"]
     assert bring(2, [5, 8], silent="c") == {"a": (5, 6), "b": (-1, -1), "c": (5, 6)}
-    assert deliveries.holding_nothing(ALL) == ["c"], "one that does not answer may hold anything"
+    assert deliveries.without_acknowledgement(ALL) == ["c"], "one that does not answer may hold anything"

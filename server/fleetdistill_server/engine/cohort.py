@@ -167,7 +167,7 @@ class StoreCohort:
         assert row is not None  # the cohort consists of devices that checked in
         return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
 
-    async def tell(self, payload: PayloadFor, *, step: str = "deliver") -> None:
+    async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends something that wants no knowledge back; waits until every device took it or is gone."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass

@@ -49,11 +49,11 @@ def register(method: str, server: type[ServerMethod]) -> None:
 
 def server_class(method: str, config: Any = None) -> type[ServerMethod]:
     """The server half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
-    usual = _usual_class(method)
+    usual = _default_class(method)
     return usual if config is None else usual.form(config)
 
 
-def _usual_class(method: str) -> type[ServerMethod]:
+def _default_class(method: str) -> type[ServerMethod]:
     has_device_half = is_registered(method)  # imports the installed package that declares it, if one does
     if method in registered:
         return registered[method]

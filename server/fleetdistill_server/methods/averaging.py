@@ -33,7 +33,7 @@ def capped(weights: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Update:
     device: str
     model: ModelParameters
     weight: float
@@ -62,7 +62,7 @@ class WeightedMean:
 
     def __init__(self, robust: str) -> None:
         self._robust = robust != OFF
-        self._sent: list[_Sent] = []
+        self._updates: list[_Update] = []
         self.left_out: list[str] = []
 
     def add(self, device: str, sent: ModelParameters, weight: float) -> None:
@@ -73,7 +73,7 @@ class WeightedMean:
             sent: All of them must have the same names and shapes, and be finite.
             weight: Above 0.
         """
-        self._sent.append(_Sent(device, sent, weight))
+        self._updates.append(_Update(device, sent, weight))
 
     def result(self, notes: Notes) -> ModelParameters:
         """The mean, in the types that were sent. Raises ValueError if nothing was added.
@@ -81,14 +81,14 @@ class WeightedMean:
         Args:
             notes: Takes an event about every device that is left out, and about one that has most of the weight.
         """
-        if not self._sent:
+        if not self._updates:
             raise ValueError("nothing was averaged")
-        weights = [one.weight for one in self._sent]
+        weights = [one.weight for one in self._updates]
         weights = capped(weights) if self._robust else weights
-        _note_most_weight({one.device: weight for one, weight in zip(self._sent, weights, strict=True)}, notes)
-        last = self._sent[-1].model
+        _note_dominant_weight({one.device: weight for one, weight in zip(self._updates, weights, strict=True)}, notes)
+        last = self._updates[-1].model
         names = [*last.parameters, *last.buffers]
-        clips = self._robust and len(self._sent) >= _FEWEST_DEVICES
+        clips = self._robust and len(self._updates) >= _FEWEST_DEVICES
         arrays = self._clipped(names, weights, notes) if clips else {name: self._plain(name, weights) for name in names}
         return ModelParameters(
             parameters={name: arrays[name] for name in last.parameters},
@@ -97,27 +97,27 @@ class WeightedMean:
         )
 
     def _plain(self, name: str, weights: Sequence[float]) -> Array:
-        arrays = [one.array(name) for one in self._sent]
+        arrays = [one.array(name) for one in self._updates]
         if arrays[0].dtype.kind != "f":
             largest: Array = np.maximum.reduce(arrays)
             return largest
         return _weighted(zip(arrays, weights, strict=True), arrays[0].dtype)
 
     def _clipped(self, names: Sequence[str], weights: Sequence[float], notes: Notes) -> dict[str, Array]:
-        arrays = {name: [one.array(name) for one in self._sent] for name in names}
+        arrays = {name: [one.array(name) for one in self._updates] for name in names}
         floats = [name for name in names if arrays[name][0].dtype.kind == "f"]
         spreads = {name: _Spread.of(arrays[name]) for name in floats}
-        left_out = self._far_off(spreads, notes)
-        found = {name: _middle(arrays[name]) for name in names if name not in spreads}
+        left_out = self._outliers(spreads, notes)
+        found = {name: _median_integers(arrays[name]) for name in names if name not in spreads}
         for name, spread in spreads.items():
             found[name] = spread.mean(arrays[name], weights, without=left_out)
         return found
 
-    def _far_off(self, spreads: Mapping[str, _Spread], notes: Notes) -> set[int]:
+    def _outliers(self, spreads: Mapping[str, _Spread], notes: Notes) -> set[int]:
         """Numbers of the devices that are left out of more than half of the tensors, each with an event."""
         found = set()
-        for number, one in enumerate(self._sent):
-            far = [name for name, spread in spreads.items() if spread.is_far(number)]
+        for number, one in enumerate(self._updates):
+            far = [name for name, spread in spreads.items() if spread.is_outlier(number)]
             if len(far) * 2 <= len(spreads):
                 continue
             found.add(number)
@@ -126,7 +126,7 @@ class WeightedMean:
             text += f" devices' median as usual, {worst} {spreads[worst].distances[number]:.3g} where"
             text += f" {spreads[worst].usual:.3g} is usual; it is left out of the mean"
             notes.event("update-left-out", f"{one.device}: {text}", one.device)
-        self.left_out = [self._sent[number].device for number in sorted(found)]
+        self.left_out = [self._updates[number].device for number in sorted(found)]
         return found
 
 
@@ -154,17 +154,17 @@ class _Spread:
         distances = np.sqrt(squares)
         return cls(centre, distances, float(np.median(distances)))
 
-    def is_far(self, number: int) -> bool:
+    def is_outlier(self, number: int) -> bool:
         return bool(self.distances[number] > _LEFT_OUT_FROM * self.usual)
 
     def mean(self, arrays: Sequence[Array], weights: Sequence[float], without: set[int]) -> Array:
-        counted = [number for number in range(len(arrays)) if not self.is_far(number) and number not in without]
+        counted = [number for number in range(len(arrays)) if not self.is_outlier(number) and number not in without]
         if not counted:  # each device is left out, of this tensor or of all
             return self.centre.reshape(arrays[0].shape).astype(arrays[0].dtype)
-        taken = ((self._drawn_in(arrays[number], number), weights[number]) for number in counted)
+        taken = ((self._clip(arrays[number], number), weights[number]) for number in counted)
         return _weighted(taken, arrays[0].dtype)
 
-    def _drawn_in(self, array: Array, number: int) -> Array:
+    def _clip(self, array: Array, number: int) -> Array:
         most = _CLIPPED_FROM * self.usual
         if self.distances[number] <= most:
             return array
@@ -191,13 +191,13 @@ def _weighted(arrays: Iterator[tuple[Array, float]], dtype: np.dtype) -> Array:
     return np.asarray(total / weight).astype(dtype)
 
 
-def _middle(arrays: Sequence[Array]) -> Array:
+def _median_integers(arrays: Sequence[Array]) -> Array:
     """The median of integers, of an even number the lower one in the middle."""
     found: Array = np.sort(np.stack(arrays), axis=0)[(len(arrays) - 1) // 2]
     return found
 
 
-def _note_most_weight(weights: Mapping[str, float], notes: Notes) -> None:
+def _note_dominant_weight(weights: Mapping[str, float], notes: Notes) -> None:
     """One event a run about a device that has most of the weight; of two devices one nearly always has more."""
     most, total = 0.75 if len(weights) == 2 else 0.5, sum(weights.values())
     for device, weight in weights.items():

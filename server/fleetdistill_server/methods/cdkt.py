@@ -31,7 +31,7 @@ from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
 
 
-class Said:
+class CollectedKnowledge:
     """What the devices say about the proxy set, as it comes in.
 
     Args:
@@ -52,7 +52,7 @@ class Said:
 
     def add(self, answer: DeviceAnswer) -> None:
         """Adds L_n and H_n of message 2, as far as they are sent."""
-        logits_pc, embeddings_pf = _said(answer)
+        logits_pc, embeddings_pf = _received(answer)
         weight = answer.samples if self._by_samples else 1.0
         if logits_pc is not None:
             self._outcomes.add(self._outcomes_of(logits_pc), weight)
@@ -111,7 +111,7 @@ class CDKTServer(ServerMethod):
         return replace(known, embedding=prod(shape), cuts={EMBEDDING: shape})
 
     async def round(self, cohort: Cohort) -> None:
-        said = Said(self.config, self._proxy.labels)
+        said = CollectedKnowledge(self.config, self._proxy.labels)
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self.message(cohort), to=asked):  # messages 1 and 2
             said.add(answer)
@@ -153,7 +153,7 @@ class CDKTServer(ServerMethod):
             embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
         )
 
-    def _collective(self, said: Said) -> Knowledge:
+    def _collective(self, said: CollectedKnowledge) -> Knowledge:
         """z̄ and h̄ of section 3.3, from the means over the devices that answered."""
         outcomes_pc, embeddings_pf = said.means()
         if outcomes_pc is not None and self.config.label_average:
@@ -167,7 +167,7 @@ class CDKTServer(ServerMethod):
         inputs, labels = proxy.inputs.to(where), proxy.labels.to(where)
 
         def losses(epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
-            logits_bc, embeddings_bf = self._say(inputs[rows_b], knowledge.embeddings_pf is not None)
+            logits_bc, embeddings_bf = self._forward(inputs[rows_b], knowledge.embeddings_pf is not None)
             loss = functional.cross_entropy(logits_bc, labels[rows_b])
             if self.config.beta:
                 loss = loss + self.config.beta * distance.regulariser(knowledge, rows_b, logits_bc, embeddings_bf)
@@ -192,7 +192,7 @@ class CDKTServer(ServerMethod):
     def _rate(self) -> Rate:
         return "server_learning_rate", self.config.server_learning_rate
 
-    def _say(self, x: Tensor, with_embedding: bool) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, x: Tensor, with_embedding: bool) -> tuple[Tensor, Tensor | None]:
         return logits_and_embedding(self.model, x) if with_embedding else (self.model(x), None)
 
     def _embeddings(self, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class CDKTServer(ServerMethod):
         return self.model, self.context.input_shape
 
 
-def _said(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
+def _received(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
     """L_n and H_n of message 2 in float64; ingest has held digest, shapes and values against the contract."""
     sent = answer.part("knowledge", ProxyKnowledge)
     columns = (sent.logits, sent.embeddings)

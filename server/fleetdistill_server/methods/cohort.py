@@ -117,7 +117,7 @@ class Cohort(Notes, Protocol):
             QuorumNotReached: Too few answered before the deadline.
         """
 
-    async def tell(self, payload: PayloadFor, *, step: str = "deliver") -> None:
+    async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends something that wants no knowledge back; waits until every device took it or is gone."""
 
     def needed(self, asked: int, quorum: float | None = None) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from fleetdistill.knowledge import Parts
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 
-Held = Any
+Version = Any
 """Names what a device holds, such as the digest of a payload: a number, or a list of numbers for several parts."""
 
 
@@ -28,22 +28,22 @@ class Deliveries:
         nothing: What a device holds that has acknowledged nothing.
 
     Attributes:
-        rounds_lost: Rounds that fell short since the last that counted.
+        short_rounds: Rounds that fell short since the last that counted.
     """
 
-    def __init__(self, nothing: Held = None) -> None:
-        self.rounds_lost = 0
+    def __init__(self, nothing: Version = None) -> None:
+        self.short_rounds = 0
         self._nothing = nothing
-        self._held: dict[str, Held] = {}
+        self._acknowledged: dict[str, Version] = {}
         self._missed: dict[str, list[int]] = {}  # who did not answer: round to ask it again in, next pause
         self._round = 0
         self._present: set[str] = set()  # at the last look between rounds; not part of the state
 
     def begin(self, round_number: int) -> None:
         """Starts a round; must be called before anything is asked in it."""
-        self.rounds_lost = round_number - self._round - 1
-        if self.rounds_lost > 0:
-            self._held.clear()
+        self.short_rounds = round_number - self._round - 1
+        if self.short_rounds > 0:
+            self._acknowledged.clear()
         self._round = round_number
 
     async def ask(
@@ -53,7 +53,7 @@ class Deliveries:
         payload: PayloadFor,
         *,
         to: Sequence[str],
-        unless_held: Held | None = None,
+        unless_held: Version | None = None,
         quorum: float | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Asks a step of those devices that need it and are not in a pause; nothing is asked if there are none.
@@ -67,27 +67,27 @@ class Deliveries:
                 None for a step that brings nothing to keep.
             quorum: Part of the asked devices that must answer; by default the run's.
         """
-        due = [one for one in to if self.may_ask(one) and (unless_held is None or self.lacks(one, unless_held))]
+        due = [one for one in to if self.is_askable(one) and (unless_held is None or self.lacks(one, unless_held))]
         if not due:
             return
         answered = []
         async for answer in cohort.ask(step, payload, to=due, quorum=quorum):
             answered.append(answer.device)
             if unless_held is not None:
-                self._held[answer.device] = unless_held
+                self._acknowledged[answer.device] = unless_held
             yield answer
         for device in answered:
-            self.answers_again(device)
-        self.note_missed([device for device in due if device not in answered])
+            self.mark_responsive(device)
+        self.mark_unresponsive([device for device in due if device not in answered])
 
-    async def bring(
+    async def ask_all(
         self,
         cohort: Cohort,
         step: str,
-        payload: Callable[[Held], Parts],
+        payload: Callable[[Version], Parts],
         *,
         to: Sequence[str],
-        then_holds: Callable[[Held], Held],
+        acknowledges: Callable[[Version], Version],
     ) -> AsyncIterator[DeviceAnswer]:
         """Asks a step of all these devices, each with what it does not hold yet.
 
@@ -96,64 +96,64 @@ class Deliveries:
             step: Name of the device half's handler.
             payload: From what a device holds to what it is sent.
             to: These devices. One that does not answer holds nothing from then on.
-            then_holds: From what a device held to what it holds once it has answered.
+            acknowledges: From what a device held to what it holds once it has answered.
         """
-        before = {device: self._held.pop(device, self._nothing) for device in to}
+        before = {device: self._acknowledged.pop(device, self._nothing) for device in to}
         async for answer in cohort.ask(step, lambda device: payload(before[device]), to=to):
-            self._held[answer.device] = then_holds(before[answer.device])
+            self._acknowledged[answer.device] = acknowledges(before[answer.device])
             yield answer
 
-    def lacks(self, device: str, digest: Held) -> bool:
+    def lacks(self, device: str, digest: Version) -> bool:
         """Whether a device does not hold what the digest names."""
-        return bool(self._held.get(device, self._nothing) != digest)
+        return bool(self._acknowledged.get(device, self._nothing) != digest)
 
-    def holding_nothing(self, devices: Sequence[str]) -> list[str]:
+    def without_acknowledgement(self, devices: Sequence[str]) -> list[str]:
         """Those of the devices that have acknowledged nothing."""
-        return [device for device in devices if device not in self._held]
+        return [device for device in devices if device not in self._acknowledged]
 
     @property
-    def any_held(self) -> bool:
+    def any_acknowledged(self) -> bool:
         """Whether some device holds something."""
-        return bool(self._held)
+        return bool(self._acknowledged)
 
     # --- devices that do not answer
 
-    def has_missed(self, device: str) -> bool:
+    def is_unresponsive(self, device: str) -> bool:
         """Whether a device has not answered, and not since then."""
         return device in self._missed
 
-    def may_ask(self, device: str) -> bool:
+    def is_askable(self, device: str) -> bool:
         """Whether a device is in no pause."""
         return device not in self._missed or self._round >= self._missed[device][0]
 
-    def note_missed(self, devices: Sequence[str]) -> None:
+    def mark_unresponsive(self, devices: Sequence[str]) -> None:
         """These devices were asked and did not answer: each is in a pause, twice as long as its last."""
         for device in devices:
-            if self.may_ask(device):
+            if self.is_askable(device):
                 _, pause = self._missed.get(device, [0, 1])
                 self._missed[device] = [self._round + 1 + pause, 2 * pause]
 
-    def answers_again(self, device: str) -> None:
+    def mark_responsive(self, device: str) -> None:
         """A device that answers is in no pause."""
         self._missed.pop(device, None)
 
-    def note_present(self, present: Collection[str]) -> None:
+    def update_present(self, present: Collection[str]) -> None:
         """Between rounds: a device that has come back counts as one that answers."""
         for device in set(present) - self._present:
-            self.answers_again(device)
+            self.mark_responsive(device)
         self._present = set(present)
 
     # --- state
 
     def forget(self, device: str) -> None:
         """Drops what is kept of one device."""
-        self._held.pop(device, None)
+        self._acknowledged.pop(device, None)
         self._missed.pop(device, None)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` restores: the entries `held`, `silent` and `round` of a method's state."""
-        return {"held": dict(self._held), "silent": dict(self._missed), "round": self._round}
+        return {"held": dict(self._acknowledged), "silent": dict(self._missed), "round": self._round}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores these entries of a method's state."""
-        self._held, self._missed, self._round = dict(state["held"]), dict(state["silent"]), state["round"]
+        self._acknowledged, self._missed, self._round = dict(state["held"]), dict(state["silent"]), state["round"]

@@ -54,7 +54,7 @@ class FedAvgServer(ServerMethod):
         load_parameters(self.model, mean.result(cohort))
 
     async def finish(self, cohort: Cohort) -> None:
-        await cohort.tell({"parameters": model_parameters(self.model)})
+        await cohort.deliver({"parameters": model_parameters(self.model)})
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}

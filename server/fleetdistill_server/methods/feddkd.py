@@ -82,7 +82,7 @@ class Progress:
         """One more step, and what puts the model back to where it was before it."""
         self.taken, self.last, self._restore = self.taken + 1, gradients, restore
 
-    def undo(self) -> None:
+    def roll_back(self) -> None:
         """Takes the last step back."""
         self._restore()
         self.taken -= 1
@@ -131,7 +131,7 @@ class FedDKDServer(ServerMethod):
         number = cohort.completed + 1
         mean, devices = WeightedMean(self.config.robust), list[str]()
         asked = cohort.sample(self.config.participation_ratio)
-        async for answer in cohort.ask("train", self._task(number), to=asked):
+        async for answer in cohort.ask("train", self._train_message(number), to=asked):
             mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)  # Alg. 1, line 6
             devices.append(answer.device)
         load_parameters(self.model, mean.result(cohort), without=self._stays_on_devices)
@@ -172,7 +172,7 @@ class FedDKDServer(ServerMethod):
             text = f"{after} no device's loss is finite; the step is undone: {_TOO_LARGE}"
             cohort.event("distillation-undone", text)
         if risen or not now.finite:
-            progress.undo()
+            progress.roll_back()
             raise _StopDistilling
 
     def _stop_if_too_few(self, cohort: Cohort, step: int, gradients: Gradients, asked: int) -> None:
@@ -202,7 +202,7 @@ class FedDKDServer(ServerMethod):
     def _limited_mean(self, gradients: Gradients, notes: Notes) -> Mapping[str, Array]:
         return limited(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
 
-    def _task(self, number: int) -> Parts:
+    def _train_message(self, number: int) -> Parts:
         plan = Plan(values={"learning_rate": self.config.local_rate(number)})
         return {"plan": plan, "parameters": self.shared_parameters()}
 
@@ -211,7 +211,7 @@ class FedDKDServer(ServerMethod):
         return model_parameters(self.model, without=self._stays_on_devices)
 
     async def finish(self, cohort: Cohort) -> None:
-        await cohort.tell({"parameters": self.shared_parameters()})
+        await cohort.deliver({"parameters": self.shared_parameters()})
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}

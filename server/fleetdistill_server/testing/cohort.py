@@ -199,7 +199,7 @@ class FakeCohort:
             except (CannotAnswer, WireError) as reason:
                 return None, str(reason)
 
-    async def tell(self, payload: PayloadFor, *, step: str = "deliver") -> None:
+    async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends something that wants no knowledge back."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass

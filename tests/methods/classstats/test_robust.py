@@ -12,17 +12,26 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fleetdistill.knowledge import Array
-from fleetdistill_server.methods.classstats.robust import Centres, LeftOut, Sent, capped, judge, middle_of
+from fleetdistill_server.methods.classstats.robust import (
+    Centres,
+    DeviceStatistics,
+    LeftOut,
+    capped,
+    middle_values,
+    screen,
+)
 
 BY_CLASS, SHARED = "by class", "shared"
 forms = pytest.mark.parametrize("form", [BY_CLASS, SHARED])
 
 
-def sent(means: Mapping[int, Sequence[float]], *, trace: Any = 1.0, count: Any = 10, form: str = BY_CLASS) -> Sent:
+def sent(
+    means: Mapping[int, Sequence[float]], *, trace: Any = 1.0, count: Any = 10, form: str = BY_CLASS
+) -> DeviceStatistics:
     """Of classes by label; trace and count of each class, or one of all."""
     labels = tuple(sorted(means))
     traces = np.broadcast_to(np.asarray(trace, float), len(labels) if form == BY_CLASS else 1)
-    return Sent(
+    return DeviceStatistics(
         labels=labels,
         counts=np.broadcast_to(np.asarray(count, np.int64), len(labels)).copy(),
         means=np.array([means[label] for label in labels], np.float16),
@@ -65,7 +74,7 @@ def test_nobody_is_nothing_to_cap() -> None:
 def test_b_a_class_of_a_wide_covariance_is_left_out_alone() -> None:
     """The median of nine traces is 1: 4 stays, 4.1 does not."""
     fleet = {"a": sent(NEAR), "b": sent(NEAR, trace=[1, 4, 1]), "c": sent(NEAR, trace=[1, 1, 4.1])}
-    kept, left_out = judge(fleet, "gross")
+    kept, left_out = screen(fleet, "gross")
     assert gone(left_out) == [("c", (2,))]
     assert left_out[0].reason == "its covariance has trace 4.1, the limit is 4, 4 times the median"
     assert {name: one.labels for name, one in kept.items()} == {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1)}
@@ -77,7 +86,7 @@ def test_b_of_one_covariance_that_is_wide_the_device_is_left_out() -> None:
     """Each device's trace counts once, however many classes it claims: the median of 1, 1 and 4.1 is 1."""
     fleet = {name: sent({0: [1.0, 0.0]}, form=SHARED) for name in "ab"}
     fleet["c"] = sent(NEAR, trace=4.1, form=SHARED)
-    kept, left_out = judge(fleet, "gross")
+    kept, left_out = screen(fleet, "gross")
     assert gone(left_out) == [("c", (0, 1, 2))]
     assert sorted(kept) == ["a", "b"]
 
@@ -87,17 +96,17 @@ def test_b_means_that_are_four_times_too_long_are_left_out(form: str) -> None:
     """Means (0, 4) and (0, 5): no covariance is larger, and half of them are nearest to their own centre (0, 1.2)."""
     near = {0: [0.0, 1.0], 1: [0.0, 1.2]}
     fleet = {name: sent(near, form=form) for name in "abd"}
-    kept, left_out = judge({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 5.0]}, form=form)}, "gross")
+    kept, left_out = screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 5.0]}, form=form)}, "gross")
     assert gone(left_out) == [("c", (0, 1))]
     assert left_out[0].reason.startswith("its longest class mean has length 5, the limit is 4.801, 4 times")
     assert sorted(kept) == ["a", "b", "d"]
-    assert judge({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 4.75]}, form=form)}, "gross")[1] == []
+    assert screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 4.75]}, form=form)}, "gross")[1] == []
 
 
 # --- (c) nearest centre
 
 
-def fleet_with(last: Sent, form: str = BY_CLASS) -> dict[str, Sent]:
+def fleet_with(last: DeviceStatistics, form: str = BY_CLASS) -> dict[str, DeviceStatistics]:
     return {**{name: sent(NEAR, form=form) for name in "abc"}, "d": last}
 
 
@@ -120,19 +129,19 @@ def test_c_the_share_of_means_at_their_own_centre_decides(
     fleet = fleet_with(sent(means, form=form), form)
     near = Centres(fleet, {}, shifted=False).near(fleet["d"])
     assert (near and near.share) == share
-    assert gone(judge(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
-    _, left_out = judge(fleet, "strict")
+    assert gone(screen(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
+    _, left_out = screen(fleet, "strict")
     assert any("nearest to the centre of their class" in one.reason for one in left_out) == strict
 
 
 def test_c_the_reason_has_the_figures() -> None:
     swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
-    _, (one,) = judge(fleet_with(swapped), "gross")
+    _, (one,) = screen(fleet_with(swapped), "gross")
     text = "0 of its 2 class means are nearest to the centre of their class, a share of 0; 0.25 is the least"
     assert one.reason == text
 
 
-def five(places: Array) -> Sent:
+def five(places: Array) -> DeviceStatistics:
     return sent({label: places[label] for label in range(5)})
 
 
@@ -142,8 +151,8 @@ def test_c_gross_lets_means_be_shifted_all_alike_and_strict_does_not() -> None:
     fleet = {**{name: five(place) for name in "abc"}, "d": five(place + 2 * place[4])}
     assert Centres(fleet, {}, shifted=False).near(fleet["d"]) == (1, 5)
     assert Centres(fleet, {}, shifted=True).near(fleet["d"]) == (5, 5)
-    assert judge(fleet, "gross")[1] == []
-    assert gone(judge(fleet, "strict")[1])[0] == ("d", (0, 1, 2, 3, 4))
+    assert screen(fleet, "gross")[1] == []
+    assert gone(screen(fleet, "strict")[1])[0] == ("d", (0, 1, 2, 3, 4))
 
 
 def test_c_a_common_shift_excuses_neither_two_classes_nor_means_in_the_wrong_places() -> None:
@@ -151,10 +160,10 @@ def test_c_a_common_shift_excuses_neither_two_classes_nor_means_in_the_wrong_pla
     place = 2 * np.eye(5)
     similar = {0: [0.0, 0.0], 1: [0.0, 0.5], 2: [9.0, 0.0], 3: [9.0, 0.5]}
     fleet = {**{name: sent(similar) for name in "abc"}, "d": sent({2: similar[0], 3: similar[1]})}
-    assert gone(judge(fleet, "gross")[1]) == [("d", (2, 3))]
+    assert gone(screen(fleet, "gross")[1]) == [("d", (2, 3))]
     rolled = five(np.roll(place, -1, axis=0) + place[4])
     fleet = {**{name: five(place) for name in "abc"}, "d": rolled}
-    assert gone(judge(fleet, "gross")[1]) == [("d", (0, 1, 2, 3, 4))]
+    assert gone(screen(fleet, "gross")[1]) == [("d", (0, 1, 2, 3, 4))]
 
 
 def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
@@ -170,7 +179,7 @@ def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
     fleet = {**honest, "y": rolled, "z": rolled}
     centres = Centres(fleet, {}, shifted=False)
     assert [centres.near(fleet[name]) for name in "adyz"] == [(0, 2), (0, 2), (1, 5), (1, 5)]
-    kept, left_out = judge(fleet, "gross")
+    kept, left_out = screen(fleet, "gross")
     assert gone(left_out) == [("y", (0, 1, 2, 3, 4)), ("z", (0, 1, 2, 3, 4))]
     assert sorted(kept) == list(held)
 
@@ -180,17 +189,17 @@ def test_c_the_worst_goes_first_and_honest_ones_stay() -> None:
     swapped = {0: [0.0, 1.0], 1: [1.0, 0.0], 2: [1.0, 1.0]}
     half = {0: [0.0, 1.0], 1: [1.0, 0.0]}
     fleet = {**{name: sent(NEAR) for name in "abc"}, "d": sent(half), "e": sent(half)}
-    kept, left_out = judge(fleet, "gross")
+    kept, left_out = screen(fleet, "gross")
     assert gone(left_out) == [("d", (0, 1)), ("e", (0, 1))]
     assert sorted(kept) == ["a", "b", "c"]
     fleet = {**{name: sent(NEAR) for name in "abc"}, "d": sent(swapped)}
-    assert judge(fleet, "gross")[1] == []  # a third of its means is right
+    assert screen(fleet, "gross")[1] == []  # a third of its means is right
 
 
 def test_c_no_more_than_half_of_the_devices_are_left_out() -> None:
     """Two against two: whoever is looked at has two of three others against it, until two are left."""
     swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
-    kept, left_out = judge({"a": sent(NEAR), "b": sent(NEAR), "c": swapped, "d": swapped}, "gross")
+    kept, left_out = screen({"a": sent(NEAR), "b": sent(NEAR), "c": swapped, "d": swapped}, "gross")
     assert len(kept) == len(left_out) == 2
 
 
@@ -200,7 +209,7 @@ def test_of_two_devices_neither_is_left_out(form: str) -> None:
         "a": sent(NEAR, form=form),
         "b": sent({0: [0.0, 90.0], 1: [90.0, 0.0]}, trace=500.0, form=form),
     }
-    kept, left_out = judge(fleet, "strict")
+    kept, left_out = screen(fleet, "strict")
     assert (kept, left_out) == (fleet, [])
 
 
@@ -212,13 +221,13 @@ def test_d_strict_leaves_out_single_classes_that_lie_far_off(form: str) -> None:
     """Of ten rows a class with trace 1 the unit is sqrt(1 / 10 + 0.05) = 0.387: at 1.2 from the median it is 3.1."""
     shifted = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0 + 1.2, 1.0]}
     fleet = fleet_with(sent(shifted, form=form), form)
-    kept, left_out = judge(fleet, "strict")
+    kept, left_out = screen(fleet, "strict")
     assert gone(left_out) == [("d", (2,))]
     assert left_out[0].reason == "its class means lie this far from the median device's: 3.1 (class 2, limit 3)"
     assert kept["d"].labels == (0, 1)
-    assert judge(fleet, "gross") == (fleet, [])
+    assert screen(fleet, "gross") == (fleet, [])
     within = fleet_with(sent({**shifted, 2: [1.0 + 1.15, 1.0]}, form=form), form)  # 2.97
-    assert judge(within, "strict")[1] == []
+    assert screen(within, "strict")[1] == []
 
 
 def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
@@ -226,16 +235,16 @@ def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
     unit = float(np.sqrt(1 / 20 + 0.05))
     places = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 8}
     fleet = {name: sent({0: [place * unit, 0.0]}, count=20) for name, place in places.items()}
-    assert gone(judge(fleet, "strict")[1]) == [("e", (0,))]
+    assert gone(screen(fleet, "strict")[1]) == [("e", (0,))]
     wider = {name: sent({0: [4 * place * unit, 0.0]}, count=20) for name, place in places.items() if name != "e"}
-    assert judge(wider, "strict")[1] == []  # 8, 4, 0, 4: no more than 3 times 4
+    assert screen(wider, "strict")[1] == []  # 8, 4, 0, 4: no more than 3 times 4
 
 
 def test_d_means_without_spread_are_not_compared() -> None:
     """As `means_only` sends them: there is no unit to measure their distance in."""
     fleet = fleet_with(sent({0: [1.0, 0.0], 1: [0.0, 1.0], 2: [3.0, 1.0]}, trace=0.0))
     fleet = {name: sent(dict(zip(one.labels, one.means, strict=True)), trace=0.0) for name, one in fleet.items()}
-    assert judge(fleet, "strict")[1] == []
+    assert screen(fleet, "strict")[1] == []
 
 
 # --- (e) trusted centres
@@ -246,11 +255,11 @@ def test_e_trusted_centres_outvote_any_number_of_liars() -> None:
     swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
     fleet = {"a": sent(NEAR), **dict.fromkeys("bcd", swapped)}
     trusted = {label: np.array(mean) for label, mean in NEAR.items()}
-    assert gone(judge(fleet, "gross", trusted)[1]) == [("b", (0, 1)), ("c", (0, 1))]  # half of four at most
-    assert gone(judge({"a": sent(NEAR), "b": swapped, "c": swapped}, "gross", trusted)[1]) == [("b", (0, 1))]
+    assert gone(screen(fleet, "gross", trusted)[1]) == [("b", (0, 1)), ("c", (0, 1))]  # half of four at most
+    assert gone(screen({"a": sent(NEAR), "b": swapped, "c": swapped}, "gross", trusted)[1]) == [("b", (0, 1))]
     alone = {"a": sent(NEAR), "b": swapped}
-    assert gone(judge(alone, "gross", trusted)[1]) == [("b", (0, 1))]
-    assert judge(alone, "gross")[1] == []
+    assert gone(screen(alone, "gross", trusted)[1]) == [("b", (0, 1))]
+    assert screen(alone, "gross")[1] == []
 
 
 # --- laws
@@ -262,7 +271,7 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     means = list(generator.integers(-3, 4, size=(devices, 5)).astype(np.float16))  # with ties
     fleet = {str(number): sent({0: mean}) for number, mean in enumerate(means)}
     centres = Centres(fleet, {}, shifted=False)
-    assert len(middle_of(means)) == min(devices, 2 + devices % 2)
+    assert len(middle_values(means)) == min(devices, 2 + devices % 2)
     for number, mean in enumerate(means):
         others = [one.astype(np.float64) for other, one in enumerate(means) if other != number]
         found = centres.without({0: mean.astype(np.float64)})
@@ -272,7 +281,7 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     assert_array_equal(centres.without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
 
 
-def random_fleet(seed: int, devices: int, form: str) -> dict[str, Sent]:
+def random_fleet(seed: int, devices: int, form: str) -> dict[str, DeviceStatistics]:
     generator = np.random.default_rng(seed)
     fleet = {}
     for number in range(devices):
@@ -297,8 +306,8 @@ def test_the_verdict_does_not_depend_on_the_order_and_adds_up(
     fleet = random_fleet(seed, devices, form)
     names = list(fleet)
     order.shuffle(names)
-    kept, left_out = judge(fleet, robust)
-    again, also = judge({name: fleet[name] for name in names}, robust)
+    kept, left_out = screen(fleet, robust)
+    again, also = screen({name: fleet[name] for name in names}, robust)
     assert sorted(gone(left_out)) == sorted(gone(also))
     assert {name: one.labels for name, one in kept.items()} == {name: one.labels for name, one in again.items()}
     for name, one in fleet.items():

@@ -41,7 +41,7 @@ from fleetdistill_server.methods.averaging import TensorMean, WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     Classes,
-    LeftOutOfMerge,
+    LeftOutReasons,
     Rules,
     merged,
     note_left_out,
@@ -81,7 +81,7 @@ class AveragedServer(ServerMethod):
         self.own = OwnPredictor(self.predictor, config, context, self._feature_shape, nonnegative=self.nonnegative)
         self.parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
         self.classes: Classes = {}
-        self._left_out: LeftOutOfMerge = {}
+        self._left_out: LeftOutReasons = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self.version = 0  # names the merge by what is in it
         self.agreed: tuple[int, Array] | None = None
@@ -133,12 +133,12 @@ class AveragedServer(ServerMethod):
         if cohort.completed < self.config.extractor_rounds:
             await self._average_extractor(cohort, asked)
             return
-        await self._take_summaries(cohort, asked)
+        await self._collect_summaries(cohort, asked)
         taught = [device for device in asked if device in self.parts and device in cohort.remaining]
         if not taught:
             raise QuorumNotReached("learn", 0, 1)
         note_left_out(self._left_out, cohort, taught)
-        await self._teach(cohort, taught)
+        await self._train_devices(cohort, taught)
 
     async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
         mean = WeightedMean(self.config.robust)
@@ -146,13 +146,13 @@ class AveragedServer(ServerMethod):
             mean.add(answer.device, answer.part("extractor", ModelParameters), answer.samples)
         load_parameters(self.extractor, mean.result(cohort))
 
-    async def _take_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
+    async def _collect_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Asks devices whose summary is not here, later than in the first such round newcomers; and who learns nothing.
 
         They have no quorum then: a newcomer that does not answer must not cost the others the round. In the first such
         round they have, and who was not waited for is no worse than others.
         """
-        due = [device for device in asked if self._is_asked(device)]
+        due = [device for device in asked if self._must_summarise(device)]
         if not due:
             return
         message: Parts = {"extractor": self.initial()} if self.config.extractor_rounds else {}
@@ -163,37 +163,37 @@ class AveragedServer(ServerMethod):
             self.parts[device] = unpacked(packed(answers[device].part("statistics", ClassStatistics)))
             note_no_class(device, self.parts[device].labels, self.config.min_samples, cohort)
         if quorum is not None:
-            self.deliveries.note_missed([device for device in due if device not in answers])
+            self.deliveries.mark_unresponsive([device for device in due if device not in answers])
         if new:
             self.merge_parts(cohort)
 
-    def _is_asked(self, device: str) -> bool:
+    def _must_summarise(self, device: str) -> bool:
         """Who gave no summary, or may have a state from before it did: it has no frozen extractor to learn with.
 
         Not in every round: all others wait for it until the deadline. After two rounds that fell short it may be so
         with any of them.
         """
-        if device in self.parts and not self.deliveries.has_missed(device):
-            lost = self.deliveries.rounds_lost
+        if device in self.parts and not self.deliveries.is_unresponsive(device):
+            lost = self.deliveries.short_rounds
             return lost > 0 and lost % 2 == 0
-        return self.deliveries.may_ask(device) or not self.parts
+        return self.deliveries.is_askable(device) or not self.parts
 
-    async def _teach(self, cohort: Cohort, taught: Sequence[str]) -> None:
+    async def _train_devices(self, cohort: Cohort, taught: Sequence[str]) -> None:
         """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
-        sent_all = self.deliveries.holding_nothing(taught)
-        new = self._are_due(cohort.completed)
+        sent_all = self.deliveries.without_acknowledgement(taught)
+        new = self._predictions_due(cohort.completed)
         plan = self._plan(cohort, new=new)
         if new and self.config.devices_agree:
             taught = await self._agree(cohort, taught, plan)
         elif new:
             self.agreed = (_seed(plan), self.own.soft_predictions(self.classes, _seed(plan)))
-        holds = [self.version, self._agreed_seed]
-        lesson = partial(self._lesson, plan=plan)
-        async for answer in self.deliveries.bring(cohort, "learn", lesson, to=taught, then_holds=lambda held: holds):
-            self.deliveries.answers_again(answer.device)
-        self.deliveries.note_missed(self.deliveries.holding_nothing(sent_all))
+        message = partial(self._learn_message, plan=plan)
+        latest = [self.version, self._agreed_seed]
+        async for answer in self.deliveries.ask_all(cohort, "learn", message, to=taught, acknowledges=lambda _: latest):
+            self.deliveries.mark_responsive(answer.device)
+        self.deliveries.mark_unresponsive(self.deliveries.without_acknowledgement(sent_all))
 
-    def _are_due(self, completed: int) -> bool:
+    def _predictions_due(self, completed: int) -> bool:
         missing = self.config.server_teaches and self.agreed is None
         return bool(self.classes) and (missing or self.config.agrees_in(completed))
 
@@ -202,9 +202,9 @@ class AveragedServer(ServerMethod):
         mean = TensorMean(self.config.robust, probabilities=True)
         answered, seed = list[str](), _seed(plan)
         rows = self.config.drawn_rows * len(self.classes)
-        classes = partial(self._classes_for, plan=plan)
-        holds = lambda held: [self.version, held[1]]  # noqa: E731
-        async for answer in self.deliveries.bring(cohort, "agree", classes, to=taught, then_holds=holds):
+        message = partial(self._merge_message, plan=plan)
+        acknowledges = lambda before: [self.version, before[1]]  # noqa: E731
+        async for answer in self.deliveries.ask_all(cohort, "agree", message, to=taught, acknowledges=acknowledges):
             answered.append(answer.device)
             sent = answer.part("predictions", SoftPredictions)
             if sent.noise_seed != seed or len(sent.values) != rows:
@@ -230,20 +230,20 @@ class AveragedServer(ServerMethod):
     def _agreed_seed(self) -> int:
         return self.agreed[0] if self.agreed is not None else -1
 
-    def _classes_for(self, held: Sequence[int], plan: Plan) -> dict[str, Kind]:
+    def _merge_message(self, acknowledged: Sequence[int], plan: Plan) -> dict[str, Kind]:
         """The plan, with the fleet's classes where the device has not been told those of the last merge."""
-        told, _ = held
-        return {"plan": plan} if told == self.version else {"plan": plan, "classes": self._wire(self.classes)}
+        merge, _ = acknowledged
+        return {"plan": plan} if merge == self.version else {"plan": plan, "classes": self._to_wire(self.classes)}
 
-    def _lesson(self, held: Sequence[int], plan: Plan) -> Parts:
+    def _learn_message(self, acknowledged: Sequence[int], plan: Plan) -> Parts:
         """The same with the soft predictions, where the device has not been told these."""
-        _, told = held
-        parts = self._classes_for(held, plan)
-        if self.agreed is not None and told != self.agreed[0]:
+        _, predictions = acknowledged
+        parts = self._merge_message(acknowledged, plan)
+        if self.agreed is not None and predictions != self.agreed[0]:
             parts["agreed"] = SoftPredictions(noise_seed=self.agreed[0], values=self.agreed[1])
         return parts
 
-    def _wire(self, classes: Classes) -> ClassStatistics:
+    def _to_wire(self, classes: Classes) -> ClassStatistics:
         return to_wire(classes, variances=not self.config.means_only)
 
     # --- the merge
@@ -259,8 +259,8 @@ class AveragedServer(ServerMethod):
         self._trusted = trusted_centres(self.context.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
         whole, self._left_out = merged(self.parts, self.config.rank, rules, notes)
-        classes = self._worth_learning(whole, notes)
-        payload = encode({"classes": self._wire(classes)}, np.dtype(self.context.knowledge_type))
+        classes = self._usable_classes(whole, notes)
+        payload = encode({"classes": self._to_wire(classes)}, np.dtype(self.context.knowledge_type))
         sent = decode(payload)["classes"]
         assert isinstance(sent, ClassStatistics)
         self.classes = from_wire(sent)
@@ -273,7 +273,7 @@ class AveragedServer(ServerMethod):
         rows: Array = extract(self.extractor, inputs).flatten(1).double().numpy()
         return clip(rows, self.config.clip_norm) if self.config.clip_norm else rows
 
-    def _worth_learning(self, whole: Classes, notes: Notes) -> Classes:
+    def _usable_classes(self, whole: Classes, notes: Notes) -> Classes:
         """The shrunk merge. As long as a guard finds classes at fault, it is made, and tried, again without them.
 
         So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
@@ -301,7 +301,7 @@ class AveragedServer(ServerMethod):
             "extractor": self.extractor.state_dict(),
             "predictor": self.predictor.state_dict(),
             "parts": {device: packed(part) for device, part in self.parts.items()},
-            "classes": packed(self._wire(self.classes)),
+            "classes": packed(self._to_wire(self.classes)),
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
             "trusted": {str(label): torch.from_numpy(centre) for label, centre in self._trusted.items()},
             "version": self.version,

@@ -13,7 +13,7 @@ from fleetdistill.methods.classstats.gaussians import ClassSummary, from_wire, m
 from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.methods.classstats.shared_statistics import from_wire as from_wire_shared
 from fleetdistill.methods.classstats.shared_statistics import merge as merge_shared
-from fleetdistill_server.methods.classstats.robust import MOST_ROWS, Fleet, LeftOut, Sent, capped, judge
+from fleetdistill_server.methods.classstats.robust import MOST_ROWS, DeviceStatistics, Fleet, LeftOut, capped, screen
 from fleetdistill_server.methods.cohort import Notes
 
 Classes = dict[int, ClassSummary]
@@ -34,11 +34,11 @@ class Rules:
     trusted: Mapping[int, Array] = field(default_factory=dict)
 
 
-LeftOutOfMerge = dict[str, list[str]]
+LeftOutReasons = dict[str, list[str]]
 """Device to what is said of it."""
 
 
-def note_left_out(left_out: LeftOutOfMerge, notes: Notes, devices: Collection[str] | None = None) -> None:
+def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[str] | None = None) -> None:
     """An event about what a merge leaves out; each round that a device takes part in has it again.
 
     Args:
@@ -53,7 +53,7 @@ def note_left_out(left_out: LeftOutOfMerge, notes: Notes, devices: Collection[st
 
 def merged(
     parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes
-) -> tuple[Classes, LeftOutOfMerge]:
+) -> tuple[Classes, LeftOutReasons]:
     """Every class over the devices that have sent it, by label, in the order of the devices' ids; not yet shrunk.
 
     Args:
@@ -65,14 +65,16 @@ def merged(
     Returns:
         The classes, and what is left out.
     """
-    kept, left_out = _kept({device: _sent(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes)
+    kept, left_out = _screened(
+        {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes
+    )
     labels = sorted({label for one in kept.values() for label in one.labels})
     return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}, left_out
 
 
 def merged_moments(
     parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes
-) -> tuple[Moments | None, dict[str, list[int]], LeftOutOfMerge]:
+) -> tuple[Moments | None, dict[str, list[int]], LeftOutReasons]:
     """The exact merge of statistics with one covariance.
 
     Args:
@@ -83,8 +85,8 @@ def merged_moments(
     Returns:
         The merge, None where no device has a class; of each device the classes that are in it; and what is left out.
     """
-    fleet = {device: _sent_shared(part) for device, part in sorted(parts.items()) if part.labels}
-    kept, left_out = _kept(fleet, rules, notes)
+    fleet = {device: _shared_statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
+    kept, left_out = _screened(fleet, rules, notes)
     counted = {device: list(one.labels) for device, one in kept.items()}
     moments = (_moments_of(from_wire_shared(parts[device]), one) for device, one in kept.items())
     return merge_shared(moments) if kept else None, counted, left_out
@@ -93,7 +95,7 @@ def merged_moments(
 # --- what is kept
 
 
-def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutOfMerge]:
+def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MOST_ROWS)
     bounded = capped(fleet, cap) if cap else fleet
@@ -101,8 +103,8 @@ def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutOfMer
         rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))
         text = f"{device} has sent statistics of {rows} rows; they count as {counted}, at most {cap:g} times the median"
         notes.event("rows-capped", f"{text} device's", device)
-    kept, found = (bounded, list[LeftOut]()) if off else judge(bounded, rules.robust, rules.trusted)
-    left_out: LeftOutOfMerge = {}
+    kept, found = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
+    left_out: LeftOutReasons = {}
     for one in found:
         what = f"class{'es' if len(one.labels) > 1 else ''} {', '.join(map(str, one.labels))}"
         text = f"{one.device}: {one.reason}; what it has sent of {what} is left out of the merge"
@@ -112,7 +114,7 @@ def _kept(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutOfMer
     return kept, left_out
 
 
-def _sent(part: ClassStatistics) -> Sent:
+def _statistics_of(part: ClassStatistics) -> DeviceStatistics:
     counts, means = part.counts, part.means
     assert counts is not None
     assert means is not None
@@ -121,7 +123,7 @@ def _sent(part: ClassStatistics) -> Sent:
         for array, power in ((part.variances, 1), (part.directions, 2)):
             traces[row] += 0.0 if array is None else float((array[row].astype(np.float64) ** power).sum())
     order = np.argsort(part.labels)
-    return Sent(
+    return DeviceStatistics(
         labels=tuple(part.labels[one] for one in order),
         counts=counts[order].astype(np.int64),
         means=means[order],
@@ -129,7 +131,7 @@ def _sent(part: ClassStatistics) -> Sent:
     )
 
 
-def _sent_shared(part: SharedStatistics) -> Sent:
+def _shared_statistics_of(part: SharedStatistics) -> DeviceStatistics:
     counts, means, variances = part.counts, part.means, part.variances
     assert counts is not None
     assert means is not None
@@ -139,7 +141,7 @@ def _sent_shared(part: SharedStatistics) -> Sent:
         lengths = np.square(part.directions.astype(np.float64)).sum(axis=1)
         trace += float((lengths * np.square(part.steps.astype(np.float64))).sum())
     order = np.argsort(part.labels)
-    return Sent(
+    return DeviceStatistics(
         labels=tuple(part.labels[one] for one in order),
         counts=counts[order].astype(np.int64),
         means=means[order],
@@ -147,7 +149,7 @@ def _sent_shared(part: SharedStatistics) -> Sent:
     )
 
 
-def _moments_of(moments: Moments, kept: Sent) -> Moments:
+def _moments_of(moments: Moments, kept: DeviceStatistics) -> Moments:
     """Of the classes that are kept, with the rows that they count for; all else as it was sent."""
     at = np.flatnonzero(np.isin(moments.labels, kept.labels))
     df = moments.df if (moments.counts.tolist() == kept.counts.tolist()) else _degrees(kept.counts)

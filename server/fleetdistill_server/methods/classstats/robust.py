@@ -37,7 +37,7 @@ _FEWEST_DEVICES = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sent:
+class DeviceStatistics:
     """What the tests look at of one device's statistics.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sent:
     means: Array
     traces: Array
 
-    def without(self, labels: tuple[int, ...]) -> Sent:
+    def without(self, labels: tuple[int, ...]) -> DeviceStatistics:
         """The other classes."""
         at = np.flatnonzero(~np.isin(self.labels, labels))
         labels = tuple(self.labels[one] for one in at)
@@ -69,12 +69,12 @@ class LeftOut:
     reason: str
 
 
-Fleet = dict[str, Sent]
-Verdict = tuple[Fleet, list[LeftOut]]
+Fleet = dict[str, DeviceStatistics]
+Screened = tuple[Fleet, list[LeftOut]]
 """What is kept, and what is not."""
 
 
-def capped(fleet: Mapping[str, Sent], cap: float) -> Fleet:
+def capped(fleet: Mapping[str, DeviceStatistics], cap: float) -> Fleet:
     """Counts scaled so that no device counts for more than `cap` times the rows of the median device.
 
     Every class keeps at least one row. A device below the cap stays as it is, bit for bit.
@@ -93,7 +93,7 @@ def _scaled(counts: Array, share: float) -> Array:
     return np.maximum(np.rint(counts * share), 1).astype(np.int64)
 
 
-def judge(fleet: Mapping[str, Sent], robust: str, trusted: Mapping[int, Array] | None = None) -> Verdict:
+def screen(fleet: Mapping[str, DeviceStatistics], robust: str, trusted: Mapping[int, Array] | None = None) -> Screened:
     """Leaves out what fails a test, one test after the other: length, spread, nearest centre and, if strict, distance.
 
     Args:
@@ -109,13 +109,13 @@ def judge(fleet: Mapping[str, Sent], robust: str, trusted: Mapping[int, Array] |
         return dict(fleet), []
     found: list[LeftOut] = []
     kept = dict(fleet)
-    for test in (_of_one_length, _of_one_spread):
+    for test in (_drop_long_means, _drop_wide_covariances):
         kept, left_out = test(kept)
         found += left_out
-    kept, left_out = _near_their_centres(kept, robust, len(fleet) // 2, trusted)
+    kept, left_out = _drop_misplaced_devices(kept, robust, len(fleet) // 2, trusted)
     found += left_out
     if robust == "strict":
-        kept, left_out = _not_far_off(kept)
+        kept, left_out = _drop_distant_classes(kept)
         found += left_out
     return kept, found
 
@@ -140,7 +140,7 @@ def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]
 # --- length and spread
 
 
-def _of_one_length(fleet: Fleet) -> Verdict:
+def _drop_long_means(fleet: Fleet) -> Screened:
     """Means that are many times too long have no larger covariance, and may lie nearest to their own centre."""
     longest = {device: _longest(one.means) for device, one in fleet.items()}
     limit = MOST_LENGTH * median(longest.values())
@@ -161,7 +161,7 @@ def _longest(means_kf: Array) -> float:
     return float(np.sqrt(np.square(means_kf.astype(np.float64)).sum(axis=1).max()))
 
 
-def _of_one_spread(fleet: Fleet) -> Verdict:
+def _drop_wide_covariances(fleet: Fleet) -> Screened:
     """A covariance that is many times the others' would reach all classes by way of what they share."""
     if not fleet:
         return {}, []
@@ -185,7 +185,7 @@ def without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
 # --- nearest centre
 
 
-def _near_their_centres(fleet: Fleet, robust: str, most_left_out: int, trusted: Mapping[int, Array]) -> Verdict:
+def _drop_misplaced_devices(fleet: Fleet, robust: str, most_left_out: int, trusted: Mapping[int, Array]) -> Screened:
     """Leaves out whole devices, the worst first: a liar shifts the others' centres for as long as it is among them.
 
     The worst is the one with most means at other classes' centres. Liars that claim all classes may have a larger share
@@ -228,17 +228,17 @@ class Centres:
         shifted: Whether means may all be shifted alike, as those of another camera or another kind of handwriting are.
     """
 
-    def __init__(self, fleet: Mapping[str, Sent], trusted: Mapping[int, Array], *, shifted: bool) -> None:
+    def __init__(self, fleet: Mapping[str, DeviceStatistics], trusted: Mapping[int, Array], *, shifted: bool) -> None:
         self._shifted = shifted
         means = defaultdict[int, list[Array]](list)
         for one in fleet.values():
             for label, mean in zip(one.labels, one.means, strict=True):
                 means[label].append(mean)
-        self._middle = {label: middle_of(means[label]) for label in means.keys() - trusted.keys()}
+        self._middle = {label: middle_values(means[label]) for label in means.keys() - trusted.keys()}
         of_all = {label: np.median(middle, axis=0) for label, middle in self._middle.items()}
         self._of_all = dict(sorted((of_all | dict(trusted)).items()))
 
-    def near(self, one: Sent) -> Near | None:
+    def near(self, one: DeviceStatistics) -> Near | None:
         """Of a device's class means; None where fewer than two can be compared."""
         own = dict(zip(one.labels, one.means.astype(np.float64), strict=True))
         centres = self.without(own)
@@ -249,7 +249,7 @@ class Centres:
         at = np.array([labels.index(label) for label in compared])
         means = np.stack([own[label] for label in compared])
         if self._shifted and len(compared) >= _FEWEST_SHIFTED:
-            means = _shifted_back(means, stacked[at])
+            means = _without_common_shift(means, stacked[at])
         nearest = np.array([np.square(stacked - mean).sum(axis=1).argmin() for mean in means])
         return Near(int((nearest == at).sum()), len(compared))
 
@@ -265,7 +265,7 @@ class Centres:
         return centres
 
 
-def _shifted_back(means_kf: Array, centres_kf: Array) -> Array:
+def _without_common_shift(means_kf: Array, centres_kf: Array) -> Array:
     """Means without what they have in common against their centres, where that is most of how far they are off."""
     away_kf = means_kf - centres_kf
     shift_f = away_kf.mean(axis=0)
@@ -273,7 +273,7 @@ def _shifted_back(means_kf: Array, centres_kf: Array) -> Array:
     return np.asarray(means_kf - shift_f) if explained > COMMON_SHIFT * whole else means_kf
 
 
-def middle_of(means: list[Array]) -> Array:
+def middle_values(means: list[Array]) -> Array:
     """`[m, F]`: the one number of one, the two in the middle of an even number, the three of an odd one; ascending."""
     ordered, others = np.sort(np.stack(means).astype(np.float64), axis=0), len(means) - 1
     return ordered[max(others - 1, 0) // 2 : others // 2 + 2]
@@ -282,12 +282,12 @@ def middle_of(means: list[Array]) -> Array:
 # --- distance
 
 
-def _not_far_off(fleet: Fleet) -> Verdict:
+def _drop_distant_classes(fleet: Fleet) -> Screened:
     """Leaves out single classes of devices, where three or more have the class."""
     far = defaultdict[str, list[tuple[int, float, float]]](list)
     for label in sorted({label for one in fleet.values() for label in one.labels}):
         holders = {device: one for device, one in fleet.items() if label in one.labels}
-        distances = _distances(holders, label) if len(holders) >= _FEWEST_DEVICES else {}
+        distances = _standardised_distances(holders, label) if len(holders) >= _FEWEST_DEVICES else {}
         most = max(_MOST_DISTANCE * median(distances.values()), _LEAST_DISTANCE) if distances else 0.0
         for device in (one for one, distance in distances.items() if distance > most):
             far[device].append((label, distances[device], most))
@@ -299,7 +299,7 @@ def _not_far_off(fleet: Fleet) -> Verdict:
     return without(fleet, left_out), left_out
 
 
-def _distances(holders: Mapping[str, Sent], label: int) -> dict[str, float]:
+def _standardised_distances(holders: Mapping[str, DeviceStatistics], label: int) -> dict[str, float]:
     """Of each device's mean from the median one, in standard errors of a mean of so many rows."""
     at = {device: one.labels.index(label) for device, one in holders.items()}
     means = np.stack([one.means[at[device]].astype(np.float64) for device, one in holders.items()])

@@ -43,7 +43,7 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
-    LeftOutOfMerge,
+    LeftOutReasons,
     Rules,
     merged_moments,
     note_left_out,
@@ -78,7 +78,7 @@ class ClassStatsServer(ServerMethod):
         self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(context.input_shape, features))
         self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
         self._counted: dict[str, list[int]] = {}  # of each device the classes that are in the merge
-        self._left_out: LeftOutOfMerge = {}
+        self._left_out: LeftOutReasons = {}
         self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
         self._space: ClassSpace | None = None
         self.merge_name = 0  # names the space by what is in it
@@ -152,13 +152,13 @@ class ClassStatsServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
-        await self._take_statistics(cohort, asked)
+        await self._collect_statistics(cohort, asked)
         if not self._parts:
             raise QuorumNotReached("summarise", 0, 1)
         note_left_out(self._left_out, cohort, asked)
         await self._send_space(cohort, asked)
 
-    async def _take_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
+    async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Asks devices whose statistics are not here, or are of other data than they have now.
 
         Once there is a merge they have no quorum: a newcomer that does not answer must not cost the others the round.
@@ -187,16 +187,16 @@ class ClassStatsServer(ServerMethod):
             return
         present = set(cohort.remaining)
         here = [device for device in asked if device in present]
-        quorum = 0.0 if self.deliveries.any_held else None
+        quorum = 0.0 if self.deliveries.any_acknowledged else None
         figures = defaultdict[int, list[float]](lambda: [0.0, 0.0])
         learning = self.deliveries.ask(
-            cohort, "learn", self._lesson, to=here, unless_held=self.merge_name, quorum=quorum
+            cohort, "learn", self._learn_message, to=here, unless_held=self.merge_name, quorum=quorum
         )
         async for answer in learning:
-            _add_up(figures, answer.parts, self._counted.get(answer.device, []))
+            _add_leave_one_out(figures, answer.parts, self._counted.get(answer.device, []))
         self._note_poor_classes(cohort, figures)
 
-    def _lesson(self, device: str) -> Parts:
+    def _learn_message(self, device: str) -> Parts:
         assert self._space is not None
         plan = SpacePlan(
             merge=self.merge_name,
@@ -225,10 +225,10 @@ class ClassStatsServer(ServerMethod):
 
         One that has not answered counts again when it comes back, and in a round that others make due.
         """
-        self.deliveries.note_present(present)
-        return any(self._is_owed(*one) for one in present.items() if not self.deliveries.has_missed(one[0]))
+        self.deliveries.update_present(present)
+        return any(self._needs_round(*one) for one in present.items() if not self.deliveries.is_unresponsive(one[0]))
 
-    def _is_owed(self, device: str, version: str) -> bool:
+    def _needs_round(self, device: str, version: str) -> bool:
         lacks_space = self._space is not None and self.deliveries.lacks(device, self.merge_name)
         return lacks_space or self._lacks_statistics(device, version)
 
@@ -304,7 +304,7 @@ class ClassStatsServer(ServerMethod):
         return None if model is None else (model, self.context.input_shape)
 
 
-def _add_up(figures: dict[int, list[float]], parts: Parts, counted: Sequence[int]) -> None:
+def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: Sequence[int]) -> None:
     """Of the classes whose rows of this device are in the merge: of a few that are not sent nothing follows."""
     metrics = parts.get("metrics")
     for metric in metrics.metrics if isinstance(metrics, Metrics) else []:

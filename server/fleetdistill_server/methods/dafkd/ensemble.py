@@ -17,16 +17,16 @@ _NO_COLLAPSE = 5
 """So many classes in generated samples are not those of a generator that has collapsed."""
 
 
-def importance_weights(verdicts_km: Tensor) -> Tensor:
+def importance_weights(realness_km: Tensor) -> Tensor:
     """Eq. (7): f_k / sum over k of f, as a softmax over k of ln f, which cannot divide by zero.
 
     Args:
-        verdicts_km: The discriminators' logits for every sample, `[devices, M]`, finite.
+        realness_km: The discriminators' logits for every sample, `[devices, M]`, finite.
 
     Returns:
         `[devices, M]` float64; each column sums to 1.
     """
-    return (-functional.softplus(-verdicts_km.double())).softmax(dim=0)
+    return (-functional.softplus(-realness_km.double())).softmax(dim=0)
 
 
 def equal_weights(devices: int, samples: int) -> Tensor:

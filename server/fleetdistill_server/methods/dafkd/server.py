@@ -119,9 +119,9 @@ class DaFKDServer(ServerMethod):
         elif self.config.exact:
             await self._exact_round(cohort)
         else:
-            await self._sent_round(cohort)
+            await self._standard_round(cohort)
 
-    async def _sent_round(self, cohort: Cohort) -> None:
+    async def _standard_round(self, cohort: Cohort) -> None:
         """The paper's: discriminators are sent, and the server judges with them on samples of theta^g_{t+1}."""
         seed = _noise_seed(cohort)
         answers = await self._train(cohort, seed)
@@ -193,7 +193,7 @@ class DaFKDServer(ServerMethod):
             cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
 
     async def finish(self, cohort: Cohort) -> None:
-        fitting = [device for device in cohort.remaining if self._runs_our_model(device, cohort)]
+        fitting = [device for device in cohort.remaining if self._runs_global_model(device, cohort)]
         async for _ in cohort.ask("deliver", {"parameters": model_parameters(self.model)}, to=fitting, quorum=0.0):
             pass
 
@@ -207,7 +207,7 @@ class DaFKDServer(ServerMethod):
         if self.config.lagged:
             plan["noise_seed"] = noise_seed
         parts: dict[str, Kind] = {"plan": Plan(values=plan), "generator": self._generator_part()}
-        if self._runs_our_model(device, cohort):
+        if self._runs_global_model(device, cohort):
             parts["parameters"] = model_parameters(self.model)
         return parts
 
@@ -218,7 +218,7 @@ class DaFKDServer(ServerMethod):
     def _generator_part(self) -> Generator:
         return Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
 
-    def _runs_our_model(self, device: str, cohort: Cohort) -> bool:
+    def _runs_global_model(self, device: str, cohort: Cohort) -> bool:
         return self.needs(self.config).same_architecture or cohort.model_fingerprint(device) == fingerprint(self.model)
 
     # --- the ensemble

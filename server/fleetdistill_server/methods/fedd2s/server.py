@@ -233,10 +233,10 @@ class FedD2SServer(ServerMethod):
         """
         t_bc = self.soft_labels(self.network, sent.first)  # eq. (12)
         teaches = own_accuracy is not None and self._teaches(sent, t_bc, own_accuracy, cohort)  # guard
-        knowledge = self._knowledge_that_fits(sent, t_bc, cohort) if teaches else None  # guard
+        knowledge = self._encodable_knowledge(sent, t_bc, cohort) if teaches else None  # guard
         return {"plan": self.plan(sent.device, sent.layer), **(knowledge or _NOTHING_TO_LEARN)}
 
-    def _knowledge_that_fits(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
+    def _encodable_knowledge(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
         """`_knowledge`; None with an event where a number cannot be sent: that may not end the run."""
         try:
             return self.knowledge(sent, t_bc)

@@ -102,8 +102,8 @@ class FedDKCServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
         uploads = [self._upload(answer) async for answer in cohort.ask("train", self.message, to=asked)]
-        uploads = self._of_one_scale(uploads, cohort)  # guard
-        counted = self._of_alike_sizes(uploads, cohort)  # guard
+        uploads = self._without_outsized_uploads(uploads, cohort)  # guard
+        counted = self._with_capped_rows(uploads, cohort)  # guard
         refined = [self.refine(upload.logits) for upload in counted]  # φ, eqs. (9) to (20)
         self._distil(counted, refined, cohort)  # eq. (2)
         for upload in uploads:
@@ -134,7 +134,7 @@ class FedDKCServer(ServerMethod):
         where = self.context.torch_device
         return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
 
-    def _of_one_scale(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
+    def _without_outsized_uploads(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
         """The uploads without those whose features or logits are many times as large as the devices' median."""
         if self.config.robust == OFF:
             return uploads
@@ -153,7 +153,7 @@ class FedDKCServer(ServerMethod):
             self.knowledge.pop(device, None)  # what the predictor says about such rows is as far off
         return [upload for upload in uploads if upload.device not in too_large]
 
-    def _of_alike_sizes(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
+    def _with_capped_rows(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
         """No device counts for more than a bounded number of rows: of more a random part is taken, another each round.
 
         Rows are this method's weights.
