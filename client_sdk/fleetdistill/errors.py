@@ -1,7 +1,25 @@
-"""Every error that fleetdistill raises, as one tree under `FleetDistillError`.
+"""All exceptions of fleetdistill, as one tree.
 
-An app catches `FleetDistillError` and knows that nothing of grpc, sqlite or torch gets past it. Each
-message names the value, where it was found, what was expected and what to do.
+    FleetDistillError
+    ├── ConfigurationError       a setting or argument is invalid
+    ├── ModelError               a local model does not fit the SDK or the run
+    ├── DataError                data of the app, a data set or a partition cannot be used
+    ├── KnowledgeError           features, logits or labels have unusable values
+    ├── ExportError              an ONNX export failed
+    ├── StateError               a device's state directory cannot be used
+    │   └── NoRoomError          the state directory has no room
+    ├── WireError                a message violates the protocol
+    │   └── PayloadTooLargeError a payload exceeds a size limit
+    ├── LinkError                the server is unavailable; retry later
+    ├── RefusedError             the server refused a request
+    ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
+    ├── StoreError               the server's store failed
+    │   ├── DamagedError         stored data are missing or corrupt
+    │   └── NoSpaceError         the server's disk is full
+    ├── RunError                 a run cannot start or continue
+    └── QuorumNotReached         too few devices answered a step
+
+An app needs to catch only `FleetDistillError`: exceptions of grpc, SQLite, pydantic and torch do not reach it.
 """
 
 from __future__ import annotations
@@ -29,70 +47,70 @@ __all__ = [
 
 
 def in_words(error: Exception) -> str:
-    """What the operating system or a library says, without a number that nobody knows: `No such file (NAME)`."""
+    """Returns the text of an error; of an OSError without its number, as in `No such file or directory (NAME)`."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.strerror} ({error.filename})"
 
 
 class FleetDistillError(Exception):
-    """Root of all errors of the SDK and of the server."""
+    """Base class of all exceptions of the SDK and the server."""
 
 
 class ConfigurationError(FleetDistillError):
-    """A setting is unknown, of the wrong type or out of range."""
+    """A setting or an argument is unknown, has the wrong type or is out of range."""
 
 
 class ModelError(FleetDistillError):
-    """A local model does not fit what the SDK or the run expects of it."""
+    """A local model does not meet the requirements of the SDK or the run."""
 
 
 class DataError(FleetDistillError):
-    """Data given by the app, or a data set or partition, cannot be used."""
+    """The app's data, a data set or a partition cannot be used."""
 
 
 class KnowledgeError(FleetDistillError):
-    """Knowledge (features, logits, labels) holds values that no method can use."""
+    """Knowledge (features, logits or labels) contains unusable values, such as NaN or infinity."""
 
 
 class ExportError(FleetDistillError):
-    """An ONNX export failed or does not agree with the PyTorch model."""
+    """An ONNX export failed, or the file's outputs differ from the model's."""
 
 
 class StateError(FleetDistillError):
-    """A device's state directory cannot be used: locked, of another run, of a newer SDK, or damaged."""
+    """A device's state directory cannot be used: it is locked, damaged, of another run, or of a newer SDK."""
 
 
 class NoRoomError(StateError):
-    """The state directory has no room: the disk is full, or an answer is over the device's own bound."""
+    """The state directory has no room: the disk is full, or the data exceed `max_spool_bytes`."""
 
 
 class WireError(FleetDistillError):
-    """A message breaks the protocol: shape, checksum, size, encoding."""
+    """A message violates the protocol, for example its shape, checksum, size or encoding."""
 
 
 class PayloadTooLargeError(WireError):
-    """A payload does not fit the limit.
+    """A payload exceeds the size limit.
 
     Attributes:
-        size_bytes: Tensor bytes of the payload.
-        limit_bytes: Most bytes that are taken.
+        size_bytes: Size of the payload's tensors, in bytes.
+        limit_bytes: Maximum size, in bytes.
     """
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"the payload is {size_bytes} bytes, the limit is {limit_bytes}; "
-            "send fewer samples per round, half precision, or raise the limit"
+            f"the payload is {size_bytes} bytes, the limit is {limit_bytes} bytes; "
+            "send fewer samples per round, use half precision, or raise the limit"
         )
         self.size_bytes = size_bytes
         self.limit_bytes = limit_bytes
 
 
 class LinkError(FleetDistillError):
-    """The server could not be reached, did not answer in time or refuses for now. Trying again later may work.
+    """The server is unreachable, did not reply in time, or refuses temporarily. Retry later.
 
     Attributes:
-        after_seconds: Earliest moment that the server has named for that, in seconds from now; 0 where it named none.
+        after_seconds: Minimum wait before a retry as requested by the server, in seconds; 0 if it requested none.
     """
 
     def __init__(self, message: str, after_seconds: float = 0.0) -> None:
@@ -101,11 +119,11 @@ class LinkError(FleetDistillError):
 
 
 class RefusedError(FleetDistillError):
-    """The server understood and said no; trying the same again will not work.
+    """The server refused a request. Repeating the same request usually fails again.
 
     Attributes:
-        code: Machine-readable reason, one of `fleetdistill.wire.codes`.
-        details: Further facts, such as the tensor and the row.
+        code: Machine-readable reason, one of `fleetdistill.wire.codes.Code`.
+        details: Details by name, such as `tensor` and `row`.
     """
 
     def __init__(self, code: str, message: str, details: dict[str, str] | None = None) -> None:
@@ -115,14 +133,14 @@ class RefusedError(FleetDistillError):
 
 
 class StoreError(FleetDistillError):
-    """The server's store cannot do what was asked, for instance because the disk is full."""
+    """The server's store cannot perform an operation, for example because it is locked or damaged."""
 
 
 class DamagedError(StoreError):
-    """A payload or a checkpoint has gone from the store, or is not what its digest names.
+    """A payload or checkpoint is missing from the store, or does not match its digest.
 
     Attributes:
-        sha256: The digest.
+        sha256: Expected SHA-256 of the data, 32 bytes.
     """
 
     def __init__(self, sha256: bytes, message: str) -> None:
@@ -131,26 +149,26 @@ class DamagedError(StoreError):
 
 
 class NoSpaceError(StoreError):
-    """The server's disk is full, or as full as its operator lets it become."""
+    """The server's disk is full, or has less free space than the operator's limit."""
 
 
 class RunError(FleetDistillError):
-    """A run cannot start or go on, for instance because its configuration changed."""
+    """A run cannot start or continue, for example because its configuration changed."""
 
 
 class CannotAnswer(FleetDistillError):
-    """A device half cannot answer one ask, through no fault of the app; the device is out for the round.
+    """A device half cannot answer an ask. The device declines the ask and skips the round.
 
-    Raised by a handler; `Device` declines the ask and goes on, so an app never sees it.
+    Raised by handlers and handled by `Device`; it does not reach the app.
     """
 
 
 class QuorumNotReached(FleetDistillError):
-    """Fewer devices answered a step than the quorum asks for.
+    """Fewer devices answered a step than the quorum requires.
 
     Attributes:
-        answered: Devices that answered.
-        needed: Devices that had to.
+        answered: Number of devices that answered.
+        needed: Number of devices that the quorum requires.
     """
 
     def __init__(self, step: str, answered: int, needed: int) -> None:

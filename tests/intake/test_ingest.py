@@ -103,8 +103,8 @@ def test_a_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not() -> No
     error = refusal(payload, contract=make_contract(max_upload_bytes=size - 1), chunks=[])
     assert said(error) == (
         Code.TOO_LARGE,
-        f"device d1: the payload is {size} bytes, the limit is {size - 1}; "
-        "send fewer samples per round, half precision, or raise the limit",
+        f"device d1: the payload is {size} bytes, the limit is {size - 1} bytes; "
+        "send fewer samples per round, use half precision, or raise the limit",
     )
 
 
@@ -125,7 +125,7 @@ def test_a_tensor_of_a_trillion_elements_is_refused_without_room_for_it() -> Non
     tracemalloc.stop()
     assert said(error) == (
         Code.TOO_LARGE,
-        f"device d1: the payload is {header.data_bytes} bytes, the limit is 1048576; "
+        f"device d1: the payload is {header.data_bytes} bytes, the limit is 1048576 bytes; "
         "send fewer samples per round, half precision, or raise the limit",
     )
     assert said(disagreeing) == (
