@@ -70,18 +70,22 @@ def test_parts_pass_exactly_when_every_column_is_allowed(
     if all(columns <= allow for _, columns in held.values()):
         check_may_leave(parts, sorted(allow))
         return
-    with pytest.raises(ConfigurationError, match="which the app keeps back; nothing was sent"):
+    with pytest.raises(ConfigurationError, match=r"which is not in Device\(allow=\.\.\.\); the answer was not sent"):
         check_may_leave(parts, sorted(allow))
 
 
 def test_the_refusal_names_part_and_column() -> None:
     with pytest.raises(ConfigurationError) as error:
         check_may_leave({"metrics": make_metrics(), "knowledge": make_knowledge()}, ["metrics", "features", "logits"])
-    assert str(error.value) == "part 'knowledge' holds labels, which the app keeps back; nothing was sent"
+    assert str(error.value) == (
+        "part 'knowledge' contains labels, which is not in Device(allow=...); the answer was not sent"
+    )
 
 
 @pytest.mark.parametrize("kind", NEVER)
 def test_kinds_that_no_column_lets_out_never_leave(kind: k.Kind) -> None:
     with pytest.raises(ConfigurationError) as error:
         check_may_leave({"extra": kind}, COLUMNS)
-    assert str(error.value) == f"part 'extra' is a {type(kind).__name__}, which never leaves; nothing was sent"
+    assert str(error.value) == (
+        f"part 'extra' is a {type(kind).__name__}, which must never leave a device; the answer was not sent"
+    )

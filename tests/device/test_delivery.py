@@ -62,7 +62,7 @@ def test_a_verdict_is_reported_only_with_validation_data_and_metrics(
 def test_validation_data_without_samples_are_refused(fleet: Fleet, tmp_path: Path) -> None:
     with (
         make_device(fleet, tmp_path, validation_data=tiny_data(0)) as device,
-        pytest.raises(DataError, match="validation_data has no samples; give at least one, or None"),
+        pytest.raises(DataError, match="validation_data has no samples; pass at least one, or None"),
     ):
         device.step(0)
 
@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_half_way_through_a_delivery_delivers_it_all_the_sam
         fleet.ask("d")
         with monkeypatch.context() as patch:
             patch.setattr(failpoints, "hit", full)
-            with pytest.raises(LinkError, match="no room to note what the server said"):
+            with pytest.raises(LinkError, match="the server's reply cannot be stored"):
                 device.step(0)
         assert device.step(0) is Step.WAITED, "it was settled, and is told"
         after = weights(device)

@@ -108,7 +108,7 @@ def test_a_damaged_profile_is_made_anew_and_a_damaged_secret_said(fleet: Fleet, 
         assert device.step(0) is Step.WAITED
     text = (tmp_path / "device.json").read_text()
     (tmp_path / "device.json").write_text(text.replace('"secret": "', '"secret": "xyz'))
-    with pytest.raises(StateError, match="its secret is no hex"):
+    with pytest.raises(StateError, match="its secret is not hexadecimal"):
         make_device(fleet, tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: P
     ("changes", "error", "sentence"),
     [
         ({"data": (np.zeros((0, 4), np.float32), np.zeros(0, np.int64))}, DataError, "data"),
-        ({"data": (np.zeros((3, 7), np.float32), np.arange(3))}, DataError, r"inputs of shape \[7\].*has \[4\]"),
+        ({"data": (np.zeros((3, 7), np.float32), np.arange(3))}, DataError, r"inputs of shape \[7\].*expects \[4\]"),
         ({"data": (np.zeros((3, 4), np.float32), np.array([0, 1, 3]))}, DataError, "label 3"),
         ({"data": (np.full((3, 4), np.nan, np.float32), np.arange(3))}, DataError, "NaN or infinity, first at row 0"),
         ({"model": lambda: nn.Linear(4, 3)}, ModelError, "split_sequential"),
@@ -152,8 +152,8 @@ def test_data_and_models_that_do_not_fit_say_what_to_do(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"allow": ("images",)}, "unknown columns images; known are"),
-        ({"device_id": "a/b"}, "device_id 'a/b' must be"),
+        ({"allow": ("images",)}, "unknown columns images; must be in"),
+        ({"device_id": "a/b"}, "device_id is 'a/b', must be"),
         ({"predictor": "space_mpl_64"}, "unknown predictor 'space_mpl_64'; did you mean 'space_mlp_64'"),
         ({"predictor": 64}, "unknown predictor 64, expected one of space_linear.*or a function"),
         ({"export_onnx": "rounds"}, "unknown export_onnx 'rounds'; did you mean 'round'"),
@@ -169,9 +169,7 @@ def test_arguments_out_of_range_are_refused(
 @pytest.mark.parametrize("server", ["10.0.0.5:50051", "example.org:50051", "0.0.0.0:50051"])
 def test_plain_text_to_another_machine_needs_the_apps_word(tmp_path: Path, server: str) -> None:
     arguments: dict[str, Any] = {"server": server, "model": tiny_model, "data": tiny_data(), "state_dir": tmp_path}
-    with pytest.raises(
-        ConfigurationError, match=r"is not on this machine, and plain text could be read.*insecure=True"
-    ):
+    with pytest.raises(ConfigurationError, match=r"is not on this machine, and plain text can be read.*insecure=True"):
         Device(**arguments)
     assert not (tmp_path / "lock").exists()
     Device(**arguments, insecure=True).close()

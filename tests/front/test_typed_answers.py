@@ -143,7 +143,7 @@ def test_an_answer_beside_an_accepted_one_is_superseded(case: Case, moment: str,
     (row,) = case.uploads
     dropped = case.events.of("dropped")
     assert (dropped.values["code"], dropped.values["receipt"]) == ("superseded", row["receipt"])
-    assert f"has the answer of attempt {attempt}, receipt {row['receipt']}" in dropped.text
+    assert f"already has an answer, attempt {attempt}, receipt {row['receipt']}" in dropped.text
     assert row["sha256"] == make_payload(rows=3).sha256
     assert case.went_back
 
@@ -363,7 +363,7 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
             if full == "tries.txt":
                 assert device.step(0) is Step.ANSWERED
             else:
-                with pytest.raises(LinkError, match=r"no room to note what the server said: .*No space left on device"):
+                with pytest.raises(LinkError, match=r"the server's reply cannot be stored: .*No space left on device"):
                     device.step(0)
                 assert answer_waits(device)
                 assert case.events.kinds() == ["checked-in", "ask"]

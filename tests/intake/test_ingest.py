@@ -126,7 +126,7 @@ def test_a_tensor_of_a_trillion_elements_is_refused_without_room_for_it() -> Non
     assert said(error) == (
         Code.TOO_LARGE,
         f"device d1: the payload is {header.data_bytes} bytes, the limit is 1048576 bytes; "
-        "send fewer samples per round, half precision, or raise the limit",
+        "send fewer samples per round, use half precision, or raise the limit",
     )
     assert said(disagreeing) == (
         Code.BAD_TENSOR,

@@ -363,7 +363,7 @@ def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: P
         with pytest.raises(ModelError, match=r"no answer yet.*before the fleet's first space.*'delivered'"):
             _ = device.model
         assert GENERAL not in device.models
-        with pytest.raises(ModelError, match="no 'general' answer, and no other yet"):
+        with pytest.raises(ModelError, match="no 'general' model yet; the first delivered round adds it"):
             device.models[GENERAL]
     store.close()
 

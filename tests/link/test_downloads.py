@@ -166,7 +166,7 @@ def test_a_held_payload_that_is_damaged_is_fetched_again(tmp_path: Path, damage:
     changed = {"a byte": data[:-1] + bytes([data[-1] ^ 1]), "the end": data[:-1], "all": b""}[damage]
     path.write_bytes(changed)
     server = Server(payload)
-    assert Downloads(tmp_path, ROOM).held(payload.sha256) is None
+    assert Downloads(tmp_path, ROOM).stored(payload.sha256) is None
     assert same(fetch(tmp_path, server, payload), payload)
     assert server.first_bytes == [0]
 
@@ -274,7 +274,7 @@ def test_the_proxy_set_of_an_0_1_directory_is_taken_over_if_it_is_whole(tmp_path
     adopt_proxy_set(tmp_path)
     adopt_proxy_set(tmp_path)
     assert not old.exists()
-    found = Downloads(tmp_path / "downloads", ROOM).held(payload.sha256)
+    found = Downloads(tmp_path / "downloads", ROOM).stored(payload.sha256)
     assert (found is None) == bool(lost)
     assert found is None or same(found, payload)
 
@@ -283,4 +283,4 @@ def test_a_file_that_says_it_is_another_payload_is_not_taken_for_it(tmp_path: Pa
     payload, other = make_payload(5), make_payload(6)
     fetch(tmp_path, Server(other), other)
     (tmp_path / f"{other.sha256.hex()}.payload").rename(tmp_path / f"{payload.sha256.hex()}.payload")
-    assert Downloads(tmp_path, ROOM).held(payload.sha256) is None
+    assert Downloads(tmp_path, ROOM).stored(payload.sha256) is None

@@ -81,7 +81,7 @@ def test_an_unknown_method_is_answered_with_the_registered_ones_too(registered: 
     [{}, {"model": object}, {"data": ()}, {"model": object, "data": (), "worker": counting.CountingWorker}],
 )
 def test_a_device_has_a_model_and_data_or_a_worker(given: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="model= and data=, or worker= alone"):
+    with pytest.raises(ConfigurationError, match="either model= and data=, or worker= without both"):
         Device(server="127.0.0.1:1", state_dir=tmp_path / "d", **given)  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def test_a_device_has_a_model_and_data_or_a_worker(given: dict[str, object], tmp
 def test_what_a_worker_of_the_app_s_would_ignore_is_refused(
     given: dict[str, object], named: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"would ignore {named}: leave that out.*light_worker"):
+    with pytest.raises(ConfigurationError, match=f"does not use {named}; remove the argument.*light_worker"):
         Device(server="127.0.0.1:1", state_dir=tmp_path / "d", worker=counting.CountingWorker, **given)  # type: ignore[arg-type]
     assert not (tmp_path / "d").exists()
 

@@ -144,8 +144,7 @@ def test_a_directory_of_another_run_or_device_is_refused_and_let_go(
     with pytest.raises(StateError) as error:
         make_device(tmp_path, **settings)
     assert str(error.value) == (
-        f"the state directory {tmp_path} belongs to {known}, not {given}; "
-        "use another directory, or the name it belongs to"
+        f"the state directory {tmp_path} belongs to {known}, not {given}; use another directory or {known}"
     )
     with make_device(tmp_path, run="digits") as device:  # the refused one holds no lock
         assert device.device_id == "d1"

@@ -65,7 +65,7 @@ def test_its_proxy_set_is_not_fetched_again(state_dir: Path) -> None:
     header = (state_dir / "proxy" / "header.bin").read_bytes()
     sha256 = header[-32:]
     adopt_proxy_set(state_dir)
-    held = Downloads(state_dir / "downloads", 1 << 20).held(sha256)
+    held = Downloads(state_dir / "downloads", 1 << 20).stored(sha256)
     assert held is not None
     (proxy,) = decode(held).values()
     assert isinstance(proxy, ProxySet)

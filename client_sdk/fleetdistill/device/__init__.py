@@ -1,4 +1,4 @@
-"""Taking part in a run: `Device`, what it may send, and who computes."""
+"""`Device`, its events, the columns that may leave a device, and the compute backends."""
 
 from fleetdistill.device.arguments import COLUMNS, DEFAULT_COLUMNS
 from fleetdistill.device.device import Device

@@ -1,4 +1,4 @@
-"""The models that an app has of its device, by the name of the answer that they give."""
+"""The delivered model variants of a device, by name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fleetdistill.errors import ModelError
 
 
 class AppModels(dict[str, Any]):
-    """A mapping whose error names what to do while a variant is missing; `in` and `get` raise none."""
+    """A dict of model variants by name; a missing name raises ModelError with advice instead of KeyError."""
 
     def __missing__(self, name: str) -> Any:
         if not self:
             raise ModelError(
-                f"this device has no {name!r} answer, and no other yet: the first ones come with the first round that "
-                f"delivers them; `{name!r} in models` tells whether they are here"
+                f"this device has no {name!r} model yet; the first delivered round adds it. "
+                f"Check `{name!r} in device.models` before use"
             )
         raise ModelError(
-            f"this device has no {name!r} answer, it has {', '.join(sorted(self))}; a further answer comes with the "
-            f"first round that delivers it: until then take models.get({name!r}, device.model)"
+            f"this device has no {name!r} model, only {', '.join(sorted(self))}; a later round may deliver it. "
+            f"Until then use device.models.get({name!r}, device.model)"
         )

@@ -1,4 +1,4 @@
-"""What an app gives a `Device`, checked before anything is opened or kept."""
+"""Checks of the arguments of `Device`, made before any file or connection is opened."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
 
 COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
-"""Everything that an app can allow to leave the device."""
+"""All columns that an app can allow to leave the device."""
 DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "metrics")
-"""Allowed by default: all but the labels of its samples."""
+"""Columns allowed by default: all except the labels of the training samples."""
 _EXPORTS = ("round", "finish", "never")
-_UNUSED_BY_A_WORKER: Mapping[str, object] = {
+_PYTORCH_DEFAULTS: Mapping[str, object] = {
     "test_data": None,
     "validation_data": None,
     "model_name": "",
     "torch_device": "cpu",
     "predictor": USUAL_PREDICTOR,
 }
-"""Arguments that go with `model` and `data`, and what they are where the app does not give them."""
+"""Defaults of the arguments that have no effect together with `worker`."""
 
 
-def check_computes(model: object, data: object, worker: object, **beside: object) -> None:
-    """Who computes: model and data, with what goes with them, or a worker alone.
+def check_backend(model: object, data: object, worker: object, **torch_options: object) -> None:
+    """Checks that the app gives either `model` and `data`, or `worker` alone.
 
     Args:
-        model, data, worker: As `Device` has them.
-        **beside: The arguments that a worker does not use, all of them.
+        model, data, worker: Arguments of `Device`.
+        **torch_options: All arguments of `Device` that only a PyTorch backend uses.
 
     Raises:
-        ConfigurationError: Something is missing or would be ignored, or the predictor is unknown.
+        ConfigurationError: An argument is missing or has no effect, or the predictor is unknown.
     """
     if (model is None or data is None) if worker is None else (model is not None or data is not None):
-        raise ConfigurationError("a Device needs model= and data=, or worker= alone for an app that computes by itself")
-    ignored = [f"{name}=" for name, usual in _UNUSED_BY_A_WORKER.items() if not _same(beside[name], usual)]
+        raise ConfigurationError("Device requires either model= and data=, or worker= without both")
+    ignored = [f"{name}=" for name, default in _PYTORCH_DEFAULTS.items() if not _same(torch_options[name], default)]
     if worker is not None and ignored:
         raise ConfigurationError(
-            f"Device(worker=...) would ignore {', '.join(ignored)}: leave that out; data go to the function that makes "
-            "the worker, as in light_worker(data, test_data=...)"
+            f"Device(worker=...) does not use {', '.join(ignored)}; remove the argument. "
+            "Pass data to the function that makes the worker, as in light_worker(data, test_data=...)"
         )
-    check_predictor(beside["predictor"])
+    check_predictor(torch_options["predictor"])
 
 
-def _same(given: object, usual: object) -> bool:
-    return given is usual or (isinstance(given, str) and given == usual)
+def _same(value: object, default: object) -> bool:
+    return value is default or (isinstance(value, str) and value == default)
 
 
 def check_export(when: str) -> None:
-    """Raises ConfigurationError unless `when` is a value of `Device(export_onnx=...)`."""
+    """Raises ConfigurationError unless `when` is a valid value of `Device(export_onnx=...)`."""
     if when not in _EXPORTS:
         raise ConfigurationError(unknown_name("export_onnx", when, _EXPORTS))
 
 
-def check_bounds(max_threads: int, max_seconds_per_ask: float) -> None:
-    """Raises ConfigurationError for bounds under which a device could do nothing."""
+def check_limits(max_threads: int, max_seconds_per_ask: float) -> None:
+    """Raises ConfigurationError for limits that would leave no thread or no time."""
     if max_threads < 1:
         raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
     if not max_seconds_per_ask > 0:
@@ -63,19 +63,19 @@ def check_bounds(max_threads: int, max_seconds_per_ask: float) -> None:
 
 
 def check_columns(allow: Sequence[str]) -> None:
-    """Raises ConfigurationError for columns that there are none of."""
+    """Raises ConfigurationError for names that are not in `COLUMNS`."""
     unknown = sorted(set(allow) - set(COLUMNS))
     if unknown:
-        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; known are {', '.join(COLUMNS)}")
+        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; must be in {', '.join(COLUMNS)}")
 
 
 def check_transport_security(server: str, insecure: bool, tls: bool) -> None:
-    """Raises ConfigurationError for plain text to another machine that the app has not allowed."""
+    """Raises ConfigurationError for plain text to another machine, unless the app allows it."""
     from fleetdistill.link.grpc_link import is_loopback
 
     if not (tls or insecure or is_loopback(server)):
         raise ConfigurationError(
-            f"{server} is not on this machine, and plain text could be read on the way: give the token that the "
-            "operator got from `fleetdistill enrol` as Device(enrolment=...), go through a tunnel to 127.0.0.1, or "
-            "accept plain text with Device(insecure=True)"
+            f"{server} is not on this machine, and plain text can be read on the network. Pass the operator's token "
+            "from `fleetdistill enrol` as Device(enrolment=...), use a tunnel to 127.0.0.1, or accept plain text with "
+            "Device(insecure=True)"
         )

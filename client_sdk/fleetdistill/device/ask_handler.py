@@ -1,4 +1,4 @@
-"""One ask of the server: a device computes the answer and keeps it, or declines."""
+"""Handles one ask: computes, stores and sends the answer, or declines the ask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.declines import MAX_REASON, Declines
 from fleetdistill.device.events import Events
-from fleetdistill.device.notes import in_words
+from fleetdistill.device.notes import notes_text
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 class AskHandler:
-    """Handles asks, one after the other.
+    """Handles asks, one at a time.
 
     Args:
-        session: The device.
-        events: Events for the app.
-        check_in: Gives the compute backend and downloads payloads.
-        sender: Settles the answer.
+        session: State of the open device.
+        events: Emits events to the app.
+        check_in: Provides the compute backend and downloads payloads.
+        sender: Sends the answer.
         stopped: Set when the app stops the device.
         allow: Columns that may leave the device.
-        max_seconds: Most seconds of work on one ask.
+        max_seconds: Time limit for one ask, in seconds.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class AskHandler:
         self._declines = Declines()
 
     def handle(self, ask: service_pb2.Ask) -> None:
-        """Answers an ask and sends the answer, or declines it."""
-        if self._declines.knows(ask):
+        """Computes and sends the answer to an ask, or declines the ask."""
+        if self._declines.was_declined(ask):
             self._decline(ask, self._declines.reason)
             return
         try:
@@ -79,42 +79,42 @@ class AskHandler:
         with self._sender.heartbeats():
             compute = self._check_in.ready_compute()
             try:
-                pending, answer = self._compute_answer(compute, ask, self._question(ask))
-            except _AskClosed as over:
-                self._events.emit("dropped", ask.round, str(over.refusal), {"code": over.refusal.code})
+                pending, answer = self._compute_answer(compute, ask, self._download_parts(ask))
+            except _AskClosed as closed:
+                self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
                 return
             except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
-                # Training has made no numbers of it, it comes from a server that is newer or broken, or the disk is
-                # full: no answer to this ask, and no end of the device.
+                # Training diverged, the server is newer or faulty, or the disk is full: the device declines this ask
+                # and continues with the next one.
                 self._decline(ask, reason)
                 return
             except BaseException:
-                compute.forget_state()  # half an answer's training must not enter the next one
+                compute.forget_state()  # an unfinished answer's training must not affect the next answer
                 raise
         if any(answer.notes.values()):
-            self._events.emit("ask", ask.round, in_words(ask.step, answer.notes), dict(answer.notes))
+            self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))
         self._sender.settle(pending)
 
-    def _question(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
-        """What the ask brings along."""
+    def _download_parts(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
+        """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""
         try:
             return decode(self._check_in.download(ask.payload)) if ask.payload else {}
         except RefusedError as refusal:
             if refusal.code != Code.NOT_FOUND:
                 raise
-            # The device was so slow that its round is over; it is out for the round, not for the run.
+            # The device was too slow and the round is over. It takes part again in the next round.
             raise _AskClosed(refusal) from refusal
 
     def _compute_answer(
         self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind]
     ) -> tuple[Pending, Answer]:
-        """Computes the answer and makes it durable, with its state and with what becomes of the app's model."""
+        """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         with time_limit(self._max_seconds, self._session.clock.now):
             computed = compute.answer(ask, parts, self._allow)
         answer = computed.answer
-        check_may_leave(answer.parts, self._allow)  # nothing else leaves the device
+        check_may_leave(answer.parts, self._allow)  # every answer passes this check
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
-        # The server asks again under a new number when it has lost an answer that this device has forgotten.
+        # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}
         pending = Pending(
@@ -125,9 +125,9 @@ class AskHandler:
         return pending, answer
 
     def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
-        """Out for the step, not for the run: the server closes this ask and does not wait for it.
+        """Declines an ask, so that the server closes it and does not wait for its deadline.
 
-        The same ask again, from a server that missed this or does not care, is declined without work, ever slower.
+        A repetition of the same ask is declined without new work, after increasing delays.
         """
         if self._session.compute is not None:
             self._session.compute.forget_state()
@@ -142,7 +142,7 @@ class AskHandler:
 
 
 class _AskClosed(Exception):
-    """The payload of an ask is gone, so its round is over."""
+    """The server has deleted the payload of an ask because its round is over."""
 
     def __init__(self, refusal: RefusedError) -> None:
         super().__init__(str(refusal))

@@ -1,4 +1,4 @@
-"""A device introduces itself to the server, and readies its compute backend: payloads of the run, and its state."""
+"""The check-in of a device with the server, and the preparation of its compute backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.terms import check_terms
 from fleetdistill.state import failpoints
-from fleetdistill.state.data_version import data_version, digest_of_given
+from fleetdistill.state.data_version import data_version, digest_of_data
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from fleetdistill.device.compute import Compute
 
 MakeForData = Callable[[contract_pb2.Contract, Any], "Compute"]
-"""Makes a compute backend of the run's contract and the app's data."""
+"""Function that makes a compute backend from the run's contract and the app's data."""
 
 
 class CheckIn:
-    """A device's check-in, and the compute backend that it describes.
+    """Checks a device in, and provides the compute backend that the check-in describes.
 
     Args:
-        session: The device.
-        events: Events for the app.
-        make_compute: Makes the compute backend when it is needed.
-        data: The app's rows, as `Device(data=...)` takes them.
+        session: State of the open device.
+        events: Emits events to the app.
+        make_compute: Makes the compute backend when it is first needed.
+        data: The app's training data, as in `Device(data=...)`.
         allow: Columns that may leave the device.
-        max_threads: Most threads that a run may compute with.
-        downloads: Where payloads of the run are kept.
+        max_threads: Maximum number of threads that a run may require.
+        downloads: Stores the run's payloads.
     """
 
     def __init__(
@@ -56,38 +56,38 @@ class CheckIn:
         self._make, self._data = make_compute, data
         self._allow, self._max_threads = tuple(allow), max_threads
         self._downloads = downloads
-        self._declared = False  # whether the server knows the profile
-        self._rows_known = False  # whether the server knows the version of the app's rows
+        self._profile_sent = False  # whether the server has the current profile
+        self._data_version_sent = False  # whether the server has the current data version
 
     def check_in(self) -> service_pb2.CheckInResponse:
-        """Introduces the device; the profile of last time serves, so that an idle device needs no torch."""
+        """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
         profile = _profile_in(self._storage.load("profile.bin"))
         if profile is None:
-            terms = self._greet(None)
+            terms = self._send_check_in(None)
             profile = self._profile_of(self.make_compute(terms.contract))
         else:
             del profile.allowed_columns[:]
             profile.allowed_columns.extend(self._allow)
             _set_compressions(profile)
-        terms = self._greet(profile)
+        terms = self._send_check_in(profile)
         self._session.identity.run = terms.contract.run
         failpoints.hit("device.check-in.before-save")
         self._save(profile)
         failpoints.hit("device.check-in.after-save")
         if self._session.compute is not None:
-            self._note_rows(profile)
+            self._save_data_version(profile)
         self._session.terms = terms
         device = self._session.identity.device
         self._events.emit("checked-in", 0, f"{device} takes part in run {terms.contract.run!r}")
         return terms
 
-    def _greet(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
+    def _send_check_in(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
         terms = self._session.link.check_in(self._session.identity, profile)
         check_terms(terms, self._session.identity.run, self._max_threads)
         return terms
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
-        # Not above: it loads methods, and the front, which imports this package, must know none.
+        # Imported here because it loads methods: the front imports this package and must not load them.
         from fleetdistill.device.compute import NamesRows
 
         profile = compute.profile(self._allow)
@@ -100,66 +100,67 @@ class CheckIn:
         save_identity(self._storage, self._session.identity)
         self._storage.save("profile.bin", profile.SerializeToString())
 
-    # --- rows
+    # --- data
 
     def replace_data(self, data: Any) -> None:
-        """The app has other rows: the next check-in is about them, and the compute backend is made anew."""
-        self._storage.forget_rows()  # first: an app that dies now checks in with its rows after its restart
+        """Replaces the training data; the next check-in describes them, with a new compute backend."""
+        self._storage.clear_data_version()  # first, so that a device that crashes here checks in with the new data
         self._data, self._session.compute, self._session.computed = data, None, None
-        self._declared = self._rows_known = False
+        self._profile_sent = self._data_version_sent = False
 
-    def declare_other_rows(self) -> None:
-        """Checks in again where the app's rows are not those of the last check-in.
+    def check_in_changed_data(self) -> None:
+        """Checks in again if the training data have changed since the last check-in.
 
-        Arrays are compared by their digest, so that an idle device whose rows are the same needs no torch.
+        Arrays are compared by their digest, so that an idle device with unchanged data does not load torch.
         """
-        if self._rows_known:
+        if self._data_version_sent:
             return
         with self._session.guard.held():
-            self._compare_rows()
+            self._compare_data()
 
-    def _compare_rows(self) -> None:
+    def _compare_data(self) -> None:
         profile = _profile_in(self._storage.load("profile.bin"))
-        if profile is None or not self._storage.names_rows(profile.data_version, digest_of_given(self._data)):
+        digest = digest_of_data(self._data)
+        if profile is None or not self._storage.is_data_version(profile.data_version, digest):
             assert self._session.terms is not None  # checked in by `Device.step`
-            self._declare(self.make_compute(self._session.terms.contract))
-        self._rows_known = True
+            self._update_profile(self.make_compute(self._session.terms.contract))
+        self._data_version_sent = True
 
-    def _note_rows(self, profile: contract_pb2.DeviceProfile) -> None:
-        self._storage.note_rows(profile.data_version, digest_of_given(self._data))
-        self._rows_known = True
+    def _save_data_version(self, profile: contract_pb2.DeviceProfile) -> None:
+        self._storage.save_data_version(profile.data_version, digest_of_data(self._data))
+        self._data_version_sent = True
 
-    def _declare(self, compute: Compute) -> None:
-        """Checks in again where the app's model or data changed since the last time.
+    def _update_profile(self, compute: Compute) -> None:
+        """Checks in again if the app's model or data have changed since the last check-in.
 
-        Not while an answer waits that was made of the data of before: it may have more samples than there are now.
+        Does nothing while an answer is in the outbox: it may have more samples than the new data.
         """
-        if self._declared or self._storage.outbox.pending() is not None:
+        if self._profile_sent or self._storage.outbox.pending() is not None:
             return
         profile = self._profile_of(compute)
         if profile.SerializeToString() != self._storage.load("profile.bin"):
             self._session.link.check_in(self._session.identity, profile)
             self._save(profile)
-        self._note_rows(profile)
-        self._declared = True
+        self._save_data_version(profile)
+        self._profile_sent = True
 
     # --- compute backend
 
     def make_compute(self, contract: contract_pb2.Contract) -> Compute:
-        """The compute backend as it is, or a new one without state."""
+        """Returns the compute backend; makes one without state if there is none."""
         if self._session.compute is None:
             self._session.compute = self._make(contract, self._data)
         return self._session.compute
 
     def ready_compute(self) -> Compute:
-        """The compute backend with the device's state: the committed one, or the run's initial weights."""
+        """Returns the compute backend with the committed state, or with the run's initial weights."""
         with self._session.guard.held():
             return self._prepared_compute()
 
     def _prepared_compute(self) -> Compute:
         contract = (self._session.terms or self.check_in()).contract
         compute = self.make_compute(contract)
-        self._declare(compute)
+        self._update_profile(compute)
         for sha256 in _kept_payloads(compute, contract):
             if not compute.has_payload(sha256):
                 compute.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
@@ -174,7 +175,7 @@ class CheckIn:
             return
         if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
             compute.load_initial(decode(self.download(contract.initial_weights)))
-        # Kept from the start: a first answer that is dropped leads back here, and the app may keep its first model.
+        # Saved before the first answer: if that is dropped, the device returns to this state.
         failpoints.hit("device.first-state.before-save")
         self._storage.save("delivered.safetensors", compute.delivered_state())
         self._storage.save("state.safetensors", compute.state())
@@ -184,27 +185,28 @@ class CheckIn:
     # --- payloads
 
     def download(self, sha256: bytes) -> Payload:
-        """A payload of the run; what is kept besides is what the compute backend works with."""
+        """Returns a payload of the run; deletes stored payloads that the compute backend does not use."""
         assert self._session.terms is not None
         assert self._session.compute is not None
         keep = _kept_payloads(self._session.compute, self._session.terms.contract)
         return self._downloads.fetch(self._session.link, self._session.identity, sha256, keep)
 
     def _kept_payload(self, sha256: bytes, contract: contract_pb2.Contract) -> Payload:
-        """A payload that the compute backend works with: the one that is kept here, or fetched, once."""
-        kept = self._downloads.held(sha256)
-        if kept is not None:
-            return kept
+        """Returns a payload that the compute backend uses, from the state directory or else from the server."""
+        stored = self._downloads.stored(sha256)
+        if stored is not None:
+            return stored
         payload = self.download(sha256)
         kind = "proxy" if sha256 == contract.proxy_digest else "extractor"
         what = "proxy set" if kind == "proxy" else "extractor file"
         values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
-        self._events.emit(kind, 0, f"fetched the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes", values)
+        text = f"downloaded the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes"
+        self._events.emit(kind, 0, text, values)
         return payload
 
 
 def open_link(server: str, token: str | Path | None, directory: Path, device_id: str) -> Link:
-    """TLS for a device that is enrolled or has a token; plain text is never fallen back to."""
+    """Returns a link with TLS if the device is enrolled or has a token, else with plain text; never falls back."""
     from fleetdistill.link.grpc_link import GrpcLink
 
     if token is None and not is_enrolled(directory):
@@ -215,13 +217,13 @@ def open_link(server: str, token: str | Path | None, directory: Path, device_id:
 
 
 def _set_compressions(profile: contract_pb2.DeviceProfile) -> None:
-    """What this process can unpack; a library may have come or gone since a profile was saved."""
+    """Updates the supported compressions: a library may have been added or removed since the profile was saved."""
     del profile.compressions[:]
     profile.compressions.extend(offered())
 
 
 def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
-    """The saved profile; a damaged one counts as none, it is made anew."""
+    """Returns the saved profile, or None if there is none or it is damaged; the caller then makes a new one."""
     try:
         return contract_pb2.DeviceProfile.FromString(saved) if saved is not None else None
     except DecodeError:
@@ -229,5 +231,5 @@ def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
 
 
 def _kept_payloads(compute: Compute, contract: contract_pb2.Contract) -> list[bytes]:
-    """What the compute backend works with for as long as it lives; the initial weights are used once."""
+    """Returns the digests of the payloads to keep: all wanted ones except the initial weights, which are used once."""
     return [one for one in compute.wanted_payloads() if one != contract.initial_weights]

@@ -1,7 +1,7 @@
-"""What a `Device` needs of whatever computes for it. `fleetdistill.device.torch_compute` does it with PyTorch.
+"""`Compute`, the protocol of a device's compute backend.
 
-An app that computes with something else gives `Device(worker=...)`: a function that takes the run's contract and
-returns an object with this protocol.
+`fleetdistill.device.torch_compute` implements it with PyTorch. An app that uses another framework passes
+`Device(worker=...)`, a function that takes the run's contract and returns an object with this protocol.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ _FAULTS = (
     TypeError,
     ValueError,
 )
-"""What Python, numpy and torch raise of numbers that fit nothing; an app's own kinds of errors are not among them."""
+"""Exceptions that Python, NumPy and torch raise for unsuitable values; an app's own exceptions are not included."""
 
 
 @contextlib.contextmanager
 def faults_decline(what: str) -> Iterator[None]:
-    """Turns a fault of the computing within into `CannotAnswer`: what a server sent must not end an app.
+    """Turns computation errors in the block into `CannotAnswer`, so that a server's values cannot end an app.
 
-    A fault of the app's model is taken for one too: the log has its traceback, and the app's event its words.
+    This includes errors in the app's model; their traceback is logged.
 
     Args:
-        what: What is computed, for the sentence.
+        what: Name of the computation, for the message.
     """
     try:
         yield
     except _FAULTS as error:
         logger.warning("%s failed", what, exc_info=error)
-        said = str(error).strip().split("\n")[0][:300]
+        message = str(error).strip().split("\n")[0][:300]
         raise CannotAnswer(
-            f"{what} failed with {type(error).__name__}: {said}; the server sent what does not fit this device, or "
-            "the app's model has a fault: the log has the traceback"
+            f"{what} failed with {type(error).__name__}: {message}; either the server's values do not fit this device, "
+            "or the app's model is faulty. See the traceback in the log"
         ) from error
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What came of an ask.
+    """Result of an ask.
 
     Attributes:
-        answer: What goes to the server.
-        state: Model and method after it; counts once the answer has its receipt.
-        replacement: What becomes of the app's model then; None where the round goes on.
-        delivered: The app's new model, where it is replaced.
-        scores: How the model does on the app's test and validation data, by split, where the round ends with it; a
-            further answer of the method by `SPLIT/NAME`.
+        answer: Answer to send to the server.
+        state: Packed state of model and method after the answer; committed when the answer has a receipt.
+        replacement: Whether the app's model is replaced with the receipt; None if the round continues.
+        delivered: Packed new model of the app if it is replaced, else None.
+        scores: Scores of the round's model on the app's test and validation data by split, if the answer ends the
+            round. Further variants are under `SPLIT/VARIANT`.
     """
 
     answer: Answer
@@ -81,74 +81,74 @@ class Computed:
 
 
 class Compute(Protocol):
-    """Does a device's computing: holds model and method, answers asks, and packs its state into bytes.
+    """Compute backend of a device: holds model and method, answers asks, and packs its state into bytes.
 
-    The device keeps these bytes, and hands them back after a crash; it never looks into them. Errors must be
-    `FleetDistillError`s; a `CannotAnswer` or `KnowledgeError` out of `answer` declines the ask, others end the run.
+    The device stores these bytes unread and passes them to `restore` after a crash. Errors must be subclasses of
+    `FleetDistillError`. A `CannotAnswer` or `KnowledgeError` raised by `answer` declines the ask; others end `run`.
 
     Attributes:
-        contract: The run's terms.
-        has_state: Whether the device's committed state is loaded. The device sets it when it has kept a first state.
+        contract: Contract of the run.
+        has_state: Whether the device's committed state is loaded. The device sets it after it saved a first state.
     """
 
     contract: contract_pb2.Contract
     has_state: bool
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """The device's profile for the check-in; the same bytes each time for the same model and data."""
+        """Returns the device's profile for the check-in; equal bytes for equal model and data."""
 
     def wanted_payloads(self) -> Sequence[bytes]:
-        """Digests of the contract's payloads that it works with: initial weights, proxy set, extractor file.
+        """Returns the digests of the contract's payloads to download: initial weights, proxy set or extractor file.
 
-        The device fetches no other, and keeps all but the initial weights, which are used once.
+        The device stores all of them except the initial weights, which are used once.
         """
 
     def has_payload(self, sha256: bytes) -> bool:
-        """Whether it has taken a payload that it wants; never asked about the initial weights."""
+        """Returns whether `take_payload` was called with this payload; not called for the initial weights."""
 
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
-        """Takes a payload that it wants, whose bytes were held against the contract's digest; before any state."""
+        """Loads a wanted payload, already verified against its digest; called before any state is loaded."""
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Takes the weights that every device of the run starts from, if it wants them and has no state yet."""
+        """Loads the initial weights of the run, if they are wanted and there is no saved state."""
 
     def state(self) -> bytes:
-        """All that the next answer depends on."""
+        """Returns the packed state: everything that the next answer depends on."""
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Takes up what `state` and `delivered_state` gave, and sets `has_state`."""
+        """Restores the results of `state` and `delivered_state`, and sets `has_state`."""
 
     def forget_state(self) -> None:
-        """Clears `has_state`: what was learned since the last receipt does not count."""
+        """Discards training since the last receipt: clears `has_state`, so that the device calls `restore`."""
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """Answers an ask from the state of the last receipt, with nothing in it that `allow` keeps back."""
+        """Answers an ask from the committed state, with no column outside of `allow`."""
 
     def deliver(self, replacement: Replacement) -> None:
-        """Replaces the app's model, or keeps it: the last answer has its receipt."""
+        """Replaces or keeps the app's model; called when the round's last answer has a receipt."""
 
     def delivered_model(self) -> Any:
-        """What `Device.model` returns."""
+        """Returns the value of `Device.model`."""
 
     def delivered_models(self) -> Mapping[str, Any]:
-        """What `Device.models` returns."""
+        """Returns the variants in `Device.models`, by name."""
 
     def delivered_state(self) -> bytes:
-        """The app's model, as `restore` takes it."""
+        """Returns the packed model of the app, for `restore`."""
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes the delivered model as ONNX after round `number`; not called with `export_onnx="never"`.
+        """Writes the app's model as ONNX after round `number`; not called with `export_onnx="never"`.
 
-        Where an app has several, each is written beside it under its name.
+        If there are several variants, each is also written to the same directory as `VARIANT.onnx`.
         """
 
 
 @runtime_checkable
 class NamesRows(Protocol):
-    """What a `Compute` may do beside: then the server learns when the device has other rows than before."""
+    """Optional protocol of a `Compute` that lets the server detect changed training data."""
 
     def data_digest(self) -> bytes:
-        """SHA-256 over all training inputs and labels: the same bytes for the same rows. It stays on the device."""
+        """Returns the SHA-256 of all training inputs and labels. The digest never leaves the device."""
 
 
 MakeCompute = Callable[[contract_pb2.Contract], Compute]

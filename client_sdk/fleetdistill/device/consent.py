@@ -1,4 +1,4 @@
-"""Consent: the app decides which columns leave the device, and every answer is checked against that."""
+"""The check that an answer contains only columns that the app allows to leave the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from fleetdistill.knowledge import Parts
 
 
 def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
-    """Stops an answer that holds a column which the app keeps back.
+    """Checks the parts of an answer before they leave the device.
 
     Raises:
-        ConfigurationError: Names the part and the column; or a part is of a kind that no column lets out.
+        ConfigurationError: A part contains a column that is not in `allow`, or its kind must never leave a device.
     """
     for name, kind in parts.items():
         if kind.tells is None:
-            raise ConfigurationError(f"part {name!r} is a {type(kind).__name__}, which never leaves; nothing was sent")
+            raise ConfigurationError(
+                f"part {name!r} is a {type(kind).__name__}, which must never leave a device; the answer was not sent"
+            )
         for column in kind.columns():
             if column not in allow:
-                raise ConfigurationError(f"part {name!r} holds {column}, which the app keeps back; nothing was sent")
+                raise ConfigurationError(
+                    f"part {name!r} contains {column}, which is not in Device(allow=...); the answer was not sent"
+                )

@@ -1,11 +1,11 @@
-"""The device SDK: embeds a device of the fleet in an app.
+"""`Device`, the main class of the SDK: embeds a device of the fleet in an app.
 
-    device = Device(server="127.0.0.1:50051", model=make_model, data=(images, labels), state_dir="fleet-state")
-    device.run()
+    with Device(server="127.0.0.1:50051", model=make_model, data=(images, labels), state_dir="fleet-state") as device:
+        device.run()
 
-A device always calls and never listens. It checks in, waits for asks, trains, and sends answers; everything it must
-not lose is in its state directory, so it may be killed at any moment and goes on where it was. Importing this module
-loads no torch; the model is built, from a factory if you give one, when the first ask needs it.
+A device calls the server and never listens. It checks in, waits for asks, trains, and sends answers. Its state
+directory holds everything that must survive a crash, so the process can be killed at any time and resumes after a
+restart. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
-    check_bounds,
+    check_backend,
     check_columns,
-    check_computes,
     check_export,
+    check_limits,
     check_transport_security,
 )
 from fleetdistill.device.ask_handler import AskHandler
@@ -58,53 +58,56 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 20.0
 MAX_THREADS = 64
-"""Default of `max_threads`."""
+"""Default of `Device(max_threads=...)`."""
 MAX_SECONDS_PER_ASK = 3600.0
-"""Default of `max_seconds_per_ask`, in seconds."""
+"""Default of `Device(max_seconds_per_ask=...)`, in seconds."""
 _FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
 
 
 class Device:
-    """One device of a fleet, for one thread; `stop`, `model` and `models` may be used from any.
+    """Trains the app's model on private data when the server asks, and delivers the result to the app.
+
+    Use a device from one thread; `stop`, `model` and `models` are thread-safe.
 
     Args:
-        server: `host:port` of the aggregation server, or a `Link`.
-        model: The local model, or a function that builds it: a module with `extractor`, `features` and `predict`
-            (see `fleetdistill.training.model.split_sequential`).
-        data: Private training data: `(inputs, labels)` as tensors or numpy arrays, a map-style torch Dataset, or a
-            function that returns one of these.
-        worker: Instead of model, data and what goes with them, for an app that computes with something else than
-            PyTorch: a function that takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
-        state_dir: Directory of this device alone; keeps identity, model and what is under way.
-        run: Name of the run; may be left out where the server has only one.
-        device_id: 1 to 64 letters, digits, '-', '_' or '.'; by default a UUID that stays in `state_dir`.
-        allow: What may leave the device, of `COLUMNS`. The default keeps labels back; FedDKC needs them, so an app
-            that takes part in it gives `allow=COLUMNS`.
-            The number of samples leaves with every answer, the training loss with `metrics`; with `counts` beside it
-            the figures of `test_data` and `validation_data` come by class, with the samples of each class.
-        test_data: Data whose figures are reported to the server after each round.
-        validation_data: Data that decide whether the app's model, at first the one that it gives, is replaced: it is
-            not when its accuracy falls. A metric reports which to the server.
-        model_name: Name of the model in the server's lists.
-        export_onnx: Write `model.onnx` into `state_dir` after each round it delivers, only at the end, or never.
-        torch_device: Where to train, such as "cpu" or "cuda".
-        insecure: Allow plain text to a server that is not on this machine.
-        enrolment: The operator's one-time token, or the file that holds it: the device speaks TLS, gets its certificate
-            with its first call and renews it by itself. Not needed any more once `state_dir` has the certificate.
-        max_spool_bytes: Most bytes in `state_dir` of the answer under way with its states, and of one download. What is
-            over it, or over the room on the disk, is declined.
-        predictor: Of class statistics with `predictor = "trained"`, the device's own: a name of
-            `fleetdistill.models.PREDICTORS`, or a function of (inputs, classes) that makes a module.
-        max_threads: Most threads that the run may have this device compute with, at least 1.
-        max_seconds_per_ask: Most seconds of work on one ask, above 0; one that takes longer is declined.
-        clock: For tests of an app: what the device waits by, such as `fleetdistill.testing.ManualClock`.
-        on_event: Called with every `Event`, in the thread of `run`; what it raises ends the run. After a crash an event
-            about an answer may come a second time, never not at all.
+        server: `"host:port"` of the aggregation server, or a `Link`.
+        model: Local model, or a function that builds it when it is first needed: a module with `extractor`, `features`
+            and `predict`. `fleetdistill.training.split_sequential` makes one from a chain of layers.
+        data: Private training data: `(inputs, labels)` as tensors or NumPy arrays, a map-style torch Dataset, or a
+            function that returns one of these. Inputs are float `[samples, *input_shape]`; labels are integers
+            `[samples]` in `[0, classes)`.
+        worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
+            takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
+        state_dir: Directory used only by this device. Stores its identity, its model and unfinished work.
+        run: Name of the run. Optional if the server has a single run.
+        device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
+        allow: Columns that may leave the device, a subset of `COLUMNS`. Default: all except `labels`, which FedDKC
+            requires. Every answer includes the number of samples. `metrics` includes the training loss; `counts`
+            adds the figures of each class.
+        test_data: Data on which each round's model is scored. The scores are sent to the server.
+        validation_data: Data that decide whether a round's model replaces the app's model: only if its accuracy is at
+            least as high. The scores and the decision are sent to the server.
+        model_name: Name of the model in the server's lists. Default: the module's class name.
+        export_onnx: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of
+            the run (`"finish"`), or `"never"`.
+        torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
+        on_event: Callback for every `Event`, called in the thread of `run`. An exception in it ends the run. After a
+            crash, events about an answer may be repeated; they are never lost.
+        insecure: Allows plain text to a server on another machine.
+        enrolment: One-time token from the operator, or a file with the token. The device then uses TLS, obtains a
+            certificate and renews it automatically. Not required once `state_dir` has a certificate.
+        max_spool_bytes: Maximum size in bytes of an answer with its states, and of one download. The device declines
+            asks that exceed it or the free disk space.
+        predictor: Predictor that the device trains in a classstats run with `predictor = "trained"`: a name in
+            `fleetdistill.models.PREDICTORS`, or a function `(inputs, classes) -> nn.Module`.
+        max_threads: Maximum number of compute threads that a run may require, at least 1.
+        max_seconds_per_ask: Time limit for one ask in seconds, above 0. The device declines an ask that takes longer.
+        clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
 
     Raises:
-        ConfigurationError: An argument is out of range or unknown, or would be ignored beside `worker`.
-        StateError: `state_dir` is in use, damaged, or of another run or id.
+        ConfigurationError: An argument is invalid, or has no effect together with `worker`.
+        StateError: `state_dir` is in use, is damaged, or belongs to another run or device.
     """
 
     def __init__(
@@ -132,23 +135,21 @@ class Device:
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
         clock: Clock | None = None,
     ) -> None:
+        torch_options: dict[str, Any] = {
+            "test_data": test_data,
+            "validation_data": validation_data,
+            "model_name": model_name,
+            "torch_device": torch_device,
+            "predictor": predictor,
+        }
         check_columns(allow)
-        check_computes(
-            model,
-            data,
-            worker,
-            test_data=test_data,
-            validation_data=validation_data,
-            model_name=model_name,
-            torch_device=torch_device,
-            predictor=predictor,
-        )
+        check_backend(model, data, worker, **torch_options)
         check_export(export_onnx)
-        check_bounds(max_threads, max_seconds_per_ask)
+        check_limits(max_threads, max_seconds_per_ask)
         if isinstance(server, str):
             check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
-        self._own_worker = worker is not None
-        self._allow, self._export_onnx = tuple(allow), export_onnx
+        self._has_worker, self._export_onnx = worker is not None, export_onnx
+        self._stopped, self._closed = threading.Event(), False
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
@@ -160,23 +161,12 @@ class Device:
         self._check_in = CheckIn(
             self._session,
             self._events,
-            make_compute=_ignoring_data(worker)
-            if worker is not None
-            else partial(
-                _torch_compute,
-                model=model,
-                model_name=model_name,
-                test_data=test_data,
-                validation_data=validation_data,
-                torch_device=torch_device,
-                predictor=predictor,
-            ),
+            make_compute=_compute_factory(model, worker, torch_options),
             data=data,
-            allow=self._allow,
+            allow=tuple(allow),
             max_threads=max_threads,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
-        self._stopped = threading.Event()
         self._sender = Sender(self._session, self._events, self._check_in.ready_compute, export_onnx)
         self._handler = AskHandler(
             self._session,
@@ -184,10 +174,9 @@ class Device:
             self._check_in,
             self._sender,
             self._stopped,
-            allow=self._allow,
+            allow=tuple(allow),
             max_seconds=max_seconds_per_ask,
         )
-        self._closed = False
 
     def _open_session(
         self, server: str | Link, enrolment: str | Path | None, run: str, device_id: str | None, clock: Clock
@@ -200,71 +189,78 @@ class Device:
 
     @property
     def device_id(self) -> str:
-        """This device's id in the fleet."""
+        """Name of this device in the fleet."""
         return self._session.identity.device
 
     @property
     def state_dir(self) -> Path:
-        """Where the device keeps what it must not lose."""
+        """Directory that stores the device's identity, model and unfinished work."""
         return self._storage.directory
 
     @property
     def model(self) -> Any:
-        """The model for the app to use: the one of the last delivered round, before the first one its own.
+        """The app's model: the last delivered one, in eval mode.
 
-        A torch module, which loads torch, or what the app's own `worker` gives.
+        A torch module, or the model type of the app's `worker`, updated in place by deliveries. Before the first one it
+        is the model that the app passed in, with the run's initial weights unless `validation_data` was given. If the
+        method has several variants, it is the best one on `validation_data`, or `general` without such data.
 
-        Its own has, without validation data, the run's initial weights. Where a method gives several, it is the one
-        that was best on `validation_data`, without such data `general`.
+        Raises:
+            FleetDistillError: The first access may check in and build the model, which can fail as in `step`.
         """
         with self._guard.held():
             return self._check_in.ready_compute().delivered_model()
 
     @property
     def models(self) -> Mapping[str, Any]:
-        """All that the last delivered round gave: `general`, and what the method has beside it. As `model`'s.
+        """All delivered variants of the model by name, in eval mode.
 
-        With classstats also `personal`, for the device's own mix of classes, and `own`, the network that the app gave
-        (not with `features = "averaged"`). The fleet trains `own` only where the run has `own_network = "taught"`.
-        Without validation data it has the run's extractor where there is one (`features = "model"`), on which the
-        layers behind it were never trained: then it is no model to use.
-        Before the first delivery there is only the app's own, as in `model`: asking for another answer raises
-        ModelError, `in` and `get` tell without.
+        Most methods have one variant, `general`. classstats adds `personal`, weighted by the device's own class shares,
+        and, unless `features = "averaged"`, `own`, the network that the app passed in. Before the first delivery the
+        mapping has only that network, as `own` with classstats and as `general` with other methods; a missing name
+        raises ModelError, and `in` and `get` work as in any mapping.
+
+        Note:
+            The fleet trains `own` only with `own_network = "taught"`. With `features = "model"` and without
+            `validation_data`, its extractor is the run's and its other layers were not trained on it: do not use it.
         """
         with self._guard.held():
             return AppModels(self._check_in.ready_compute().delivered_models())
 
     def replace_data(self, data: Any = None) -> None:
-        """Replaces the app's rows. The next `step` checks in with them before it asks for work.
+        """Replaces the training data. The next `step` checks in with them before it requests work.
 
-        An answer that waits for its receipt is settled first: it was made of the rows of before. What the device has
-        learned stays; a new compute backend goes on from it, so `model` and `models` give other objects from now
-        on. May also be called from within `on_event`. Data that do not fit raise DataError from that step on.
+        An answer without a receipt is settled first, because it was made from the previous data. The device keeps its
+        model state; `model` and `models` return new objects from now on. May be called from `on_event`. Invalid data
+        raise DataError in the next `step`.
 
         Args:
-            data: The rows, as `Device(data=...)` takes them. None in an app that gave `worker`: its function is
-                called again.
+            data: New training data, as in `Device(data=...)`. Omit it if the device has a `worker`, whose function is
+                then called again.
 
         Raises:
-            ConfigurationError: There are data and `worker` was given, or neither.
+            ConfigurationError: `data` is missing, or the device has a `worker` and `data` was given.
         """
-        if (data is None) is not self._own_worker:
-            raise ConfigurationError("replace_data takes the new data, or none in an app that gave worker=")
+        if (data is None) is not self._has_worker:
+            expected = "no argument: call replace_data()" if self._has_worker else "the new training data, found None"
+            raise ConfigurationError(f"replace_data expects {expected}")
         with self._guard.held():
             self._check_in.replace_data(data)
 
     def run(self) -> None:
-        """Takes part until the run is over or `stop` is called, or Ctrl-C. Waits out a server that is away.
+        """Takes part in the run until the run is finished, `stop` is called, or Ctrl-C is pressed.
+
+        While the server is unavailable, `run` retries with exponential backoff, 0.5 to 15 seconds.
 
         Raises:
-            RefusedError: The server refuses this device; the message has the reason and what to do.
+            RefusedError: The server refuses this device permanently; the message has the reason.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
         try:
             self._run()
         except KeyboardInterrupt:
             self._stopped.set()
-            self._events.emit("interrupted", 0, "interrupted by Ctrl-C; started again, the device goes on where it was")
+            self._events.emit("interrupted", 0, "interrupted by Ctrl-C; the device resumes its work after a restart")
 
     def _run(self) -> None:
         pause, trouble = _FIRST_PAUSE_SECONDS, ""
@@ -283,23 +279,26 @@ class Device:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
-        """One turn: settles what is under way, asks for work, and does it.
+        """Settles an unfinished answer, or requests an ask from the server and answers it.
+
+        For an app with its own loop; `run` calls it repeatedly.
 
         Args:
-            wait_seconds: How long the server may hold the question when there is no work, 0 to 60.
+            wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
+
+        Returns:
+            `Step.ANSWERED`, `Step.WAITED` if there was no work, or `Step.FINISHED` at the end of the run.
 
         Raises:
-            LinkError: The server is away or refuses for now, or the disk has no room to note its reply; calling
-                again later goes on.
-            RefusedError: The server refuses this device.
+            LinkError: The server is unavailable or refuses temporarily, or the disk is full. Call `step` again later.
+            RefusedError: The server refuses this device permanently.
+            FleetDistillError: The data, the model or the state directory cannot be used.
         """
         try:
             return self._step(wait_seconds)
         except RefusedError as refusal:
             if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
-                self._session.terms = (
-                    None  # the server was restored from a backup and does not know this device any more
-                )
+                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
             elif is_final(refusal.code):
                 raise
             raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
@@ -312,8 +311,8 @@ class Device:
         if pending is not None:
             self._sender.settle(pending)
             return Step.ANSWERED
-        self._sender.emit_outcome()  # an earlier process's, which ended before its events
-        self._check_in.declare_other_rows()
+        self._sender.emit_outcome()  # of an earlier process that ended before its events
+        self._check_in.check_in_changed_data()
         self._sender.export_due()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)
         match response.WhichOneof("next"):
@@ -329,17 +328,17 @@ class Device:
                 return Step.WAITED
 
     def stop(self) -> None:
-        """Makes `run` return after the step it is in; may be called from another thread or a signal handler."""
+        """Makes `run` return after its current step. Thread-safe; may be called from a signal handler."""
         self._stopped.set()
         self._session.link.interrupt()
 
     def close(self, *, leave: bool = True) -> None:
         """Leaves the run and releases the state directory.
 
-        Not while an answer waits for its receipt: leaving would close its ask, and the device may come back in time.
+        The device does not leave while an answer has no receipt, because leaving would close its ask.
 
         Args:
-            leave: With False the device does not leave, so that the server keeps waiting for the answer to an open ask.
+            leave: Whether to leave the run. With False the server keeps waiting for the answer to an open ask.
         """
         if self._closed:
             return
@@ -365,12 +364,14 @@ class Device:
         return Step.FINISHED
 
 
-def _torch_compute(contract: contract_pb2.Contract, data: Any, **given: Any) -> Compute:
+def _compute_factory(model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any]) -> MakeForData:
+    """Returns the function that makes the compute backend; a `worker` has its own data."""
+    if worker is not None:
+        return lambda contract, data: worker(contract)
+    return partial(_torch_compute, model=model, **torch_options)
+
+
+def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -> Compute:
     from fleetdistill.device.torch_compute import TorchCompute
 
-    return TorchCompute(contract, data=data, **given)
-
-
-def _ignoring_data(make: MakeCompute) -> MakeForData:
-    """An app's own function, which has its data itself."""
-    return lambda contract, data: make(contract)
+    return TorchCompute(contract, data=data, **options)

@@ -1,4 +1,4 @@
-"""Events for the app, and what a step of the device did."""
+"""The events that an app receives from its device, and the results of `Device.step`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ _DROPPED = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
 
 
 class Step(StrEnum):
-    """What one `Device.step` did."""
+    """Result of `Device.step`."""
 
     ANSWERED = "answered"
+    """The device handled an ask or settled an earlier answer."""
     WAITED = "waited"
+    """The server had no work; the device waited as long as the server requested."""
     FINISHED = "finished"
+    """The run is finished."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something the app may want to show.
+    """Progress report from a device to its app, passed to `Device(on_event=...)`.
 
     Attributes:
-        kind: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped, kept, delivered,
-            exported, interrupted, lost-contact, stopped or finished.
-        round: Round it belongs to, 0 for none.
-        text: One sentence.
-        values: Counts and figures.
+        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped,
+            kept, delivered, exported, interrupted, lost-contact, stopped or finished.
+        round: Round that the event belongs to, or 0.
+        text: Description in one sentence.
+        values: Counts and figures by name; docs/reference/events.md lists them for each kind.
     """
 
     kind: str
@@ -50,32 +53,32 @@ class Event:
 
 
 class Events:
-    """Reports what happens to the app and the log.
+    """Emits events to the app and the log.
 
     Args:
-        guard: Calls the app when no lock is held.
-        device_id: The device's name, for the log.
+        guard: Calls the app while no lock is held.
+        device_id: Name of the device, for the log.
     """
 
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
-        self._reason = ""  # why there is nothing to do, as last reported
+        self._reason = ""  # why the server has no work, as last reported
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
-        """One event about a round; 0 is none."""
+        """Emits one event about a round; `number` is 0 for an event without a round."""
         logger.info("%s: %s", self._device_id, printable(text))
         self._guard.emit(Event(kind, number, text, values or {}))
 
     def emit_ask(self, ask: service_pb2.Ask) -> None:
-        """Work begins."""
+        """Emits that work on an ask begins."""
         if ask.first_attempt > 1:
-            text = f"round {ask.round}: the server has lost the answer that it had acknowledged, and asks again"
+            text = f"round {ask.round}: the server lost an answer that it had acknowledged, and asks again"
             self.emit("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
         text = f"round {ask.round}: the server asks for step {plain(ask.step)!r}"
         self.emit("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
 
     def emit_outcome(self, outcome: Outcome) -> None:
-        """What became of an answer, and of the app's model with it."""
+        """Emits the outcome of an answer, and whether the app's model was replaced."""
         number = outcome.pending.round
         if outcome.receipt:
             self.emit_scores(outcome.pending)
@@ -87,7 +90,7 @@ class Events:
             self.emit(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
 
     def emit_scores(self, pending: Pending) -> None:
-        """How the round's model does on the app's own data."""
+        """Emits the scores of the round's model on the app's test and validation data."""
         for split, confusion in pending.scores.items():
             correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
             accuracy = correct / count if count else math.nan
@@ -95,20 +98,20 @@ class Events:
             self.emit("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
 
     def _emit_replacement(self, pending: Pending) -> None:
-        """Whether the app's model was replaced."""
+        """Emits whether the app's model was replaced."""
         replacement = pending.replacement
         if replacement is not None:
             kind = "delivered" if replacement.replaced else "kept"
             self.emit(kind, pending.round, f"round {pending.round}: {replacement.text}", replacement.values)
 
     def emit_exported(self, report: OnnxReport, number: int) -> None:
-        """The delivered model was written as ONNX."""
+        """Emits that the delivered model was written as ONNX."""
         values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
-        text = f"{report.path.name} agrees with the model to {report.max_difference:.1e}"
+        text = f"wrote {report.path.name}; its outputs differ from the model's by at most {report.max_difference:.1e}"
         self.emit("exported", number, text, values)
 
     def emit_reason(self, reason: str) -> None:
-        """Once, the server's reason why there is nothing to do; empty where there is work."""
+        """Emits the server's reason for having no work, once per reason; empty if there is work."""
         if reason and reason != self._reason:
             self.emit("stopped", 0, f"{plain(reason)}; the device waits")
         self._reason = reason

@@ -1,4 +1,4 @@
-"""One thread at a time at a device's compute backend and identity, with no lock held while the app gets an event."""
+"""The lock of a device's compute backend and identity, and event callbacks that run without the lock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """A lock, and the app's callback: events of the thread that holds the lock wait until it is free.
+    """A reentrant lock and the app's event callback, which never runs while this thread holds the lock.
 
-    The callback may itself wait for another thread of the app that wants the model.
+    Otherwise a callback that waits for another thread of the app, which reads the model, would deadlock.
 
     Args:
-        on_event: The app's callback, called in the thread that emits.
+        on_event: Callback of the app, called in the emitting thread.
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
@@ -29,7 +29,7 @@ class Guard:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the lock; the same thread may hold it several times over."""
+        """Holds the lock in the block, then calls the app with the events emitted in the meantime. Reentrant."""
         due: list[Event] = []
         try:
             with self._lock:
@@ -45,7 +45,7 @@ class Guard:
                 self.on_event(event)
 
     def emit(self, event: Event) -> None:
-        """Calls the app, now or when this thread releases the lock."""
+        """Calls the app immediately, or when this thread releases the lock."""
         if self._holder == threading.get_ident():
             self._queued.append(event)
         else:

@@ -1,4 +1,4 @@
-"""The answer in the outbox goes to the server until there is a receipt, or a reason why there will be none."""
+"""Sends the answer in the outbox until the server acknowledges or refuses it, and commits the result."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 _EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
-# gRPC statuses of refusals for other reasons than the answer, which waits in the outbox: no room for it now ...
+# gRPC statuses of refusals that are not about the answer itself, which stays in the outbox:
+# the server cannot take it now,
 _RETRY_LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-# ... the server keeps what has come of it and waits for the rest ...
+# the server has a part of it and waits for the rest,
 _RESUME = "ABORTED"
-# ... or the caller is refused, which ends `Device.run`.
+# the server refuses the caller, which ends `Device.run`.
 _CALLER_REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
 class Sender:
-    """Settles the answer that is under way, and delivers what its receipt makes the app's.
+    """Sends the answer in the outbox, commits its state with the receipt, and delivers and exports the model.
 
     Args:
-        session: The device.
-        events: Events for the app.
-        ready_compute: The compute backend with the device's state.
-        export_onnx: When the delivered model is exported, as `Device` has it.
+        session: State of the open device.
+        events: Emits events to the app.
+        ready_compute: Returns the compute backend with the device's state.
+        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
     """
 
     def __init__(
@@ -49,20 +50,23 @@ class Sender:
         self._ready_compute, self._export_onnx = ready_compute, export_onnx
 
     def settle(self, pending: Pending) -> None:
-        """Brings the answer in the outbox to its end: a receipt, or the reason why there will be none.
+        """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
 
-        The outcome is stored before anything is done about it, and until the app had its events: at least once.
-        Raises LinkError while the disk has no room for that; the server then repeats its reply.
+        The outcome is stored first and kept until its events are emitted, so the app gets each event at least once.
+
+        Raises:
+            LinkError: The server is unavailable, or the disk is full; call again later.
+            RefusedError: The server refuses this device.
         """
-        outcome = self._outcome_of(pending)
+        outcome = self._send_until_decided(pending)
         try:
-            self._carry_out(outcome)
+            self._commit(outcome)
         except NoRoomError as full:
-            self._session.forget_state()  # what of it is on the disk, the next turn finds there
-            raise LinkError(f"round {pending.round}: no room to note what the server said: {full}") from full
+            self._session.forget_state()  # the next step continues from what is on the disk
+            raise LinkError(f"round {pending.round}: the server's reply cannot be stored: {full}") from full
         self.emit_outcome()
 
-    def _carry_out(self, outcome: Outcome) -> None:
+    def _commit(self, outcome: Outcome) -> None:
         with self._session.guard.held():
             self._storage.outbox.note_outcome(outcome)
             if outcome.receipt:
@@ -71,7 +75,7 @@ class Sender:
                 self._drop()
 
     def emit_outcome(self) -> None:
-        """Emits what became of the last answer, if the app had no such events; then exports what that delivered."""
+        """Emits the outcome of the last answer, unless the app has its events already; then exports a new delivery."""
         outcome = self._storage.outbox.outcome()
         if outcome is None:
             return
@@ -81,9 +85,9 @@ class Sender:
 
     # --- sending
 
-    def _outcome_of(self, pending: Pending) -> Outcome:
-        """Sends the answer until the server has decided on it. Raises LinkError while it has not."""
-        trouble, damaged = "", 0
+    def _send_until_decided(self, pending: Pending) -> Outcome:
+        """Sends the answer until the server accepts or refuses it. Raises LinkError if it does neither for now."""
+        reason, damaged = "", 0
         for _ in range(_ATTEMPTS_TO_SEND):
             try:
                 receipt = self._send(pending)
@@ -94,20 +98,20 @@ class Sender:
                     raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
                 if status in _CALLER_REFUSED or refusal.code == Code.UNKNOWN_RUN:
                     raise
-                trouble, damaged = str(refusal), damaged + (status != _RESUME)
-                if "check_in" in refusal.details:  # a restored server has an earlier profile of the device
+                reason, damaged = str(refusal), damaged + (status != _RESUME)
+                if "check_in" in refusal.details:  # a restored server has an outdated profile of the device
                     self._session.terms = None
                 if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
                     return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.outbox.tries)
-        raise LinkError(trouble)
+        raise LinkError(reason)
 
     def _send(self, pending: Pending) -> service_pb2.Receipt:
-        """Sends what the server still lacks.
+        """Sends the rest of the answer and returns its receipt.
 
         Raises:
-            RefusedError: No receipt; among the reasons are that the ask takes no answer any more (`late`, `closed`) or
-                that it has another one (`superseded`).
+            RefusedError: The server refuses the answer, for example because the ask is closed (`late`, `closed`) or
+                has another answer (`superseded`).
         """
         name = service_pb2.UploadName(
             round=pending.round,
@@ -147,7 +151,7 @@ class Sender:
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Sends heartbeats while this thread computes or sends."""
+        """Sends heartbeats from a thread while the block computes or sends."""
         if not self._session.link.remote or self._session.terms is None:
             yield
             return
@@ -166,12 +170,14 @@ class Sender:
             with contextlib.suppress(FleetDistillError):
                 self._session.link.heartbeat(self._session.identity)
 
-    # --- what comes of it
+    # --- commit
 
     def _promote(self, pending: Pending) -> None:
-        """The receipt makes the answer's state the device's, and its model the app's if it is replaced."""
+        """Commits the state of an acknowledged answer, and its model if the app's model is replaced."""
         if self._export_onnx == "round" and pending.replacement is not None and pending.replacement.replaced:
-            self._storage.save(_EXPORT_DUE, str(pending.round).encode())  # before: a crash must not leave an old file
+            self._storage.save(
+                _EXPORT_DUE, str(pending.round).encode()
+            )  # first, so that a crash leaves no outdated file
         self._storage.outbox.promote()
         compute = self._session.compute
         if compute is None:
@@ -180,15 +186,15 @@ class Sender:
             if pending.replacement is not None:
                 compute.deliver(pending.replacement)
         else:
-            compute.forget_state()  # the answer is an earlier process's; its state is read from the disk
+            compute.forget_state()  # an earlier process computed the answer; its state is on the disk
 
     def _drop(self) -> None:
-        """No receipt will come: the state goes back to the last answer that has one."""
+        """Drops a refused answer and returns to the state of the last acknowledged one."""
         self._storage.outbox.drop()
         self._session.forget_state()
 
     def export_due(self) -> None:
-        """Exports the delivered model where a round has replaced it and the file is still the one of before."""
+        """Exports the delivered model if a round has replaced it and `model.onnx` is outdated."""
         number = self._storage.load(_EXPORT_DUE)
         if number is None:
             return
@@ -196,28 +202,32 @@ class Sender:
             if self._export_onnx == "round":
                 self.export(int(number) if number.isdigit() else 0)
         except ExportError:
-            self._storage.remove(_EXPORT_DUE)  # one error is enough; the next delivered round tries again
+            self._storage.remove(_EXPORT_DUE)  # report the error once; the next delivered round exports again
             raise
         self._storage.remove(_EXPORT_DUE)
 
     def export(self, number: int) -> None:
-        """Exports the delivered model as that of a round."""
+        """Exports the delivered model with the number of its round."""
         report = self._ready_compute().export(self._storage.directory / "model.onnx", number)
         self._events.emit_exported(report, number)
 
 
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:
-    """Why an ask takes no answer any more; a server of 0.1 does not say."""
-    text = f"round {pending.round} takes no answer any more"
-    said = plain(status.closed_text) or text
-    return RefusedError(plain(status.closed_code, 64) or Code.CLOSED, f"{said}; the answer is dropped")
+    """Returns the error for an ask that accepts no more answers; version 0.1 of the server gives no reason."""
+    reason = plain(status.closed_text) or f"round {pending.round} accepts no more answers"
+    return RefusedError(plain(status.closed_code, 64) or Code.CLOSED, f"{reason}; the answer is dropped")
 
 
 def _check_is_for(receipt: service_pb2.Receipt, pending: Pending, payload: Payload) -> None:
-    """A receipt for another attempt, or for other bytes under this one's number, is none for this answer."""
+    """Checks that a receipt belongs to this answer.
+
+    Raises:
+        LinkError: The receipt has no id.
+        RefusedError: The receipt belongs to another attempt or to different bytes.
+    """
     if not receipt.id:
-        raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the answer is sent again")
+        raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the device sends it again")
     if receipt.name.attempt != pending.attempt or receipt.sha256 != payload.sha256:
-        known = plain(receipt.id, 64)
-        text = f"round {pending.round} has the answer of attempt {receipt.name.attempt}, receipt {known}"
-        raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": known})
+        other = plain(receipt.id, 64)
+        text = f"round {pending.round} already has an answer, attempt {receipt.name.attempt}, receipt {other}"
+        raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": other})

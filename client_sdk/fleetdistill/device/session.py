@@ -1,4 +1,4 @@
-"""What the parts of a device share while it is open."""
+"""The shared state of an open device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """One device, open; `CheckIn`, `Sender` and `Device` work on it.
+    """State of an open device, shared by `Device`, `CheckIn`, `AskHandler` and `Sender`.
 
     Attributes:
-        storage: The state directory.
-        link: The connection to the server.
+        storage: State directory.
+        link: Connection to the server.
         identity: Run, device id and secret.
-        guard: Held while the compute backend or the identity is used.
-        clock: What the device waits by.
-        terms: The server's reply to the check-in; None before it, and when the device has to check in again.
-        compute: Computes for the device; None until it is needed.
-        computed: The answer whose state the compute backend holds.
+        guard: Lock held while the compute backend or the identity is used.
+        clock: Clock for waits and time limits.
+        terms: Server's reply to the check-in; None if the device has to check in.
+        compute: Compute backend; None until it is needed.
+        computed: Answer whose state the compute backend holds, or None.
     """
 
     storage: Storage
@@ -41,7 +41,7 @@ class Session:
     computed: Pending | None = None
 
     def forget_state(self) -> None:
-        """The compute backend reads its state from the disk before it works again."""
+        """Makes the compute backend restore its state from the disk before its next use."""
         self.computed = None
         if self.compute is not None:
             self.compute.forget_state()

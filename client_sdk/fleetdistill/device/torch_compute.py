@@ -1,4 +1,4 @@
-"""The part of a device that needs torch: model, data, the method's device half, delivery and export."""
+"""The compute backend with PyTorch: model, data, the method's device half, delivery and export."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ _PARITY_SAMPLES = 64
 
 
 class TorchCompute:
-    """Does a device's computing with PyTorch: the `Compute` of every app that gives no other. See `Device`.
+    """`Compute` with PyTorch, used by every device without a `worker`. Arguments as in `Device`.
 
     Attributes:
-        contract: The run's terms.
+        contract: Contract of the run.
         has_state: Whether model and method hold the device's committed state.
 
     Raises:
-        ModelError, DataError: The app's model or data do not fit each other or the contract.
+        ModelError: The model is invalid or does not fit the run.
+        DataError: The data are invalid or do not fit the model or the run.
+        ConfigurationError: The run's method cannot be prepared on this device.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class TorchCompute:
         }
         judging = self._scored[SPLIT]
         if judging is not None and not len(judging):
-            raise DataError("validation_data has no samples; give at least one, or None to take every round's model")
+            raise DataError("validation_data has no samples; pass at least one, or None to accept every round's model")
         self.module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
         self._taps = check_local_model(self.module, self._data.inputs[:2].to(torch_device), self._classes)
         self._model_name = model_name or type(self.module).__name__
@@ -97,11 +99,11 @@ class TorchCompute:
         self._own = self.method.own_variant
         self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
         self._in_use = self._own
-        self._best = self._own  # among the answers of the last ask
+        self._best = self._own  # best variant of the last ask
         self._delivered_accuracy: float | None = None
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """The device's profile for the check-in."""
+        """Returns the device's profile for the check-in."""
         return contract_pb2.DeviceProfile(
             model_name=self._model_name[:128],
             parameters=parameter_count(self.module),
@@ -118,7 +120,7 @@ class TorchCompute:
         )
 
     def data_digest(self) -> bytes:
-        """SHA-256 over the training rows."""
+        """Returns the SHA-256 of the training data."""
         return self._data_digest
 
     @cached_property
@@ -126,7 +128,7 @@ class TorchCompute:
         return digest_of(self._data.inputs.cpu().numpy(), self._data.labels.cpu().numpy())
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """One sample's features at the cut, at every other place where the model can be cut, and its embedding."""
+        """Returns the shapes of one sample's features: at the cut, at every possible cut, and of the embedding."""
         probe = self._data.inputs[:1].to(next(self.module.parameters()).device)
         with evaluating(self.module), torch.no_grad():
             at_cut = tuple(self._taps.features(probe).shape[1:])
@@ -138,14 +140,14 @@ class TorchCompute:
     # --- state
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Takes the weights that every device of the run starts from.
+        """Loads the initial weights of the run.
 
-        With validation data the app keeps the model that it gave until an answer is no worse there: these weights may
-        be random, in place of layers that the app has trained.
+        With validation data the app's model keeps its own weights until a round's model is at least as accurate: the
+        initial weights may be random, and the app may have trained its model.
         """
         initial = parts.get("initial")
         if not isinstance(initial, ModelParameters):
-            raise WireError("the run's initial weights are not model parameters")
+            raise WireError("the run's initial weights are not model parameters; update the SDK or the server")
         target = self._taps.extractor if initial.scope == "extractor" else self.module
         take_weights(target, initial)
         if self._scored[SPLIT] is None:
@@ -153,25 +155,25 @@ class TorchCompute:
         self.has_state = True
 
     def wanted_payloads(self) -> Sequence[bytes]:
-        """Initial weights and proxy set, where the run has them."""
+        """Returns the digests of initial weights and proxy set, if the run has them."""
         return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
 
     def has_payload(self, sha256: bytes) -> bool:
-        """Whether the method has the run's proxy set."""
+        """Returns whether the run's proxy set is loaded, the only payload that stays in use."""
         return self.method.local.proxy is not None
 
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
-        """Takes the run's proxy set, whose payload was held against the contract's digest."""
+        """Loads the run's proxy set, already verified against its digest."""
         proxy = proxy_data(proxy_of(parts), self.contract.input_shape, self._classes)
         local, digest = self.method.local, self.contract.proxy_digest
         self.method.local = replace(local, proxy=proxy, proxy_digest=digest)
 
     def state(self) -> bytes:
-        """Model and method as one safetensors document."""
+        """Returns the state of model and method as one safetensors document."""
         return pack_state({"model": self.module.state_dict(), "method": self.method.state_dict()})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Takes up committed state, and the delivered model; how good that is on today's data is judged anew."""
+        """Restores the committed state and the delivered model, whose accuracy is measured again when needed."""
         state = unpack_state(saved)
         try:
             self.module.load_state_dict(state["model"])
@@ -183,7 +185,7 @@ class TorchCompute:
         self.has_state = True
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
-        """The delivered answers; those of an SDK that knew one, or none yet, is the general one alone."""
+        """Restores the delivered variants; older SDKs saved a single one, or none before the first delivery."""
         kept = {self._own: saved.get("model", first), **saved.get("further", {})}
         models = {self._own: self.module, **self.method.variants()}
         self._delivered = self._copies({name: models[name] for name in kept})
@@ -192,22 +194,22 @@ class TorchCompute:
         self._in_use = saved.get("in_use", self._own)
 
     def _copies(self, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """The app's models: those that it may hold already, and copies of others, which share what `models` share."""
-        instead: dict[int, Any] = {}
+        """Returns the app's models: delivered ones are reused, others copied; shared tensors stay shared."""
+        memo: dict[int, Any] = {}
         for name in models.keys() & self._delivered.keys():
-            model, held = models[name], self._delivered[name]
-            instead[id(model)] = held
-            instead |= {id(one): its for one, its in zip(state_tensors(model), state_tensors(held), strict=True)}
-        return copy.deepcopy(dict(models), instead)
+            model, delivered = models[name], self._delivered[name]
+            memo[id(model)] = delivered
+            memo |= {id(old): new for old, new in zip(state_tensors(model), state_tensors(delivered), strict=True)}
+        return copy.deepcopy(dict(models), memo)
 
     def forget_state(self) -> None:
-        """What was learned since the last receipt does not count; the committed state is loaded again before use."""
+        """Discards training since the last receipt; the device restores the committed state before the next use."""
         self.has_state = False
 
-    # --- work
+    # --- answers
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """Runs the handler under the ask's seed and the run's thread count, and judges the model if the round ends."""
+        """Runs the handler with the ask's seed and the run's thread count; scores the models if the round ends."""
         with faults_decline(f"step {ask.step!r}"):
             return self._answer(ask, parts, allow)
 
@@ -215,12 +217,12 @@ class TorchCompute:
         with self._reproducible(ask.seed):
             self.method.trained, self.method.figures = None, ()
             asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
-            brought = self._score_brought(asked)
-            torch.manual_seed(ask.seed)  # whatever scoring drew
+            received = self._score_received(asked)
+            torch.manual_seed(ask.seed)  # scoring may have drawn random numbers
             answer = self.method.handle(asked)
             measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
             models = self.method.variants()
-            scores = brought | (self._score(models) if measured else {})
+            scores = received | (self._score(models) if measured else {})
             replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
         figures: list[Metric] = [
             metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
@@ -236,23 +238,23 @@ class TorchCompute:
         delivered = self._delivery(models, self._best) if replacement is not None and replacement.replaced else None
         return Computed(answer, self.state(), replacement, delivered, scores)
 
-    def _score_brought(self, ask: Ask) -> dict[str, Counts]:
-        """How the fleet's model does as the ask brings it; nothing where it cannot be scored."""
+    def _score_received(self, ask: Ask) -> dict[str, Counts]:
+        """Returns the scores of the fleet's model as the ask brings it; empty if it cannot be scored."""
         wanted = any(data is not None for data in self._scored.values())
         model = self.method.brought(ask) if wanted else None
         if model is None:
             return {}
         try:
             return self._score({RESULT if ask.step == DELIVER else RECEIVED: model})
-        except KnowledgeError:  # it has diverged, which is no reason not to answer
+        except KnowledgeError:  # the model has diverged; the device can answer anyway
             return {}
 
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
-        given = {split: data for split, data in self._scored.items() if data is not None}
+        splits = {split: data for split, data in self._scored.items() if data is not None}
         return {
             place_of(split, name): _counts(model, data, self._classes)
             for name, model in models.items()
-            for split, data in given.items()
+            for split, data in splits.items()
         }
 
     @contextlib.contextmanager
@@ -270,27 +272,27 @@ class TorchCompute:
     # --- delivery
 
     def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
-        """The app's model is replaced by the best answer unless the accuracy on its validation data would fall."""
+        """Decides whether the best variant replaces the app's model: not if its validation accuracy is lower."""
         data, self._best = self._scored[SPLIT], next(iter(models))
         if data is None:
             return Replacement(replaced=True, variant=self._best if len(models) > 1 else "")
-        found = {
+        accuracies = {
             name: (scores.get(place_of(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
             for name, model in models.items()
         }
-        if self._delivered_accuracy is None:  # the model that the app gave, or has since before a restart
+        if self._delivered_accuracy is None:  # the app's own model, or one delivered before a restart
             self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        self._best, replacement = judge(found, self._delivered_accuracy)
+        self._best, replacement = judge(accuracies, self._delivered_accuracy)
         return replacement
 
     def deliver(self, replacement: Replacement) -> None:
-        """Replaces the app's model, or keeps it: the last answer has its receipt."""
+        """Replaces or keeps the app's model."""
         if replacement.replaced:
             self._take_delivery(self._best)
             self._delivered_accuracy = replacement.accuracy
 
     def _take_delivery(self, in_use: str) -> None:
-        """The state's answers become the app's; a model that the app holds already is filled, not replaced."""
+        """Copies the method's variants to the app's models, in place where the app may hold a model already."""
         models = self.method.variants()
         self._delivered |= self._copies(models)
         for name, model in models.items():
@@ -298,19 +300,19 @@ class TorchCompute:
         self._in_use = in_use
 
     def delivered_model(self) -> nn.Module:
-        """The model for the app to use, in eval mode."""
+        """Returns the app's model, in eval mode."""
         return self._delivered[self._in_use].eval()
 
     def delivered_models(self) -> Mapping[str, nn.Module]:
-        """All that the app has, by name, in eval mode."""
+        """Returns all variants of the app's model by name, in eval mode."""
         return {name: model.eval() for name, model in self._delivered.items()}
 
     def delivered_state(self) -> bytes:
-        """The app's models, as `restore` takes them."""
+        """Returns the packed models of the app, for `restore`."""
         return self._delivery({}, self._in_use)
 
     def _delivery(self, models: Mapping[str, nn.Module], in_use: str) -> bytes:
-        """The app's models with these in the place of what it has under their names."""
+        """Returns the packed models of the app, with `models` replacing those of equal names."""
         states = {name: model.state_dict() for name, model in {**self._delivered, **models}.items()}
         own = states.pop(self._own)
         return pack_state({"model": own, "further": states, "in_use": in_use})
@@ -318,10 +320,13 @@ class TorchCompute:
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered models as ONNX and compares each with PyTorch on the device's own samples.
 
-        Where there are several, `path` becomes a copy of the one in use.
+        If there are several variants, each is `VARIANT.onnx`, and `path` is a copy of the one in use.
 
         Returns:
-            About the file at `path`, with the largest difference of all.
+            Report on the file at `path`, with the largest difference over all variants.
+
+        Raises:
+            ExportError: A file does not give the same outputs as its model.
         """
         metadata = {
             "run": self.contract.run,
@@ -342,16 +347,16 @@ class TorchCompute:
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:
-    """Raises ConfigurationError for settings that make no device half, such as networks beyond all memory."""
+    """Makes the device half. Raises ConfigurationError if that fails, for example for lack of memory."""
     try:
         with faults_decline(f"preparing method {contract.method!r}"):
             return device_class(contract.method, config)(config, local)
     except CannotAnswer as error:
-        raise ConfigurationError(f"run {contract.run!r} cannot be taken part in: {error}") from error
+        raise ConfigurationError(f"this device cannot take part in run {contract.run!r}: {error}") from error
 
 
 def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:
-    """How a model does; where its extractor is fixed, from features that are kept."""
+    """Returns the scores of a model; uses cached features if its extractor is fixed."""
     if isinstance(model, SpaceModel):
         rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
         return evaluate(model.above, TensorData(rows, data.labels), classes)
@@ -365,11 +370,14 @@ def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
         raise DataError(f"{name}: {error}") from error
     shape = list(loaded.inputs.shape[1:])
     if shape != list(contract.input_shape):
-        raise DataError(f"{name} has inputs of shape {shape}, run {contract.run!r} has {list(contract.input_shape)}")
+        raise DataError(
+            f"{name} has inputs of shape {shape}, but run {contract.run!r} expects {list(contract.input_shape)}; "
+            "reshape the inputs"
+        )
     return loaded
 
 
 def _training_loss(trained: TrainingReport) -> Metric:
-    """The mean of the loss over the samples that training saw; with distillation it is of all terms together."""
+    """Returns the mean training loss over the samples seen; with distillation, the sum of all loss terms."""
     seen = trained.samples_seen
     return Metric(name="loss", split="train", sum=trained.mean_loss * seen, count=seen)

@@ -75,7 +75,7 @@ class Downloads:
             StateError: The folder cannot be used.
         """
         self._keep_only({sha256, *keep})
-        held = self.held(sha256)
+        held = self.stored(sha256)
         if held is not None:
             return held
         for attempt in range(ATTEMPTS):
@@ -90,7 +90,7 @@ class Downloads:
                 time.sleep(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
-    def held(self, sha256: bytes) -> Payload | None:
+    def stored(self, sha256: bytes) -> Payload | None:
         """The payload of a digest, mapped, if all of it is here; a damaged one is thrown away."""
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):

@@ -1,4 +1,4 @@
-"""Names a device's rows, so that a server learns when they have changed and nothing else of them. Loads no torch."""
+"""Versions of a device's training data: a server can detect changes and nothing else. Does not load torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ _VERSION_BYTES = 16
 
 
 def data_version(secret: bytes, digest: bytes) -> bytes:
-    """What the server knows the rows of a digest by. Keyed, so that nobody can try out which rows they are.
+    """Returns the data version sent to the server: 16 bytes of an HMAC-SHA-256 of the digest.
+
+    The key prevents a server from testing guesses of the data.
 
     Args:
-        secret: The device's own, so two devices with the same rows have two versions.
-        digest: Of the rows; it stays on the device.
+        secret: Secret of the device, so that two devices with equal data have different versions.
+        digest: SHA-256 of the data, which never leaves the device.
     """
     return hmac.new(secret, digest, hashlib.sha256).digest()[:_VERSION_BYTES]
 
 
 def digest_of(inputs: np.ndarray, labels: np.ndarray) -> bytes:
-    """SHA-256 over two arrays with their types and shapes."""
+    """Returns the SHA-256 of two arrays with their types and shapes."""
     total = hashlib.sha256()
     for array in (inputs, labels):
         total.update(f"{array.dtype.str} {array.shape};".encode())
@@ -31,10 +33,10 @@ def digest_of(inputs: np.ndarray, labels: np.ndarray) -> bytes:
     return total.digest()
 
 
-def digest_of_given(data: Any) -> bytes | None:
-    """The same of what an app has given as its data; None where that is no pair of arrays or tensors.
+def digest_of_data(data: Any) -> bytes | None:
+    """Returns the SHA-256 of an app's `(inputs, labels)`; None if `data` is not a pair of arrays or tensors.
 
-    A function or a Dataset is not called: that may need torch, and time, at every start of an idle device.
+    Does not call a function or read a Dataset: that may load torch and take time at every start of an idle device.
     """
     if not isinstance(data, tuple) or len(data) != 2:
         return None
@@ -43,8 +45,8 @@ def digest_of_given(data: Any) -> bytes | None:
 
 
 def _as_array(given: Any) -> np.ndarray | None:
-    torch = sys.modules.get("torch")  # who gives a tensor has loaded it
+    torch = sys.modules.get("torch")  # an app that passes a tensor has loaded torch
     if torch is not None and isinstance(given, torch.Tensor) and given.layout == torch.strided:
-        here = given.detach().cpu()
-        given = (here.float() if here.dtype == torch.bfloat16 else here).numpy()
+        on_cpu = given.detach().cpu()
+        given = (on_cpu.float() if on_cpu.dtype == torch.bfloat16 else on_cpu).numpy()
     return given if isinstance(given, np.ndarray) and not given.dtype.hasobject else None

@@ -90,25 +90,28 @@ class Storage(Files):
         self.save("device.json", json.dumps(saved, indent=1).encode(), mode=0o600)
         failpoints.hit("device.identity.after-save")
 
-    # --- rows
+    # --- data version
 
-    def note_rows(self, version: bytes, digest: bytes | None) -> None:
-        """Keeps which rows a profile's data version names; the digest is that of what the app gave, if it has one.
+    def save_data_version(self, version: bytes, digest: bytes | None) -> None:
+        """Saves the data version of the last check-in with the digest of the app's data, None if it has no digest.
 
-        Not fsynced, and not kept on a full disk: without it the rows are only looked at once more than is needed.
+        Not fsynced and skipped on a full disk: without the file the data are only compared once more.
         """
         self._write_rows(f"{version.hex()}\n{(digest or b'').hex()}")
 
-    def names_rows(self, version: bytes, digest: bytes | None) -> bool:
-        """Whether this data version names the app's rows; without a digest yes, unless `forget_rows` was called."""
-        noted = self.load("rows.txt")
-        if noted is None:
-            return digest is None
-        known, separator, given = noted.decode(errors="replace").partition("\n")
-        return bool(separator) and known == version.hex() and digest in (None, _from_hex(given))
+    def is_data_version(self, version: bytes, digest: bytes | None) -> bool:
+        """Returns whether a data version is that of the app's data.
 
-    def forget_rows(self) -> None:
-        """The app has other rows: no version names them yet, and a restart will know."""
+        Without a digest it is, unless `clear_data_version` was called.
+        """
+        saved = self.load("rows.txt")
+        if saved is None:
+            return digest is None
+        known, separator, saved_digest = saved.decode(errors="replace").partition("\n")
+        return bool(separator) and known == version.hex() and digest in (None, _from_hex(saved_digest))
+
+    def clear_data_version(self) -> None:
+        """Clears the data version because the app has replaced its data; also in effect after a restart."""
         self._write_rows("")
 
     def _write_rows(self, text: str) -> None:
@@ -117,7 +120,7 @@ class Storage(Files):
 
 
 def _from_hex(text: str) -> bytes:
-    """The bytes, or none where the text is no hex."""
+    """Returns the bytes of a hexadecimal text; empty if it is not hexadecimal."""
     try:
         return bytes.fromhex(text)
     except ValueError:
