@@ -103,7 +103,7 @@ def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--keep-rounds", "0"), "its newest closed round is needed"),
+        (("--keep-rounds", "0"), "need its newest closed round"),
         (("--keep-rounds", "-1"), "--keep-rounds is -1, must be at least 0"),
         (("--older-than", "soon"), "--older-than 'soon': give a number and d, h or m, such as 30d"),
     ],
@@ -117,7 +117,7 @@ def test_prune_refuses_with_a_sentence(directory: Path, arguments: tuple[str, ..
 @pytest.mark.parametrize("command", [("show",), ("watch",), ("prune",)])
 def test_a_run_that_is_mistyped_is_guessed(directory: Path, command: tuple[str, ...]) -> None:
     code, told = call("runs", *command, "digist", "--store", str(directory))
-    assert (code, told) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits\n")
+    assert (code, told) == (1, "error: there is no run 'digist'; did you mean 'digits'? Runs in the store: digits\n")
 
 
 def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_a_lossy_backup_warns(directory: Path, tmp_path: Path) -> None:
     [
         (("serve", "none.toml"), "there is no file none.toml; name the run.toml of the run"),
         (("serve", "."), "cannot read .: Is a directory"),
-        (("restore", "none"), "there is no directory none; name one that `fleetdistill backup` has made"),
-        (("restore", "."), "is no backup, or one that was never finished: its manifest.json cannot be read: No such"),
-        (("backup", "x" * 999), f"looking at {'x' * 999}: File name too long ("),
+        (("restore", "none"), "directory none does not exist; choose a directory made by `fleetdistill backup`"),
+        (("restore", "."), "is not a complete backup: its manifest.json cannot be read: No such"),
+        (("backup", "x" * 999), f"checking {'x' * 999}: File name too long ("),
         (("runs", "list", "--server", "127.0.0.1:1", "--identity", "none"), "the identity in none cannot be read: No"),
     ],
 )

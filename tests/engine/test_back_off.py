@@ -87,7 +87,8 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
     if not method.startswith("classstats"):  # it asks a device only for what it lacks, and has a pause of its own
         assert (with_it, late) == ({1, 2, 4}, {1, 2, 4})
         assert [row["text"] for number, row in told.items() if number < ROUNDS] == [
-            f"{silent.device_id} missed a deadline in {late} rounds in a row; it is left out up to round {last}"
+            f"{silent.device_id} missed a deadline in {late} consecutive rounds; "
+            f"it is left out until round {last} has ended"
             for late, last in ((2, 3), (3, 6))
         ]
     assert len(late) <= 3

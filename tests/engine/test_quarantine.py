@@ -118,7 +118,7 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (2, "d0")
     assert lost["sha256"].hex() in event["text"]
-    assert "it is asked again" in event["text"]
+    assert "the device is asked again" in event["text"]
     assert fleet.quarantined() == ([] if name == "gone" else [lost["sha256"].hex()])
     assert (fleet.store.runs.get(RUN) or {})["completed_rounds"] == 4
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)

@@ -91,7 +91,7 @@ def test_a_front_does_not_outlive_its_commit_thread() -> None:
         [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert ended.returncode == 1
-    assert "the commit thread failed; the process ends" in ended.stderr
+    assert "the commit thread failed; the process exits" in ended.stderr
 
 
 # --- what is done now and then

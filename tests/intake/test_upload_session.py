@@ -246,7 +246,7 @@ def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
 
     session = fleet.begin(identity, make_payload(labels=i32([9, 0, 0, 0])))
     monkeypatch.setattr(Path, "unlink", fail)
-    with pytest.raises(StoreError, match="deleting what is staged"):
+    with pytest.raises(StoreError, match="deleting a staged upload"):
         feed(session, in_pieces(make_payload(labels=i32([9, 0, 0, 0])), WHOLE))
     assert fleet.api.uploads._streams == {}
     fleet.store.close()
@@ -264,7 +264,7 @@ def test_looking_at_what_is_staged_may_fail_only_as_the_store_does(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Path, "open", fail)
-    with pytest.raises(StoreError, match="looking at what is staged"):
+    with pytest.raises(StoreError, match="reading the staged upload"):
         fleet.status(identity)
     monkeypatch.undo()
     fleet.store.close()

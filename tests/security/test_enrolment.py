@@ -152,7 +152,7 @@ def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service:
         assert [bound(service, one) for one in tokens] == [f"a-{len(where)}", f"b-{where[0]}"]
         done = CliRunner().invoke(app, ["enrol", "--run", "nowhere", *where])
         assert (done.exit_code, done.stdout) == (1, "")
-        assert "there is no run 'nowhere'; the store has " in done.stderr
+        assert "there is no run 'nowhere'; runs in the store: " in done.stderr
         assert CliRunner().invoke(app, ["enrol", "--device", "a b", *where]).exit_code == 1
 
 

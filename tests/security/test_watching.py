@@ -91,7 +91,7 @@ def test_a_run_is_told_over_the_network_as_on_the_servers_machine(watched: Watch
 def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
     done = CliRunner().invoke(app, ["runs", "watch", "nope", *watched.there])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert f"there is no run 'nope'; the store has {RUN}" in done.stderr
+    assert f"there is no run 'nope'; runs in the store: {RUN}" in done.stderr
 
 
 @pytest.mark.slow

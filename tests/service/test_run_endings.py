@@ -147,7 +147,10 @@ def test_the_command_cancels(directory: Path) -> None:
     code, said = call(directory, "list", "--json")
     assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
     code, said = call(directory, "cancel", "digist")
-    assert (code, said) == (1, "error: there is no run 'digist'; did you mean 'digits'? The store has digits, other\n")
+    assert (code, said) == (
+        1,
+        "error: there is no run 'digist'; did you mean 'digits'? Runs in the store: digits, other\n",
+    )
 
 
 def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path: Path, store: Store) -> None:
@@ -246,7 +249,7 @@ def test_the_command_asks_before_it_deletes(directory: Path) -> None:
     assert code == 0
     assert said.startswith(f"{question}y\nrun 'digits' is deleted: 2 rounds, 0 events, 0 figures, 3 payloads (")
     code, said = call(directory, "delete", RUN)
-    assert (code, said) == (0, "there is no run 'digits'; the store has other; nothing to delete\n")
+    assert (code, said) == (0, "there is no run 'digits'; runs in the store: other; nothing to delete\n")
     code, said = call(directory, "delete", "other", "--yes")
     assert (code, files(directory)) == (0, set())
 

@@ -271,7 +271,7 @@ def test_a_backup_that_was_not_finished_is_none(server: Server, tmp_path: Path) 
     target = tmp_path / "backup"
     with failpoints.switched_on("backup.before-manifest=error:EIO"), pytest.raises(StoreError, match="a failpoint"):
         backup(server.directory, target)
-    with pytest.raises(ConfigurationError, match="is no backup, or one that was never finished"):
+    with pytest.raises(ConfigurationError, match="is not a complete backup"):
         restore(target, tmp_path / "restored")
     assert not (tmp_path / "restored").exists()
 
@@ -300,7 +300,7 @@ def remove_a_payload(target: Path) -> str:
 def damage_the_database(target: Path) -> str:
     path = target / "store.sqlite"
     path.write_bytes(path.read_bytes() + b"#")
-    return "store.sqlite is not what the manifest names"
+    return "store.sqlite does not match its digest in manifest.json"
 
 
 @pytest.mark.parametrize("damage", [damage_a_payload, remove_a_payload, damage_the_database])

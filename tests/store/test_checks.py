@@ -62,10 +62,10 @@ def empty(directory: Path) -> None:
 @pytest.mark.parametrize("how", [lose, empty])
 def test_a_lost_database_beside_payloads_does_not_begin_anew(how: object, directory: Path) -> None:
     how(directory)  # type: ignore[operator]
-    told = "the store has 1 payloads, and its database store.sqlite is lost or empty. Move the store's directory away"
+    told = "the store has 1 payloads, but its database store.sqlite is missing or empty. Move the store's directory"
     for _ in range(2):  # the first refusal leaves nothing that the second would take for a store
         assert told in refused(directory)
-    with pytest.raises(StoreError, match="restore a backup with `fleetdistill restore`, or name another"):
+    with pytest.raises(StoreError, match=r"restore a backup with `fleetdistill restore`, or set \[server\] store"):
         Store.open(directory)
 
 
@@ -94,7 +94,7 @@ def test_a_store_of_a_later_version_is_refused(directory: Path) -> None:
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES "
             "('fleetdistill', 'm999_of_the_future', '2030-01-01')"
         )
-    told = "a later version of fleetdistill has written the store (its schema has m999_of_the_future); this is version"
+    told = "the store was written by a later version of fleetdistill (its schema includes m999_of_the_future); this is"
     assert told in refused(directory)
     shown = CliRunner().invoke(app, ["runs", "list", "--store", str(directory)])
     assert (shown.exit_code, told in shown.stderr) == (1, True)

@@ -88,7 +88,7 @@ def test_what_is_in_flight_counts(tmp_path: Path) -> None:
     """Each alone would fit, both do not."""
     sender = Sender(tmp_path / "store", 3.0)
     first = sender.begin("d1", LARGE)
-    told = rf"\({LARGE.data_bytes} of uploads under way\), \[server\] disk_budget_bytes is \d+"
+    told = rf"\({LARGE.data_bytes} for uploads in progress\); \[server\] disk_budget_bytes is \d+"
     with pytest.raises(NoSpaceError, match=told):
         sender.begin("d2", LARGE)
     finish(first, LARGE)
@@ -190,14 +190,14 @@ def test_refusing_is_told_once_and_again_after_it_was_over(sender: Sender) -> No
     with pytest.raises(NoSpaceError):
         sender.begin("d1", LARGE)
     assert len(sender.events()) == 2
-    assert sender.events()[0].startswith("uploads are refused: with ")
+    assert sender.events()[0].startswith("uploads are refused: storing ")
 
 
 def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None:
     found = os.statvfs(tmp_path)
     free = found.f_bavail * found.f_frsize
     space = DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=2 * free), lambda: None)
-    with pytest.raises(NoSpaceError, match=r"would have -?\d+ free, \[server\] keep_free_bytes is"):
+    with pytest.raises(NoSpaceError, match=r"would leave -?\d+ free on the disk; \[server\] keep_free_bytes is"):
         space.reserve("ask-1-attempt-1", 1)
     DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=1), lambda: None).reserve("ask-1-attempt-1", 1)
 

@@ -268,10 +268,10 @@ def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
 
 def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
     asked = play(store, "cco")
-    with pytest.raises(RunError, match=r"its newest closed round is needed.*keep at least 1"):
+    with pytest.raises(RunError, match=r"need its newest closed round: set --keep-rounds to at least 1"):
         prune(store, RUN, keep_rounds=0)
     assert readable(store, asked) == [1, 2, 3]
-    with pytest.raises(ConfigurationError, match="there is no run 'nonsense'; the store has"):
+    with pytest.raises(ConfigurationError, match="there is no run 'nonsense'; runs in the store: "):
         prune(store, "nonsense")
 
 

@@ -94,7 +94,7 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
     assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
     assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
-    with pytest.raises(ConfigurationError, match=r"keeps no checkpoint of round 1, it has those of 3, 4; "):
+    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 1; it has checkpoints of rounds 3, 4\. "):
         roll_back(store, RUN, 1)
     store.close()
 
@@ -127,7 +127,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])
     assert [one["status"] for one in json.loads(shown.stdout)["rounds"]] == [
         "closed",
-        "undone: the run was set back to the state after round 1",
+        "undone: the run was rolled back to the state after round 1",
     ]
     play(prepared, store)
     assert statuses(store) == ["closed", "undone", "closed"]
@@ -138,7 +138,10 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     ("given", "told"),
     [
         (["other", "--to", "1"], "there is no run 'other'"),
-        ([RUN, "--to", "7"], "--to is 7: run 'simulation' keeps no checkpoint of round 7, it has those of 0, 1, 2"),
+        (
+            [RUN, "--to", "7"],
+            "--to is 7, but run 'simulation' has no checkpoint of round 7; it has checkpoints of rounds 0, 1, 2.",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, played: tuple[Prepared, Path]) -> None:

@@ -241,7 +241,7 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     accept(store, used)
     accept(store, unused)
     store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
-    assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without needing it")}
+    assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without using it")}
     (row,) = store.runs.rounds(RUN)
     assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
     assert (run_row(store)["checkpoint"], run_row(store)["completed_rounds"]) == (b"c" * 32, 1)
@@ -411,7 +411,11 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
     states = {ask["device"]: (ask["status"], ask["reason"]) for ask in store.asks.of_step(RUN, 1, 1)}
     assert states == {"late": ("out", "deadline passed"), "in time": ("open", None), "quick": ("answered", None)}
     (event,) = store.history.events(RUN, "late")
-    assert (event["text"], event["round"], event["device"]) == ("late did not answer step 'train' in time", 1, "late")
+    assert (event["text"], event["round"], event["device"]) == (
+        "late did not answer step 'train' before its deadline",
+        1,
+        "late",
+    )
 
 
 # --- what happened
@@ -521,7 +525,7 @@ def test_a_transaction_sees_its_own_writes(store: Store) -> None:
 
 def test_errors_of_the_database_are_store_errors(store: Store) -> None:
     store.close()
-    with pytest.raises(StoreError, match="the database failed: Cannot operate on a closed database"):
+    with pytest.raises(StoreError, match="database error: Cannot operate on a closed database"):
         store.runs.get(RUN)
 
 

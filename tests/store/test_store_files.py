@@ -83,7 +83,10 @@ def test_a_database_that_cannot_be_made_durable_is_refused(directory: Path) -> N
     connection = sqlite3.connect(":memory:", isolation_level=None)  # has no journal on a disk
     with pytest.raises(StoreError) as error:
         Database(connection, "wal")
-    assert str(error.value) == "the database runs with journal mode and synchronous ('memory', 2), must be wal, 2"
+    assert str(error.value) == (
+        "the database opened with (journal_mode, synchronous) = ('memory', 2), expected ('wal', 2); "
+        "put the store on a local file system"
+    )
 
 
 def test_a_database_that_ignores_synchronous_is_refused(tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_a_database_that_ignores_synchronous_is_refused(tmp_path: Path) -> None:
 
     connection = sqlite3.connect(tmp_path / "db", isolation_level=None, factory=Careless)
     connection.execute("PRAGMA journal_mode=WAL")
-    with pytest.raises(StoreError, match=r"\('wal', 1\), must be wal, 2"):
+    with pytest.raises(StoreError, match=r"\('wal', 1\), expected \('wal', 2\)"):
         Database(connection, "wal")
 
 
@@ -478,7 +481,7 @@ def test_a_commit_on_a_full_disk_is_a_store_error_and_the_store_goes_on_afterwar
             store.asks.accept_upload(ask, 1, b"s" * 32, 1, 1)
             store.history.add_event(RUN, "kind", "x" * (4 << 20))
 
-    with pytest.raises(StoreError, match="the database failed: the disk is full"):
+    with pytest.raises(StoreError, match="cannot write the database: the disk is full"):
         write()
     assert store.asks.upload_of(ask) is None
     ballast.unlink()
@@ -515,7 +518,7 @@ def test_a_commit_that_fails_after_the_payload_is_stored_gives_no_receipt(
 
     with monkeypatch.context() as patched:
         patched.setattr(store.asks, "accept_upload", no_space)
-        with pytest.raises(StoreError, match="the database failed: database or disk is full"):
+        with pytest.raises(StoreError, match="database error: database or disk is full"):
             sender.send()
     assert not sender.status().HasField("receipt")
     assert sender.send().sha256 == sender.payload.sha256
@@ -623,7 +626,7 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
 
     def lose_everything(one: Store) -> None:
         one.database.tables.conn.execute("ROLLBACK")
-        raise StoreError("the database failed: the disk is full")
+        raise StoreError("cannot write the database: the disk is full")
 
     answers = in_one_group(commits, store, _note("first"), lose_everything, _note("third"))
     assert isinstance(answers[0], StoreError)
@@ -637,9 +640,9 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
 def test_a_closed_thread_refuses_what_comes_after(store: Store) -> None:
     commits = CommitThread(store)
     commits.close()
-    with pytest.raises(StoreError, match="the store is being closed"):
+    with pytest.raises(StoreError, match="the store is closing"):
         commits.commit(_note("too late"))
-    with pytest.raises(StoreError, match="the store is being closed"):
+    with pytest.raises(StoreError, match="the store is closing"):
         commits.call(lambda: None)
     commits.close()
     assert store.history.events(RUN) == []

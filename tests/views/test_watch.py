@@ -125,7 +125,7 @@ def test_a_step_says_who_is_waited_for(store: Store) -> None:
 
 def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
     store.runs.begin(RUN, CONFIG)
-    with pytest.raises(ConfigurationError, match="there is no run 'x'; the store has r"):
+    with pytest.raises(ConfigurationError, match="there is no run 'x'; runs in the store: r"):
         changes(store, "x", {})
 
 

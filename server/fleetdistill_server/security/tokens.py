@@ -19,6 +19,7 @@ from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.certificates import Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
 MOST_TOKENS = 10_000
@@ -54,8 +55,9 @@ def create_tokens(
     if run and not is_name(run):
         raise ConfigurationError(f"run {run[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
     if run and store.runs.get(run) is None:
-        text = f"there is no run {run!r}; the store has {', '.join(store.runs.names()[:10]) or 'none'}"
-        raise ConfigurationError(f"{text}; serve the run once before tokens are made for it")
+        raise ConfigurationError(
+            f"{no_such_run(run, store.runs.names())}. Serve the run once before you create its tokens"
+        )
     made = [secrets.token_bytes(_SECRET_BYTES) for _ in range(count)]
     hashes = [sha256(secret).digest() for secret in made]
     store.credentials.add_tokens(dict(zip(hashes, devices or [""] * count, strict=True)), run, time.time() + seconds)

@@ -1,1 +1,1 @@
-"""The durable state of all runs: a SQLite database and the files of payloads. Imports `config` and the SDK."""
+"""Durable state of all runs: a SQLite database and payload files. May import `config` and the SDK."""

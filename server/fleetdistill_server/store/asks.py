@@ -16,10 +16,10 @@ from fleetdistill_server.texts import shortened
 
 
 class Asks:
-    """Rows of `asks` and `uploads`.
+    """Access to the tables `asks` and `uploads`.
 
     Attributes:
-        clock: What deadlines are held against.
+        clock: Clock that deadlines are compared with.
     """
 
     def __init__(self, database: Database, history: History) -> None:
@@ -28,10 +28,11 @@ class Asks:
         self._history = history
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Writes the asks of one step; those that are there are left as they are.
+        """Inserts the asks of one step; existing asks stay unchanged.
 
-        They are open, but for devices that have gone: nobody waits for these. They are looked up in the transaction
-        that writes, so a device that leaves or is revoked meanwhile either is seen here or closes its ask itself.
+        Asks are open, except those of absent devices, which are out. Presence is read in the same transaction, so a
+        device that
+        leaves or is revoked concurrently is either seen as absent here or closes its ask afterwards.
         """
         with self._db.transaction():
             for row in rows:
@@ -40,7 +41,7 @@ class Asks:
                 self._db.insert("asks", {**row, **status}, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
 
     def of_step(self, run: str, number: int, step_number: int) -> list[Row]:
-        """The asks of one step in device order, each joined with its answer (columns NULL without one)."""
+        """Returns the asks of one step ordered by device, each joined with its answer (NULL if there is none)."""
         return self._db.rows(
             "SELECT a.*, u.sha256, u.samples, u.receipt FROM asks a LEFT JOIN uploads u ON u.ask = a.id "
             "AND u.quarantined_at IS NULL WHERE a.run = ? AND a.round = ? AND a.step_number = ? ORDER BY a.device",
@@ -48,29 +49,29 @@ class Asks:
         )
 
     def get(self, run: str, number: int, step_number: int, device: str) -> Row | None:
-        """One ask by its name."""
+        """Returns one ask by run, round, step number and device, or None."""
         return self._db.row(
             "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? AND device = ?",
             *(run, number, step_number, device),
         )
 
     def next_open(self, run: str, device: str) -> Row | None:
-        """The oldest open ask of a device."""
+        """Returns the oldest open ask of a device, or None."""
         return self._db.row(
             "SELECT * FROM asks WHERE run = ? AND device = ? AND status = 'open' ORDER BY id LIMIT 1", run, device
         )
 
     def open_ids(self) -> set[int]:
-        """Ids of the asks of all runs that still take an answer."""
+        """Returns the ids of the open asks of all runs."""
         return {row["id"] for row in self._db.rows("SELECT id FROM asks WHERE status = 'open'")}
 
     def devices_with_open(self, run: str) -> set[str]:
-        """Devices that have something to do."""
+        """Returns the devices that have an open ask."""
         rows = self._db.rows("SELECT DISTINCT device FROM asks WHERE run = ? AND status = 'open'", run)
         return {row["device"] for row in rows}
 
     def naming(self, run: str, device: str, sha256: bytes) -> Row | None:
-        """The ask of this device that names a payload; of several an open one, then the newest."""
+        """Returns the device's ask that refers to a payload: an open ask if possible, else the newest; or None."""
         return self._db.row(
             "SELECT * FROM asks WHERE run = ? AND device = ? AND payload = ? ORDER BY status = 'open' DESC, id DESC "
             "LIMIT 1",
@@ -78,34 +79,37 @@ class Asks:
         )
 
     def bound_deadlines(self, run: str, seconds: float) -> None:
-        """Gives no open ask more than so many seconds from now: the clock may have been set back meanwhile."""
+        """Limits the deadlines of open asks to `seconds` from now.
+
+        Without the limit, setting the system clock back during a restart would extend them.
+        """
         latest = self.clock.now() + seconds
         sql = "UPDATE asks SET deadline_at = min(deadline_at, ?) WHERE run = ? AND status = 'open'"
         self._db.write(sql, latest, run)
 
     def expire(self, run: str, now: float) -> list[Row]:
-        """Closes the open asks whose deadline has passed, with an event each; returns them.
+        """Closes the open asks whose deadline has passed, adds an event for each, and returns them.
 
         Args:
-            run: The run.
-            now: Seconds since 1970, of `clock`.
+            run: Name of the run.
+            now: Time of `clock`, in seconds since 1970.
         """
         with self._db.transaction():
             late = self._db.rows("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
             for ask in late:
                 self.close(ask["id"], DEADLINE_PASSED)
-                text = f"{ask['device']} did not answer step {ask['step']!r} in time"
+                text = f"{ask['device']} did not answer step {ask['step']!r} before its deadline"
                 self._history.add_event(run, "late", text, number=ask["round"], device=ask["device"])
         return late
 
     def end_step(self, run: str, number: int, step_number: int, enough: int, among: Sequence[str]) -> bool:
-        """Closes the asks of a step that are still open once it has enough answers; False while it has not.
+        """Closes the open asks of a step once it has enough answers; returns False until then.
 
         Args:
-            run: The run.
-            number: The round.
-            step_number: The step.
-            enough: Answers that are enough.
+            run: Name of the run.
+            number: Round number.
+            step_number: Number of the step in the round.
+            enough: Number of answers that ends the step.
             among: Devices whose answers count.
         """
         with self._db.transaction():
@@ -124,25 +128,26 @@ class Asks:
         return True
 
     def close(self, ask: int, reason: str) -> None:
-        """Puts the device of an open ask out for the round."""
+        """Closes an open ask with a reason; its device is out for the round."""
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shortened(reason), ask)
 
     def upload_of(self, ask: int) -> Row | None:
-        """The accepted answer to an ask; not one whose payload is lost."""
+        """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""
         return self._db.row("SELECT * FROM uploads WHERE ask = ? AND quarantined_at IS NULL", ask)
 
     def attempts_spent(self, ask: int) -> int:
-        """The highest attempt among the accepted answers to an ask whose payloads are lost; 0 for none."""
+        """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 for none."""
         return int(
             self._db.value("SELECT max(attempt) FROM uploads WHERE ask = ? AND quarantined_at IS NOT NULL", ask) or 0
         )
 
     def take_back_upload(self, ask: int, why: str) -> None:
-        """Reports the accepted answer to an ask, whose payload is lost, with an event.
+        """Withdraws the accepted answer to an ask because its payload is missing or damaged, and adds an event.
 
-        Its device is asked again, under the same deadline, while the round is open; otherwise it is out for the round.
-        An answer that is taken back already stays as it is.
+        The device is asked again with the same deadline while the round is open; otherwise it is out for the round. An
+        answer
+        that was already withdrawn is left unchanged.
 
         Args:
             ask: Id of the ask.
@@ -163,15 +168,15 @@ class Asks:
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
                 *("open" if again else "out", None if again else f"its answer was lost on the server, {out}", ask),
             )
-            then = "it is asked again" if again else f"it is out for the round: {out}"
-            text = f"the answer of {row['device']} to step {row['step']!r} is lost on the server; {then}. {why}"
+            then = "the device is asked again" if again else f"the device is out for the round: {out}"
+            text = f"the answer of {row['device']} to step {row['step']!r} was lost on the server; {then}. {why}"
             self._history.add_event(row["run"], "quarantined", text, number=row["round"], device=row["device"])
 
     def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Row | None:
-        """Records an answer, once; the first one wins.
+        """Stores an answer. Only the first answer to an ask is accepted.
 
         Returns:
-            The row of the accepted answer, an earlier one if there is one; None if the ask takes no answer any more.
+            The row of the accepted answer, which can be an earlier one; None if the ask no longer takes an answer.
         """
         with self._db.transaction():
             known = self.upload_of(ask)
@@ -185,7 +190,7 @@ class Asks:
         return {**row, "reason": None, "quarantined_at": None}
 
     def uploads(self, run: str) -> list[Row]:
-        """Every accepted answer of a run with its ask."""
+        """Returns all accepted answers of a run with their asks, oldest first."""
         return self._db.rows(
             "SELECT a.round, a.step, a.step_number, a.device, u.* FROM uploads u JOIN asks a ON u.ask = a.id "
             "WHERE a.run = ? ORDER BY u.received_at",

@@ -1,11 +1,13 @@
-"""Backups of a store, taken while it is served, and stores made of them.
+"""Backups of a store, also while it is being served, and their restoration.
 
-A backup is a directory with the same layout as a store: `store.sqlite`, a snapshot, and under `blobs/` every payload
-and checkpoint that the snapshot needs, hard links where the file system can. `manifest.json` is written last and names
-them all; a directory without it is no backup. While one is made nobody deletes payloads (`Blobs.exclusive`).
+A backup is a directory with the layout of a store: `store.sqlite`, a snapshot, and under `blobs/` every payload and
+checkpoint that the snapshot refers to, as hard links where the file system supports them. `manifest.json` is written
+last and lists them all; a directory without it is not a backup. No process deletes payloads during a backup
+(`Blobs.exclusive`).
 
-A restored store stands where it stood at the backup. Receipts that were given since are void, and each run has an event
-that says so; devices that are ahead go on with the state that they have.
+A restored store has the state of the backup. Receipts issued after the backup are void, and an event in each run
+records
+that. Devices that are ahead of the store continue with their own state.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class BackedUp:
-    """What a backup holds.
+    """Contents of a backup.
 
     Attributes:
-        payloads: Payloads and checkpoints.
-        bytes: Of these and of the database.
-        lost: What the store should have and has not, or has damaged: a sentence each.
+        payloads: Number of payloads and checkpoints.
+        bytes: Total size of the payloads, the checkpoints and the database.
+        lost: One sentence for each payload or checkpoint that is missing or damaged in the store.
     """
 
     payloads: int
@@ -52,18 +54,18 @@ class BackedUp:
 
 
 def backup(source: Path, target: Path) -> BackedUp:
-    """Copies a store, also while it is served.
+    """Copies a store, also while it is being served.
 
     Args:
         source: The store's directory.
-        target: A directory that is not there yet, or empty.
+        target: A directory that is empty or does not exist.
 
     Raises:
-        ConfigurationError: There is no store, or `target` is not empty.
-        StoreError: Something could not be read or written, or another process keeps deleting payloads.
+        ConfigurationError: `source` contains no store, or `target` is not empty.
+        StoreError: A file could not be read or written, or another process does not stop deleting payloads.
     """
     if not (source / _DATABASE).exists():
-        raise ConfigurationError(f"there is no store in {source}")
+        raise ConfigurationError(f"there is no store in {source}: it contains no {_DATABASE}")
     _check_empty(target)
     store = Store.open(source)
     try:
@@ -83,18 +85,18 @@ def backup(source: Path, target: Path) -> BackedUp:
 
 
 def restore(source: Path, target: Path) -> int:
-    """Makes a store of a backup, every file of which is held against its digest first.
+    """Creates a store from a backup after comparing every file with its digest.
 
     Args:
-        source: The backup.
-        target: The store's directory, which must not be there or be empty.
+        source: The backup's directory.
+        target: The store's directory, which must be empty or not exist.
 
     Returns:
-        How many payloads and checkpoints the store has.
+        Number of payloads and checkpoints in the store.
 
     Raises:
-        ConfigurationError: `source` is no backup of a version that this one reads, or `target` is not empty.
-        StoreError: The backup is damaged; the message says what is. Nothing is left at `target` then.
+        ConfigurationError: `source` is not a backup that this version can read, or `target` is not empty.
+        StoreError: The backup is damaged; the message lists the damaged files. `target` is left unchanged.
     """
     manifest = _read_manifest(source)
     _check_empty(target)
@@ -102,7 +104,7 @@ def restore(source: Path, target: Path) -> int:
     _check_whole(source, manifest, wanted)
     partial = target.with_name(target.name + ".restoring")
     with disk_errors(f"restoring into {target}"):
-        shutil.rmtree(partial, ignore_errors=True)  # what an earlier try left
+        shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted attempt
         make_directory(partial / _BLOBS)
         for name, _ in wanted:
             _copy(source / _BLOBS / _file_of(name), partial / _BLOBS / _file_of(name))
@@ -112,28 +114,28 @@ def restore(source: Path, target: Path) -> int:
         failpoints.hit("restore.before-rename")
         if target.exists():
             target.rmdir()
-        partial.replace(target)  # whole or not at all: `serve` would begin afresh in half a store
+        partial.replace(target)  # atomic: `serve` would start new runs in an incomplete store
         sync_directory(target.parent)
     return len(wanted)
 
 
 def _check_empty(target: Path) -> None:
-    with disk_errors(f"looking at {target}"):
+    with disk_errors(f"checking {target}"):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigurationError(f"{target} is not an empty directory; name one that is, or that is not there yet")
+            raise ConfigurationError(f"{target} is not an empty directory; choose an empty or a new directory")
 
 
 def _snapshot(source: Path, target: Path) -> None:
-    """One consistent state of the database, whoever writes to it meanwhile."""
+    """Copies a consistent state of the database while other processes may write to it."""
     try:
         with contextlib.closing(sqlite3.connect(source)) as from_, contextlib.closing(sqlite3.connect(target)) as to:
             from_.backup(to)
     except sqlite3.Error as error:
-        raise StoreError(f"the database could not be copied: {error}") from error
+        raise StoreError(f"cannot copy the database {source}: {error}") from error
 
 
 def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
-    """Payloads and checkpoints that the snapshot in a directory needs."""
+    """Returns the payloads and checkpoints that the snapshot in a directory refers to."""
     store = Store.open(directory)
     try:
         found = needed(store)
@@ -145,7 +147,7 @@ def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
 def _copy_all(
     blobs: FileBlobs, target: Path, payloads: set[bytes], checkpoints: set[bytes]
 ) -> tuple[dict[bytes, int], dict[bytes, str]]:
-    """Copies what is whole; returns the sizes, and why the rest is not there."""
+    """Copies the undamaged blobs; returns their sizes, and for the others why they could not be copied."""
     copied, lost = {}, {}
     for sha256 in sorted(payloads | checkpoints):
         path = target / _file_of(sha256.hex())
@@ -170,11 +172,11 @@ def _file_of(name: str) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """A file at rest never changes, so a link to it is as good as a copy, and free."""
+    """Links or copies a stored file. A link is as safe as a copy because stored files never change."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or hard links are not supported
         _copy(source, target)
 
 
@@ -184,7 +186,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _sync_all(directory: Path) -> None:
-    """Makes every file and every name under a directory durable."""
+    """Calls fsync for every file and directory under a directory."""
     for folder, _, names in os.walk(directory):
         for name in names:
             with (Path(folder) / name).open("r+b") as file:
@@ -211,23 +213,23 @@ def _write_manifest(target: Path, payloads: set[bytes], checkpoints: set[bytes],
 def _read_manifest(source: Path) -> dict[str, Any]:
     path = source / _MANIFEST
     if not source.is_dir():
-        raise ConfigurationError(f"there is no directory {source}; name one that `fleetdistill backup` has made")
+        raise ConfigurationError(f"directory {source} does not exist; choose a directory made by `fleetdistill backup`")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         known = {"format", "made_at", "database", "payloads", "checkpoints"} <= manifest.keys()
     except (OSError, ValueError, AttributeError) as error:
-        text = (
-            f"{source} is no backup, or one that was never finished: its {_MANIFEST} cannot be read: {in_words(error)}"
-        )
+        text = f"{source} is not a complete backup: its {_MANIFEST} cannot be read: {in_words(error)}"
         raise ConfigurationError(text) from error
     if not known or manifest["format"] != FORMAT:
         found = f"format {manifest.get('format')}, written by version {manifest.get('version')}"
-        raise ConfigurationError(f"{path} has {found}; this version reads format {FORMAT}: use the one that wrote it")
+        raise ConfigurationError(
+            f"{path} has {found}; this version reads format {FORMAT}. Restore with the version that wrote it"
+        )
     return manifest
 
 
 def _check_whole(source: Path, manifest: dict[str, Any], wanted: list[tuple[str, bool]]) -> None:
-    """Holds every file against its digest. Raises StoreError that names what is wrong."""
+    """Compares every file with its digest. Raises StoreError that lists the missing and damaged files."""
     blobs = FileBlobs(source / _BLOBS)
     wrong = list(_wrong_with(source, manifest, blobs, wanted))
     if wrong:
@@ -241,7 +243,7 @@ def _wrong_with(
     if not (source / _DATABASE).exists():
         yield f"{_DATABASE} is missing"
     elif _file_digest(source / _DATABASE) != manifest["database"]:
-        yield f"{_DATABASE} is not what the manifest names"
+        yield f"{_DATABASE} does not match its digest in {_MANIFEST}"
     for name, is_payload in wanted:
         try:
             _verify(blobs, bytes.fromhex(name), is_payload)
@@ -258,7 +260,7 @@ def _note_restore(directory: Path, made_at: str) -> None:
     store = Store.open(directory)
     try:
         for run in store.runs.names():
-            text = f"restored from the backup of {made_at}; receipts that were given since are void"
+            text = f"restored from the backup of {made_at}; receipts issued after the backup are void"
             store.history.add_event(run, "restored", text)
     finally:
         store.close()

@@ -1,6 +1,6 @@
-"""Payloads at rest: what a store needs of them, and the header of their files.
+"""Interfaces for the storage of payloads and checkpoints, and the header of payload files.
 
-`file_blobs.py` keeps them as files, `memory_blobs.py` in a dictionary for simulation.
+`file_blobs.py` stores blobs as files, `memory_blobs.py` in a dictionary for simulation.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Held:
-    """A payload or a checkpoint at rest.
+    """A stored payload or checkpoint.
 
     Attributes:
-        sha256: Its digest.
-        bytes: Its size on the disk.
-        age_seconds: Since it was written, or last put again.
+        sha256: SHA-256 digest.
+        bytes: Size on disk in bytes.
+        age_seconds: Seconds since it was written or last put again.
     """
 
     sha256: bytes
@@ -48,12 +48,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Staged:
-    """What has come of a payload that is on its way in.
+    """A partly received payload.
 
     Attributes:
-        key: As in `Blobs.stage`.
-        bytes: Its size on the disk.
-        age_seconds: Since something was added.
+        key: Key passed to `Blobs.stage`.
+        bytes: Size on disk in bytes.
+        age_seconds: Seconds since data was last appended.
     """
 
     key: str
@@ -62,90 +62,97 @@ class Staged:
 
 
 class Staging(Protocol):
-    """A payload on its way in. `length` data bytes are held so far."""
+    """Staging area of a payload that is being received.
+
+    Attributes:
+        length: Number of data bytes appended so far.
+    """
 
     length: int
 
     def append(self, data: bytes) -> None:
-        """Adds data at the end."""
+        """Appends data."""
 
     def read(self, start: int, size: int) -> bytes:
-        """Gives back data that was appended."""
+        """Returns data that was appended."""
 
     def commit(self, sha256: bytes) -> None:
-        """Makes the payload durable under its digest."""
+        """Stores the payload durably under its digest."""
 
     def discard(self) -> None:
-        """Forgets it."""
+        """Deletes the staged data."""
 
     def close(self) -> None:
-        """Releases it; what was appended stays for a later `stage` of the same key."""
+        """Closes the staging area; the data remains for a later `stage` with the same key."""
 
 
 class Blobs(Protocol):
-    """Where payloads rest; files or a dictionary.
+    """Storage of payloads and checkpoints, addressed by SHA-256 digest.
 
     Attributes:
-        space: Asked before a payload is put; None: only the disk itself says no.
+        space: Checked before a payload is written; None to use the disk without limits.
     """
 
     space: Space | None
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> Staging:
-        """Opens the staging area of an upload, with what it already holds if it was begun with the same parts."""
+        """Opens the staging area of an upload; keeps data staged earlier if the parts are equal."""
 
     def staged(self, key: str) -> int:
-        """Data bytes held for a staging key; 0 for an unknown one."""
+        """Returns the number of data bytes staged under a key; 0 for an unknown key."""
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
-        """Maps a payload; with `verify` reads it once and holds it against its digest.
+        """Maps a payload into memory; with `verify`, reads it completely and compares its digest.
 
         Raises:
-            DamagedError: It is not there, or damaged.
+            DamagedError: The payload is missing or damaged.
         """
 
     def has(self, sha256: bytes) -> bool:
-        """Whether a payload or a checkpoint is there, whatever it holds."""
+        """Returns whether a payload or checkpoint exists; its content is not checked."""
 
     def put(self, payload: Payload) -> None:
-        """Stores a payload that is made here; one that is there counts as written now, and is mended if need be."""
+        """Stores a payload. If it exists already, its age is reset, and a damaged copy is replaced."""
 
     def forget_verified(self) -> None:
-        """Forgets which payloads are known to be whole: the next `put` of one reads it again."""
+        """Clears the record of verified payloads, so that the next `put` of each reads it again."""
 
     def quarantine(self, sha256: bytes) -> None:
-        """Puts a payload away where nothing reads it; one that is not there is no error."""
+        """Moves a payload to quarantine, where nothing reads it. A missing payload is not an error."""
 
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
-        """Deletes what was put away under these digests; what is not there is no error."""
+        """Deletes quarantined files with these digests. Missing files are not an error."""
 
     def held(self) -> list[Held]:
-        """Everything at rest, in no order."""
+        """Returns all stored payloads and checkpoints, in no particular order."""
 
     def age_seconds(self, sha256: bytes) -> float:
-        """Seconds since a payload or a checkpoint was written, or last put again; infinite where there is none."""
+        """Returns the seconds since a blob was written or last put again; infinity if it does not exist."""
 
     def staging(self) -> list[Staged]:
-        """Everything on its way in, in no order."""
+        """Returns all staged payloads, in no particular order."""
 
     def discard(self, key: str) -> None:
-        """Forgets what was staged under a key."""
+        """Deletes the data staged under a key."""
 
     def exclusive(self) -> contextlib.AbstractContextManager[bool]:
-        """For who deletes payloads, or needs that nobody does: True if no other process is within such a block."""
+        """Locks the blobs against deletion by other processes.
+
+        The context manager yields True if no other process has the lock, and False otherwise.
+        """
 
     def drop(self, sha256: bytes) -> None:
-        """Deletes a payload or a checkpoint; one that is not there is no error."""
+        """Deletes a payload or checkpoint. A missing one is not an error."""
 
     def put_state(self, data: bytes) -> bytes:
-        """Stores a checkpoint; returns its SHA-256."""
+        """Stores a checkpoint; returns its SHA-256 digest."""
 
     def get_state(self, sha256: bytes) -> bytes:
         """Reads a checkpoint. Raises DamagedError if it is missing or damaged."""
 
 
 def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
-    """The bytes before the data: length, JSON and padding, as the safetensors format has them."""
+    """Returns the bytes before the tensor data in the safetensors format: length, JSON and padding."""
     tensors: dict[str, object] = {
         slot.path: {
             "dtype": _SAFETENSORS_TYPES[slot.dtype.str],
@@ -162,7 +169,7 @@ def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
 
 @contextlib.contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Turns the operating system's errors into StoreError; a full disk says so."""
+    """Converts OSError to StoreError, and to NoSpaceError if the disk is full. `doing` names the operation."""
     try:
         yield
     except OSError as error:
@@ -172,7 +179,7 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 
 class Space(Protocol):
-    """Room on the disk, `disk_space.DiskSpace`."""
+    """Disk-space check; implemented by `disk_space.DiskSpace`."""
 
     def check(self, size: int) -> None:
-        """Raises NoSpaceError unless there is room for a payload that is about to be written."""
+        """Raises NoSpaceError unless there is room for a payload of `size` bytes."""

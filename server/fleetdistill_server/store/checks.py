@@ -1,4 +1,4 @@
-"""Whether a database is one that this version can go on with; a store that is not whole is refused with the way out."""
+"""Checks that this version can use a store's database, and that the database is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from fleetdistill_server.store.schema import migrations
 _KNOWN = {one.name for one in migrations.pending(Database(memory=True))}
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 WAY_OUT = (
-    "Move the store's directory away and restore a backup with `fleetdistill restore`, or name another "
-    "[server] store to begin anew"
+    "Move the store's directory away and restore a backup with `fleetdistill restore`, "
+    "or set [server] store to a new directory"
 )
 
 
 def check_whole(db: Database, blobs: Blobs) -> None:
-    """Refuses a database of a later version, and one without tables beside payloads; before the tables are made.
+    """Checks a database before its tables are created or migrated.
 
     Raises:
-        StoreError: It is such a database.
+        StoreError: A later version wrote the database, or it has no tables although the store contains payloads.
     """
     applied = [one.name for one in migrations.applied(db)]
     later = [name for name in applied if name not in _KNOWN]
     if later:
         raise StoreError(
-            f"a later version of fleetdistill has written the store (its schema has {', '.join(later)}); this is "
-            f"version {VERSION}: update it, or name another [server] store"
+            f"the store was written by a later version of fleetdistill (its schema includes {', '.join(later)}); "
+            f"this is version {VERSION}. Upgrade fleetdistill, or set [server] store to another directory"
         )
     held = len(blobs.held()) if not applied else 0
     if held:
-        raise StoreError(f"the store has {held} payloads, and its database store.sqlite is lost or empty. {WAY_OUT}")
+        raise StoreError(f"the store has {held} payloads, but its database store.sqlite is missing or empty. {WAY_OUT}")
 
 
 def check_database(db: Database) -> None:
-    """Reads the database from end to end.
+    """Reads the whole database.
 
     Raises:
-        StoreError: It is damaged.
+        StoreError: The database is damaged.
     """
     found = [next(iter(row.values())) for row in db.query("PRAGMA quick_check(1)")]
     if found != ["ok"]:
@@ -49,7 +49,7 @@ def check_database(db: Database) -> None:
 
 
 def in_our_words(error: sqlite3.Error) -> str:
-    """What SQLite says, with the way out where the database is damaged."""
+    """Returns the message for a SQLite error, including how to recover if the database is damaged."""
     if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _DAMAGED:
         return f"the database store.sqlite is damaged ({error}). {WAY_OUT}"
-    return f"the database failed: {error}"
+    return f"database error: {error}"

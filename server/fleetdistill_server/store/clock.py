@@ -1,9 +1,10 @@
-"""Time for deadlines: seconds since 1970 that go on evenly, whatever is done to the system's clock.
+"""Clock for deadlines: Unix time in seconds that is unaffected by changes to the system clock.
 
-A deadline stands in the store, so that a restarted engine finds it. Within a process it is held against a clock that
-reads the system's once and then counts seconds: a clock that is set back by an hour holds no round up for an hour, and
-one that is set forward ends none. Across a restart nobody can tell a clock that was moved from time that has passed; so
-a restarted engine gives an open ask the run's whole deadline at most (`Asks.bound_deadlines`).
+Deadlines are stored, so that a restarted engine restores them. Within a process they are compared with a clock that
+reads the system time once and then counts monotonic seconds. Moving the system clock therefore neither delays nor ends
+a round. Across a restart, a changed system clock cannot be distinguished from elapsed time, so a restarted engine
+limits
+each open ask to the run's deadline, counted from the restart (`Asks.bound_deadlines`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Begins at the system's time and goes on by itself.
+    """Starts at the system time and then advances monotonically.
 
     Args:
-        system: Seconds since 1970, which anybody may set.
-        steady: Seconds that nobody can set, from any beginning.
+        system: Returns the system time in seconds since 1970.
+        steady: Returns monotonic seconds; the origin does not matter.
     """
 
     def __init__(self, system: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
@@ -25,9 +26,9 @@ class Clock:
         self._offset = system() - steady()
 
     def now(self) -> float:
-        """Seconds since 1970 as this clock counts them."""
+        """Returns the current time in seconds since 1970."""
         return self._steady() + self._offset
 
 
 PROCESS = Clock()
-"""This process's."""
+"""Clock shared by this process."""

@@ -10,42 +10,42 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.texts import shortened
 
 REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
-"""Whether a row's device was revoked, for the condition of a statement on `devices`."""
+"""SQL condition for statements on `devices`: true if the row's device has been revoked."""
 
 
 class Credentials:
-    """Rows of `tokens`, `certificates` and `revocations`."""
+    """Access to the tables `tokens`, `certificates` and `revocations`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def add_tokens(self, hashes: Mapping[bytes, str], run: str, expires_at: float) -> None:
-        """Keeps the SHA-256 of new enrolment tokens, each with the device that it is for; empty for any."""
+        """Stores the SHA-256 hashes of new enrolment tokens, each with its device id; empty for any device."""
         row = {"run": run, "created_at": time.time(), "expires_at": expires_at, "revoked": 0}
         with self._db.transaction():
             for one, device in hashes.items():
                 self._db.insert("tokens", {"hash": one, "for_device": device, **row})
 
     def token(self, token_hash: bytes) -> Row | None:
-        """An enrolment token by the SHA-256 of its secret."""
+        """Returns an enrolment token by the SHA-256 of its secret, or None."""
         return self._db.row("SELECT * FROM tokens WHERE hash = ?", token_hash)
 
     def tokens(self) -> list[Row]:
-        """All enrolment tokens, oldest first."""
+        """Returns all enrolment tokens, oldest first."""
         return self._db.rows("SELECT * FROM tokens ORDER BY created_at, hash")
 
     def knows_device(self, device: str) -> bool:
-        """Whether a device of this id has enrolled, or checked in to any run."""
+        """Returns whether a device with this id has enrolled or has checked in to any run."""
         sql = "SELECT 1 FROM certificates WHERE device = ? UNION ALL SELECT 1 FROM devices WHERE device = ? LIMIT 1"
         return bool(self._db.value(sql, device, device))
 
     def revoke_tokens(self, prefix: str) -> int:
-        """Revokes the unused tokens whose hash begins with these hex digits; returns how many that were."""
+        """Revokes the unused tokens whose hash begins with these hex digits; returns their number."""
         sql = "UPDATE tokens SET revoked = 1 WHERE revoked = 0 AND device IS NULL AND instr(lower(hex(hash)), ?) = 1"
         return self._db.write(sql, prefix)
 
     def use_token(self, token_hash: bytes, certificate: Mapping[str, Any]) -> None:
-        """Marks a token as used and records the certificate that it was used for, in one transaction."""
+        """Marks a token as used and stores the certificate issued for it, in one transaction."""
         with self._db.transaction():
             self.add_certificate(certificate)
             self._db.write(
@@ -54,7 +54,7 @@ class Credentials:
             )
 
     def add_certificate(self, certificate: Mapping[str, Any]) -> None:
-        """Records a certificate and forgets those of its device that have expired."""
+        """Stores a certificate and deletes the device's expired certificates."""
         with self._db.transaction():
             self._db.write(
                 "DELETE FROM certificates WHERE device = ? AND expires_at < ?", certificate["device"], time.time()
@@ -62,15 +62,15 @@ class Credentials:
             self._db.insert("certificates", certificate)
 
     def certificates(self, device: str) -> list[Row]:
-        """Certificates of a device, the newest last."""
+        """Returns the certificates of a device, newest last."""
         return self._db.rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
 
     def certificate(self, serial: str) -> Row | None:
-        """A certificate by its serial number in hex."""
+        """Returns a certificate by its serial number in hex, or None."""
         return self._db.row("SELECT * FROM certificates WHERE serial = ?", serial)
 
     def revoke(self, subject: str, reason: str) -> bool:
-        """Shuts out a device, a person or a certificate, for good; False if it was so already."""
+        """Revokes a device, operator, viewer or certificate permanently; returns False if it was already revoked."""
         row = {"subject": subject, "reason": shortened(reason), "at": time.time()}
         with self._db.transaction():
             known = self.revocation(subject, "") is not None
@@ -78,14 +78,14 @@ class Credentials:
         return not known
 
     def revocation(self, holder: str, certificate: str) -> Row | None:
-        """Whether a holder or its certificate was revoked: `device:ID` and `serial:HEX`."""
+        """Returns the revocation of a holder (`device:ID`) or of its certificate (`serial:HEX`), or None."""
         return self._db.row("SELECT * FROM revocations WHERE subject IN (?, ?) LIMIT 1", holder, certificate)
 
     def is_revoked(self, holder: str, certificate: str) -> bool:
-        """The same in short, for every call that a server answers."""
+        """Returns whether a holder or its certificate is revoked. Faster than `revocation`; runs for every call."""
         sql = "SELECT 1 FROM revocations WHERE subject IN (?, ?) LIMIT 1"
         return self._db.exists(sql, holder, certificate)
 
     def revocations(self) -> list[Row]:
-        """Everything that was revoked, oldest first."""
+        """Returns all revocations, oldest first."""
         return self._db.rows("SELECT * FROM revocations ORDER BY at")

@@ -1,6 +1,7 @@
-"""The SQLite database of a store: its connection, transactions and errors.
+"""SQLite database of a store: connection, transactions and errors.
 
-It runs in WAL mode with `synchronous=FULL`, both asserted when it is opened: a commit is on the disk when it returns.
+The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
+returns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _BUSY_SECONDS = 30
 
 
 class Database:
-    """One connection, which several threads may use (one lock); several processes have one each.
+    """One SQLite connection. Threads share it through a lock; each process opens its own.
 
     Attributes:
-        tables: The connection as sqlite_utils shows it.
+        tables: The connection as a `sqlite_utils.Database`.
     """
 
     def __init__(self, connection: sqlite3.Connection, journal_mode: str) -> None:
@@ -43,7 +44,7 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Database:
-        """Opens the database of a file, or makes it. Raises StoreError if it cannot be used."""
+        """Opens a database file, or creates it. Raises StoreError if it cannot be used."""
         with database_errors():
             connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             _use_wal(connection)
@@ -51,16 +52,19 @@ class Database:
 
     @classmethod
     def in_memory(cls) -> Database:
-        """A database that lives as long as the object."""
+        """Returns a database that exists only in memory."""
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         return cls(connection, "memory")
 
     def _assert_durable(self, journal_mode: str) -> None:
         self.tables.execute("PRAGMA synchronous=FULL")
-        self.tables.execute("PRAGMA fullfsync=ON")  # macOS flushes its drive cache only with this
+        self.tables.execute("PRAGMA fullfsync=ON")  # required on macOS to flush the drive's cache
         found = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
         if found != (journal_mode, 2):
-            raise StoreError(f"the database runs with journal mode and synchronous {found}, must be {journal_mode}, 2")
+            raise StoreError(
+                f"the database opened with (journal_mode, synchronous) = {found}, expected ({journal_mode!r}, 2); "
+                "put the store on a local file system"
+            )
 
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""
@@ -74,10 +78,10 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Joins several calls into one transaction; a nested one is a savepoint of its own.
+        """Combines several calls into one transaction; nested transactions are savepoints.
 
         Raises:
-            StoreError: The database could not be written, for instance because the disk is full.
+            StoreError: The database could not be written, for example because the disk is full.
         """
         with self._lock, database_errors():
             before = len(self._to_log)
@@ -101,7 +105,7 @@ class Database:
             log_event(row)
 
     def log(self, row: Row) -> None:
-        """Logs an event once the open transaction is committed."""
+        """Logs an event after the open transaction has been committed."""
         self._to_log.append(row)
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
@@ -117,7 +121,7 @@ class Database:
         return next(iter(row.values())) if row else None
 
     def exists(self, sql: str, *values: Any) -> bool:
-        """Whether the query gives a row."""
+        """Returns whether the query returns a row."""
         with self._lock, database_errors():
             return self.tables.conn.execute(sql, values).fetchone() is not None
 
@@ -126,7 +130,7 @@ class Database:
             return self.tables.conn.execute(sql, values).rowcount
 
     def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Runs a statement once for each row of values, within a transaction."""
+        """Runs a statement once per row of values, within a transaction."""
         self.tables.conn.executemany(sql, rows)
 
     def insert(self, table: str, row: Mapping[str, Any], conflict: str = "") -> int | None:
@@ -138,7 +142,10 @@ class Database:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Two processes that switch a new database at the same moment are told BUSY at once, whatever the timeout."""
+    """Switches the connection to WAL mode, with retries while another process does the same.
+
+    SQLite ignores the connection's timeout here and returns BUSY immediately.
+    """
     until = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
@@ -156,5 +163,5 @@ def database_errors() -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise NoSpaceError("the database failed: the disk is full") from error
+            raise NoSpaceError("cannot write the database: the disk is full") from error
         raise StoreError(in_our_words(error)) from error

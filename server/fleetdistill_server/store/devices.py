@@ -1,4 +1,4 @@
-"""Devices of a run: who is present, who is left out, and who is to be forgotten."""
+"""Devices of a run: presence, back-off and forgetting."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from fleetdistill_server.store.database import Database, Row
 
 
 class Devices:
-    """Rows of `devices`."""
+    """Access to the table `devices`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def get(self, run: str, device: str) -> Row | None:
-        """The device's row in a run."""
+        """Returns a device's row in a run, or None."""
         return self._db.row("SELECT * FROM devices WHERE run = ? AND device = ?", run, device)
 
     def all(self, run: str) -> list[Row]:
-        """All devices of a run in id order."""
+        """Returns all devices of a run, ordered by id."""
         return self._db.rows("SELECT * FROM devices WHERE run = ? ORDER BY device", run)
 
     def count(self, run: str) -> int:
-        """How many devices have checked in to a run."""
+        """Returns how many devices have ever checked in to a run."""
         return int(self._db.value("SELECT count(*) FROM devices WHERE run = ?", run))
 
     def present(self, run: str) -> list[str]:
-        """Ids of the devices that are checked in, in bytewise order."""
+        """Returns the ids of the devices that are checked in, in bytewise order."""
         rows = self._db.rows(
             "SELECT device FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL ORDER BY device", run
         )
         return [row["device"] for row in rows]
 
     def present_profiles(self, run: str) -> dict[str, bytes]:
-        """Serialized profiles of the devices that are checked in, by id in bytewise order."""
+        """Returns the serialized profiles of the devices that are checked in, by id in bytewise order."""
         rows = self._db.rows(
             "SELECT device, profile FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL "
             "ORDER BY device",
@@ -45,9 +45,12 @@ class Devices:
         return {row["device"]: row["profile"] for row in rows}
 
     def register(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
-        """Notes that a device is present; keeps the secret of its first check-in. False if the id has another one.
+        """Marks a device as present and stores its profile; its first check-in also stores the hash of its secret.
 
-        As with `device_back`, a device that is revoked or to be forgotten is not present.
+        As with `mark_present`, a device that is revoked or to be forgotten does not become present.
+
+        Returns:
+            False if the id is already registered with another secret.
         """
         now = time.time()
         row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 0}
@@ -64,12 +67,12 @@ class Devices:
         return True
 
     def mark_present(self, run: str, device: str) -> None:
-        """A device that was taken for gone has called again; one that is revoked or to be forgotten stays gone."""
+        """Marks an absent device as present again, unless it is revoked or to be forgotten."""
         sql = "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND forget_asked_at IS NULL"
         self._db.write(f"{sql} AND NOT {REVOKED}", time.time(), run, device)
 
     def mark_gone(self, run: str, device: str, reason: str) -> None:
-        """Ends a device's presence and closes its open asks."""
+        """Marks a device as absent and closes its open asks with this reason."""
         with self._db.transaction():
             self._db.write(
                 "UPDATE devices SET present = 0, last_seen = ? WHERE run = ? AND device = ?", time.time(), run, device
@@ -82,7 +85,7 @@ class Devices:
             )
 
     def note_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
-        """Writes when devices last called, by (run, device), in seconds since 1970."""
+        """Stores when devices last made a call: seconds since 1970 by (run, device)."""
         with self._db.transaction():
             self._db.write_many(
                 "UPDATE devices SET last_seen = max(coalesce(last_seen, 0), ?) WHERE run = ? AND device = ?",
@@ -90,7 +93,7 @@ class Devices:
             )
 
     def left_out(self, run: str, number: int) -> dict[str, int]:
-        """Devices that are left out of a round because they were late again and again, with the last such round."""
+        """Returns the devices that are left out of a round for repeated lateness, with the last such round."""
         rows = self._db.rows(
             "SELECT device, left_out_until FROM devices WHERE run = ? AND left_out_until >= ? ORDER BY device",
             *(run, number),
@@ -98,7 +101,7 @@ class Devices:
         return {row["device"]: row["left_out_until"] for row in rows}
 
     def ask_to_forget(self, run: str, device: str) -> bool:
-        """Notes that a device is to be forgotten, and closes its open asks. False if the run has no such device."""
+        """Requests that a device be forgotten and closes its open asks. Returns False if it is not in the run."""
         with self._db.transaction():
             if self.get(run, device) is None:
                 return False
@@ -112,7 +115,7 @@ class Devices:
         return True
 
     def to_forget(self, run: str) -> list[str]:
-        """Devices that are to be forgotten and are not yet, in id order."""
+        """Returns the devices that are requested to be forgotten and are not forgotten yet, ordered by id."""
         rows = self._db.rows(
             "SELECT device FROM devices WHERE run = ? AND forget_asked_at IS NOT NULL AND forgotten_at IS NULL "
             "ORDER BY device",
@@ -121,7 +124,10 @@ class Devices:
         return [row["device"] for row in rows]
 
     def payloads_about(self, run: str, devices: Sequence[str]) -> set[bytes]:
-        """Digests of what these devices have sent in a run, and of what it has told any device: that may be of them."""
+        """Returns digests of the payloads that can contain data of these devices.
+
+        These are the devices' own uploads and every payload that the run sent to any device.
+        """
         rows = self._db.rows(
             "SELECT payload AS sha256 FROM asks WHERE run = ?1 AND payload IS NOT NULL UNION SELECT u.sha256 FROM "
             "uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 AND a.device IN (SELECT value FROM json_each(?2))",
@@ -130,6 +136,6 @@ class Devices:
         return {row["sha256"] for row in rows}
 
     def note_forgotten(self, run: str, device: str) -> bool:
-        """Notes that nothing of a device is left; False if that was noted before."""
+        """Records that a device is forgotten; returns False if that was recorded before."""
         sql = "UPDATE devices SET forgotten_at = ? WHERE run = ? AND device = ? AND forgotten_at IS NULL"
         return bool(self._db.write(sql, time.time(), run, device))

@@ -1,8 +1,8 @@
-"""How full the disk may become: uploads and asks are refused before it is full, counting what is on its way in.
+"""Disk-space limits: uploads and asks are refused before the disk is full, and uploads in progress count in full.
 
-Two bounds, both of `[server]`: `disk_budget_bytes`, the most that the store's directory may take, and
-`keep_free_bytes`, which stays free on its file system for checkpoints, the database and everybody else. Checkpoints and
-rows are never refused: without them nothing could be freed again.
+`[server]` has two limits: `disk_budget_bytes`, the largest size of the store's directory, and `keep_free_bytes`, which
+must stay free on its file system for checkpoints, the database and other programs. Checkpoints and rows are never
+refused, because freeing space requires them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAKE_ROOM_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """What `[server]` says about the disk.
+    """The `[server]` settings that limit disk usage.
 
     Attributes:
-        disk_budget_bytes: The most that the store's directory may take; 0 for no such bound.
-        keep_free_bytes: What stays free on its file system.
+        disk_budget_bytes: Largest size of the store's directory in bytes; 0 for no limit.
+        keep_free_bytes: Bytes that must stay free on its file system.
     """
 
     disk_budget_bytes: int = 0
@@ -37,31 +37,31 @@ class Bounds:
 
 @dataclass(eq=False)
 class Reservation:
-    """Room for an upload under way; given back once, by `release`."""
+    """Disk space reserved for an upload in progress, until `release` is called."""
 
     key: str
     size: int
     space: DiskSpace
 
     def release(self, stored: int = 0) -> None:
-        """The upload has ended.
+        """Releases the reservation at the end of the upload.
 
         Args:
-            stored: Bytes that are at rest now, 0 for an upload that was not finished. What is still staged counts by
-                itself.
+            stored: Bytes that the upload has stored; 0 if it was not completed. Data that is still staged is counted
+                separately.
         """
         self.space.release(self, stored)
 
 
 class DiskSpace:
-    """Room on the disk of one store, as one process sees it.
+    """Disk-space accounting of one store, as seen by one process.
 
     Args:
-        directory: The store's.
-        blobs: Its payloads.
-        bounds: How full it may become.
-        make_room: Deletes what nothing needs; called before anything is refused, not more often than every ten seconds.
-            It may take long: what has room goes on meanwhile, what has none is refused.
+        directory: The store's directory.
+        blobs: The store's payloads.
+        bounds: Limits.
+        make_room: Deletes unneeded files. Called before a request is refused, at most every 10 seconds. It may be slow:
+            meanwhile, requests that fit are accepted and others are refused.
     """
 
     def __init__(self, directory: Path, blobs: Blobs, bounds: Bounds, make_room: Callable[[], object]) -> None:
@@ -71,37 +71,37 @@ class DiskSpace:
         self._make_room = make_room
         self._lock = threading.Lock()
         self._reserved: dict[Reservation, int] = {}
-        # Bytes at the last look and what has changed since, both without what uploads under way have staged.
+        # Bytes at the last measurement and the change since; neither includes staged data of uploads in progress.
         self.looked, self._used, self._since = -math.inf, 0, 0
         self._made_room = -math.inf
 
     def reserve(self, key: str, size: int) -> Reservation:
-        """Sets room aside for an upload that is staged under `key`.
+        """Reserves space for an upload that is staged under `key`.
 
         Args:
-            key: As in `Blobs.stage`; what is staged there already counts as part of `size`.
-            size: Bytes of the whole.
+            key: Key passed to `Blobs.stage`; data already staged under it counts as part of `size`.
+            size: Total size of the upload in bytes.
 
         Raises:
-            NoSpaceError: There is no room; the message says which bound and by how much.
+            NoSpaceError: The upload does not fit; the message names the limit and the sizes.
         """
         made = Reservation(key, size, self)
         self._take(size, key, lambda: self._hold(made))
         return made
 
     def release(self, reservation: Reservation, stored: int = 0) -> None:
-        """Takes a reservation back, see `Reservation.release`; one that was taken back before is no error."""
+        """Releases a reservation (see `Reservation.release`). Releasing it again has no effect."""
         with self._lock:
             if self._reserved.pop(reservation, None) is not None:
                 self._add(stored or self._staged(reservation.key))
 
     def check(self, size: int) -> None:
-        """Raises NoSpaceError unless there is room for a payload that is about to be written."""
+        """Raises NoSpaceError unless there is room for a payload of `size` bytes, which then counts as used."""
         self._take(size, "", lambda: self._add(size))
 
     def _hold(self, made: Reservation) -> None:
         self._reserved[made] = made.size
-        self._add(-self._staged(made.key))  # it is part of the size that is held from now on
+        self._add(-self._staged(made.key))  # the reservation now includes it
 
     def _staged(self, key: str) -> int:
         return self._blobs.staged(key) if self._bounds.disk_budget_bytes else 0
@@ -110,7 +110,7 @@ class DiskSpace:
         self._since += size
 
     def _take(self, size: int, key: str, take: Callable[[], None]) -> None:
-        """Calls `take` if there is room, at the latest once some was made. Raises NoSpaceError."""
+        """Calls `take` if the size fits, after freeing space if necessary. Raises NoSpaceError if it does not fit."""
         lacking = self._take_now(size, key, take)
         if lacking and self._may_make_room():
             self._make_room()
@@ -135,7 +135,7 @@ class DiskSpace:
         return due
 
     def _lacking(self, size: int, key: str) -> str:
-        """What is against a payload of `size` bytes that is staged under `key`; empty for nothing."""
+        """Returns why a payload of `size` bytes staged under `key` does not fit; empty if it fits."""
         if not (self._bounds.disk_budget_bytes or self._bounds.keep_free_bytes):
             return ""
         staged = {one.key: one.bytes for one in self._blobs.staging()}
@@ -145,7 +145,7 @@ class DiskSpace:
         return self._over_budget(missing, under_way, begun) or self._below_floor(missing, under_way - begun)
 
     def _over_budget(self, missing: int, under_way: int, begun: int) -> str:
-        """Uploads under way count as what they will be, all else as it is on the disk."""
+        """Checks `disk_budget_bytes`. Uploads in progress count with their final size."""
         budget = self._bounds.disk_budget_bytes
         if not budget:
             return ""
@@ -155,27 +155,27 @@ class DiskSpace:
         total = self._used + self._since + under_way + missing
         if total <= budget:
             return ""
-        text = f"with {missing} bytes more the store would take {total} ({under_way} of uploads under way)"
-        return f"{text}, [server] disk_budget_bytes is {budget}"
+        text = f"storing {missing} more bytes would bring the store to {total} ({under_way} for uploads in progress)"
+        return f"{text}; [server] disk_budget_bytes is {budget}"
 
     def _below_floor(self, missing: int, promised: int) -> str:
-        """`promised` bytes of uploads under way are still to be written."""
-        with disk_errors("looking at the disk"):
+        """Checks `keep_free_bytes`; `promised` is the number of bytes that uploads in progress have yet to write."""
+        with disk_errors("measuring free disk space"):
             found = os.statvfs(self._directory)
         free = found.f_bavail * found.f_frsize - promised - missing
         floor = self._bounds.keep_free_bytes
         if free >= floor:
             return ""
-        return f"with {missing} bytes more the disk would have {free} free, [server] keep_free_bytes is {floor}"
+        return f"storing {missing} more bytes would leave {free} free on the disk; [server] keep_free_bytes is {floor}"
 
 
 def _bytes_under(directory: Path) -> int:
-    with disk_errors("looking at the store"):
+    with disk_errors("measuring the size of the store"):
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(directory) for name in names)
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # deleted or renamed meanwhile
+    except FileNotFoundError:  # deleted or renamed in the meantime
         return 0

@@ -1,14 +1,15 @@
-"""Payloads at rest: one safetensors file each, named by the payload's digest.
+"""Blob storage in files: one safetensors file per payload, named by the payload's digest.
 
-The file's metadata hold the typed parts, its tensors the payload's data in order, so `safetensors.safe_open` reads it
-and a payload's byte offset is a file offset plus a constant. A payload grows in a staging file and is renamed into
-place after its fsync; then the directory is fsynced.
+The file's metadata contain the typed parts and its tensors the payload's data in order. `safetensors.safe_open` can
+read
+it, and an offset in the payload is a file offset minus the header size. A payload is received into a staging file and
+renamed into place after an fsync; then the directory is fsynced.
 
-    ab/ab....safetensors    a payload or a checkpoint, by its digest
-    staging/KEY.part        a payload on its way in
-    quarantine/             files that are not what their digest names; nothing reads them, and they stay, but for what
-                            may be of a device that is forgotten
-    gc.lock                 held by whoever deletes payloads, or needs that nobody does
+    ab/ab....safetensors    a payload or checkpoint, by its digest
+    staging/KEY.part        a partly received payload
+    quarantine/             files that do not match their digest. Nothing reads them, and they are kept, except for
+                            files that can contain data of a device that is forgotten
+    gc.lock                 lock for processes that delete payloads or must prevent deletion
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from fleetdistill_server.store.blobs import Held, Space, Staged, disk_errors, sa
 
 _WRITEBACK_BYTES = 4 << 20
 _CACHED_BYTES = 8 << 20
-# Keys are made here of words and numbers, and are file names: what a device says is never part of one.
+# Keys are used as file names. The server generates them; they never contain text sent by a device.
 _KEY = re.compile(r"[a-z0-9-]{1,200}")
 _SUFFIX = ".safetensors"
-# Other files may lie about, such as a file manager's; they are nobody's business here.
+# Other files in the directory, such as those of a file manager, are ignored.
 _HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
 
@@ -54,16 +55,16 @@ def _parts_in(header_text: bytes) -> knowledge_pb2.Parts:
 
 
 class FileBlobs:
-    """Payloads as files under a directory."""
+    """Payloads and checkpoints as files in a directory. Implements `Blobs`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._staging = directory / "staging"
         self.space: Space | None = None
-        self._intact: set[bytes] = set()  # what this process has written or verified
-        with disk_errors("making the blob directory"):
+        self._intact: set[bytes] = set()  # payloads that this process has written or verified
+        with disk_errors("creating the blob directory"):
             make_directory(directory)
-            self._staging.mkdir(exist_ok=True)  # what is in it may be lost, and so may it
+            self._staging.mkdir(exist_ok=True)  # need not be durable, and neither need its contents
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
         with disk_errors("staging an upload"):
@@ -71,7 +72,7 @@ class FileBlobs:
 
     def staged(self, key: str) -> int:
         path = self._staging_path(key)
-        with disk_errors(f"looking at what is staged as {key}"):
+        with disk_errors(f"reading the staged upload {key}"):
             try:
                 with path.open("rb") as file:
                     header_bytes = 8 + int.from_bytes(file.read(8), "little")
@@ -86,7 +87,7 @@ class FileBlobs:
             parts = _parts_in(view[8:header_bytes])
             payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
             if len(view) != header_bytes + payload.data_bytes:
-                raise ValueError(f"{len(view)} bytes in its file instead of {header_bytes + payload.data_bytes}")
+                raise ValueError(f"its file has {len(view)} bytes, expected {header_bytes + payload.data_bytes}")
             if verify:
                 file.seek(header_bytes)
                 _verify(payload, file)
@@ -106,27 +107,27 @@ class FileBlobs:
         self._intact.add(payload.sha256)
 
     def _put(self, key: str, payload: Payload) -> None:
-        self._staging_path(key).unlink(missing_ok=True)  # nobody checked what a crash left behind
+        self._staging_path(key).unlink(missing_ok=True)  # data left by a crash is unverified
         staging = self.stage(key, payload.parts)
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
 
     def _renewed(self, path: Path) -> bool:
-        """Makes a payload young again: what nothing speaks of yet is not deleted before it is old. False if it is gone.
+        """Resets a payload's age, so that sweeps keep it until it is referenced; returns False if it is missing.
 
-        It is made durable too, because whoever put it there may have died before that.
+        Also makes the file durable, because the process that wrote it may have crashed before doing so.
         """
         with disk_errors("making a payload durable"):
             try:
                 os.utime(path)
-            except FileNotFoundError:  # it was old, and nothing spoke of it
+            except FileNotFoundError:  # deleted by a sweep
                 return False
             _sync_names(path)
         return True
 
     def _is_intact(self, sha256: bytes) -> bool:
-        """Whether a payload is here and whole; a damaged one is put away."""
+        """Returns whether a payload exists and is undamaged; a damaged payload is quarantined."""
         if not self.has(sha256):
             return False
         if sha256 not in self._intact:
@@ -143,9 +144,9 @@ class FileBlobs:
     def quarantine(self, sha256: bytes) -> None:
         self._intact.discard(sha256)
         source = self.path_of(sha256)
-        # A digest may be damaged twice; no earlier find is overwritten.
+        # The timestamp keeps earlier damaged files of the same digest.
         target = self._directory / "quarantine" / f"{sha256.hex()}-{time.time_ns()}{_SUFFIX}"
-        with disk_errors(f"putting {sha256.hex()} into quarantine"), contextlib.suppress(FileNotFoundError):
+        with disk_errors(f"quarantining {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
             make_directory(target.parent)
             source.replace(target)
             sync_directory(target.parent)
@@ -153,7 +154,7 @@ class FileBlobs:
 
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
         names = {sha256.hex() for sha256 in digests}
-        with disk_errors("deleting from the quarantine"):
+        with disk_errors("deleting quarantined files"):
             for file in (self._directory / "quarantine").glob(f"*{_SUFFIX}"):
                 if file.name.partition("-")[0] in names:
                     file.unlink(missing_ok=True)
@@ -169,12 +170,12 @@ class FileBlobs:
             ]
 
     def age_seconds(self, sha256: bytes) -> float:
-        with disk_errors(f"looking at {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
+        with disk_errors(f"reading the age of {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
             return _age(self.path_of(sha256).stat())
         return math.inf
 
     def staging(self) -> list[Staged]:
-        with disk_errors("listing what is staged"):
+        with disk_errors("listing staged uploads"):
             return [
                 Staged(one.name.removesuffix(".part"), found.st_size, _age(found))
                 for one in os.scandir(self._staging)
@@ -182,7 +183,7 @@ class FileBlobs:
             ]
 
     def discard(self, key: str) -> None:
-        with disk_errors(f"deleting what is staged as {key}"):
+        with disk_errors(f"deleting the staged upload {key}"):
             self._staging_path(key).unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -220,18 +221,18 @@ class FileBlobs:
         return data
 
     def path_of(self, sha256: bytes) -> Path:
-        """The file of a payload or checkpoint, there or not."""
+        """Returns the file path of a payload or checkpoint, whether or not it exists."""
         name = sha256.hex()
         return self._directory / name[:2] / f"{name}{_SUFFIX}"
 
     def _staging_path(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
-            raise StoreError(f"the staging key {key!r} is no file name")
+            raise StoreError(f"staging key {key!r} is invalid; expected 1 to 200 characters from a-z, 0-9 and -")
         return self._staging / f"{key}.part"
 
 
 def _retry_after_sweep(write: Callable[[], None]) -> None:
-    """Writes a file; once more where a sweep has deleted what was staged of it, taking it for a dead process's."""
+    """Writes a file; retries once if a sweep deleted its staged data as a leftover of an ended process."""
     try:
         write()
     except StoreError as error:
@@ -242,7 +243,7 @@ def _retry_after_sweep(write: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _damage(sha256: bytes, what: str = "payload") -> Iterator[None]:
-    """Tells a file that is lost from passing trouble, such as no memory."""
+    """Converts errors caused by a missing or damaged file to DamagedError; lets transient errors pass."""
     try:
         yield
     except StoreError as error:
@@ -257,14 +258,14 @@ def _damage(sha256: bytes, what: str = "payload") -> Iterator[None]:
 
 
 def _verify(payload: Payload, data: IO[bytes]) -> None:
-    """Holds what a file has from its place on against the digest, in pieces. Raises ValueError."""
+    """Compares the rest of the file with the payload's digest. Raises ValueError if they differ."""
     begun = hashlib.sha256(payload.parts.SerializeToString(deterministic=True))
     if hashlib.file_digest(data, lambda: begun).digest() != payload.sha256:  # type: ignore[arg-type]
         raise ValueError("its SHA-256 does not match")
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """None for what another process has deleted or renamed meanwhile."""
+    """Returns the entry's status, or None if another process has deleted or renamed it in the meantime."""
     try:
         return entry.stat()
     except FileNotFoundError:
@@ -272,7 +273,7 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def _age(found: os.stat_result) -> float:
-    """Seconds since a file got its content, its name or a new time."""
+    """Returns the seconds since a file was written, renamed or touched."""
     return time.time() - max(found.st_mtime, found.st_ctime)
 
 
@@ -300,19 +301,18 @@ class _FileStaging:
             self._begin_writeback()
 
     def _begin_writeback(self) -> None:
-        """Lets the disk work while the network brings more, so that the fsync at the end finds little to do.
+        """Starts writing data to disk while more is received, which shortens the fsync at the end.
 
-        The same call drops what was written a while ago from the page cache: its pages serve the next chunks, and large
-        uploads do not push everything else out of memory.
+        The same call drops older data from the page cache, so that large uploads do not evict other pages.
         """
         begin = max(self._handed_over - _CACHED_BYTES, 0)
-        if hasattr(os, "posix_fadvise"):  # macOS has none
-            with contextlib.suppress(OSError):  # a hint only; the fsync tells what went wrong
+        if hasattr(os, "posix_fadvise"):  # not available on macOS
+            with contextlib.suppress(OSError):  # only a hint; the fsync reports errors
                 os.posix_fadvise(self._file.fileno(), begin, self.length - begin, os.POSIX_FADV_DONTNEED)
         self._handed_over = self.length
 
     def read(self, start: int, size: int) -> bytes:
-        with disk_errors("writing an upload"):  # reading writes out what is buffered
+        with disk_errors("writing an upload"):  # reading flushes the write buffer
             self._file.seek(self._header_bytes + start)
             return self._file.read(size)
 
@@ -325,7 +325,7 @@ class _FileStaging:
 
     def discard(self) -> None:
         self.close()
-        with disk_errors("deleting what is staged of an upload"):
+        with disk_errors("deleting a staged upload"):
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -353,13 +353,13 @@ class _MappedSource:
 
 
 def _rename_durably(source: Path, target: Path) -> None:
-    """Puts a file in its place, in a directory that may be new."""
+    """Renames a file into place durably; creates the target directory if necessary."""
     target.parent.mkdir(exist_ok=True)
     rename_durably(source, target)
     sync_directory(target.parent.parent)
 
 
 def _sync_names(path: Path) -> None:
-    """Makes the name of a file durable, and that of its directory."""
+    """Makes the names of a file and its directory durable."""
     sync_directory(path.parent)
     sync_directory(path.parent.parent)

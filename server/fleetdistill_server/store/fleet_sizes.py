@@ -1,4 +1,7 @@
-"""Who declares far more samples than the other devices of its run: samples are a device's weight in averages."""
+"""Detects devices that declare far more samples than the rest of their fleet.
+
+The number of samples is a device's weight in averages.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.store.store import Store
 
-_LARGE = 20.0  # times the median of the fleet
+_LARGE = 20.0  # multiple of the fleet's median
 
 
 class FleetSizes:
-    """Samples that devices have declared, in memory; any thread may call.
+    """In-memory index of the sample counts that devices declared. Thread-safe.
 
     Args:
-        store: Where earlier check-ins are read from, once a run.
+        store: Store from which earlier check-ins are read, once per run.
     """
 
     def __init__(self, store: Store) -> None:
@@ -26,9 +29,9 @@ class FleetSizes:
         self._fleets: dict[str, _Fleet] = {}
 
     def take(self, run: str, device: str, samples: int) -> list[tuple[str, str]]:
-        """Notes a check-in that is in the store; returns device and sentence for each one that is to be told of now.
+        """Records a stored check-in and returns the devices to report, as (device id, event text).
 
-        That may be a device of an earlier check-in, which was not large then for want of others.
+        The result can include devices that checked in earlier, when too few other devices were known for comparison.
         """
         with self._lock:
             fleet = self._fleets.get(run)
@@ -38,7 +41,7 @@ class FleetSizes:
             return list(fleet.newly_large())
 
     def forget(self, run: str) -> None:
-        """Drops a run that is gone."""
+        """Removes a deleted run from the index."""
         with self._lock:
             self._fleets.pop(run, None)
 
@@ -76,6 +79,6 @@ class _Fleet:
             if device not in self._told:
                 self._told.add(device)
                 text = (
-                    f"{device} declares {samples} samples, {_LARGE:g} times the fleet's median is {_LARGE * median:g}"
+                    f"{device} declares {samples} samples; {_LARGE:g} times the fleet's median is {_LARGE * median:g}"
                 )
                 yield device, text

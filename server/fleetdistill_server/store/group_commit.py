@@ -1,6 +1,6 @@
-"""One thread that writes, with group commit: many small transactions become one, so that one fsync serves them all.
+"""Group commit: one writer thread combines many small transactions, so that they share one fsync.
 
-Measured while the design was made: 30,000 durable receipts a second this way against 1,300 one by one.
+Measured during design: 30,000 durable receipts per second, compared with 1,300 with one transaction each.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.commits")
-# A pause between groups leaves the engine's commits room to get the write lock.
+# The pause between groups lets the engine's commits acquire the write lock.
 _PAUSE_SECONDS = 0.001
 _LARGEST_GROUP = 500
 
 
 class CommitThread:
-    """Runs jobs on a store of its own, in order, and answers each once its group is on the disk."""
+    """Runs jobs in order on a separate store connection and completes each when its group is durable."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class CommitThread:
     def commit(self, job: Callable[[Store], T]) -> T:
         """Runs a job in a transaction and waits until it is durable; raises what the job raises.
 
-        A job of a call that runs on this thread joins the group that is open, and becomes durable with it.
+        A job submitted from this thread joins the open group and becomes durable with it.
         """
         if threading.current_thread() is self._thread:
             with self._store.transaction():
@@ -51,33 +51,34 @@ class CommitThread:
         return future.result()
 
     def call(self, work: Callable[[], T]) -> Future[Callable[[], T]]:
-        """Runs short work, whose commits join one group, on this thread, so that nobody else has to wait for them.
+        """Runs a short function on this thread without blocking the caller; its commits join one group.
 
         Returns:
-            A future that is done once all of it is durable. What it holds returns what the work returned, or raises
-            what it raised.
+            A future that completes when the commits are durable. Its result is a function that returns what `work`
+            returned
+            or raises what it raised.
         """
         future: Future[Callable[[], T]] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits for it may go away, the work is done all the same
+        future.set_running_or_notify_cancel()  # cannot be cancelled: the work runs even if the waiting call ends
         self._hand_in(lambda _: _outcome(work), future)
         return future
 
     def _hand_in(self, job: Callable[[Store], Any], future: Future[Any]) -> None:
-        """Raises StoreError once the thread has been told to end: nobody would ever answer."""
+        """Queues a job. Raises StoreError once the thread is closing, because the job would never complete."""
         with self._closing:
             if self._closed:
-                raise StoreError("the store is being closed; nothing is committed any more")
+                raise StoreError("the store is closing and accepts no further changes")
             self._jobs.put((job, future))
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Runs an action once what the caller has committed is durable: at once, or after the group of its call."""
+        """Runs an action once the caller's commits are durable: after its group on this thread, else immediately."""
         if threading.current_thread() is self._thread:
             self._afterwards.add(action)
         else:
             action()
 
     def close(self) -> None:
-        """Finishes what was handed in and ends the thread."""
+        """Completes the queued jobs and ends the thread."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -85,16 +86,16 @@ class CommitThread:
         self._thread.join()
 
     def _work(self) -> None:
-        """Without this thread every call would wait for ever, so the process does not outlive it."""
+        """Runs until closed. A failure ends the process, because every later call would wait forever."""
         try:
             while self._work_once():
                 time.sleep(_PAUSE_SECONDS)
         except BaseException:
-            logger.critical("the commit thread failed; the process ends, to be started again", exc_info=True)
+            logger.critical("the commit thread failed; the process exits so that it can be restarted", exc_info=True)
             os._exit(1)
 
     def _work_once(self) -> bool:
-        """Commits one group; False once the thread is to end."""
+        """Commits one group; returns False when the thread must end."""
         group = self._group()
         jobs = [one for one in group if one is not None]
         self._run(jobs)
@@ -120,7 +121,7 @@ class CommitThread:
                         results.append(self._one(job, future))
                     failpoints.hit("front.commit.before")
                 failpoints.hit("front.commit.after")
-        except Exception as error:  # such as no memory at the commit: nothing is durable, and nobody may wait for ever
+        except Exception as error:  # nothing is durable; callers must not wait forever
             failure = error if isinstance(error, StoreError) else StoreError(f"committing: {error!r}")
             failure.__cause__ = None if failure is error else error
             for _, future in jobs:
@@ -130,11 +131,11 @@ class CommitThread:
             settle()
 
     def _one(self, job: Callable[[Store], Any], future: Future[Any]) -> Callable[[], None]:
-        """A job that fails rolls back to its own savepoint; the others of the group go on."""
+        """Runs a job in a savepoint, so that its failure does not affect the other jobs of the group."""
         try:
             with self._store.transaction():
                 result = job(self._store)
-        except Exception as error:  # whatever it is, it belongs to the caller that waits for it
+        except Exception as error:  # any error is raised in the waiting caller
             failure = error
             return lambda: future.set_exception(failure)
         return lambda: future.set_result(result)
@@ -143,12 +144,12 @@ class CommitThread:
 def _do(action: Callable[[], None]) -> None:
     try:
         action()
-    except Exception:  # what was committed stands; a wake-up that is lost costs time only
-        logger.exception("what follows a commit failed")
+    except Exception:  # the commit stands; a lost wake-up only adds a delay
+        logger.exception("an action that runs after a commit failed")
 
 
 def _outcome(work: Callable[[], T]) -> Callable[[], T]:
-    """Does the work; an error does not take back what the work has committed, such as a note about it."""
+    """Runs the work and captures its result or error; an error does not roll back what the work has committed."""
     try:
         result = work()
     except Exception as error:

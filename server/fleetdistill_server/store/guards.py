@@ -1,4 +1,4 @@
-"""Joining must not hurt, counted: guards that fired, and the app models that rounds replaced or that apps kept."""
+"""Counts a run's guard events, and how often rounds replaced the apps' models or left them unchanged."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What became of app models: `kept` and `replaced` count the verdicts of devices that have validation data."""
+    """How many of the devices' decisions kept or replaced the app's model; only devices with validation data count."""
 
     kept: int
     replaced: int
 
 
 def guard_events(store: Store, run: str) -> list[Row]:
-    """The events of a run that its method's guards wrote, oldest first."""
+    """Returns the events that the guards of the run's method wrote, oldest first."""
     return [row for row in store.history.events(run) if row["kind"].endswith(GUARD)]
 
 
 def guards_by_round(store: Store, run: str) -> Counter[int]:
-    """How often guards fired in each round."""
+    """Returns how often guards fired in each round."""
     return Counter(row["round"] for row in guard_events(store, run))
 
 
 def verdict_rows(store: Store, run: str) -> list[Row]:
-    """What devices reported about their apps' models; one row is one verdict."""
+    """Returns the reported model replacements of a run; each row is one device's decision in one round."""
     return [row for name in REPLACEMENT_METRICS for row in store.history.figures(run, name, SPLIT)]
 
 
 def verdicts(rows: Sequence[Row]) -> Verdicts:
-    """Counts rows of `verdict_rows`, one for each decision whatever numbers a device may send."""
+    """Counts the rows of `verdict_rows`. Each row counts once, whatever sums and counts a device sends."""
     replaced = sum(row["sum"] > 0 for row in rows)
     return Verdicts(kept=len(rows) - replaced, replaced=replaced)

@@ -1,4 +1,4 @@
-"""What happened in a run: events, what devices report about themselves, and bytes."""
+"""Events of a run, figures reported by devices, and byte counts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,31 @@ from fleetdistill_server.texts import shortened
 
 
 class History:
-    """Rows of `events`, `figures` and `traffic`."""
+    """Access to the tables `events`, `figures` and `traffic`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> None:
-        """Notes something that a person may want to know later; of a long text its beginning."""
+        """Stores and logs an event for the operator; text over the limit is truncated."""
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
         with self._db.transaction():
             self._db.insert("events", {**row, "at": time.time()})
             self._db.log(row)
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
-        """Says how many refusals of a device are not noted one by one; returns the event, to be `known` next time."""
-        same = "id = ? AND run = ? AND device = ? AND kind = 'refusals-left-out'"  # ids of pruned events come again
+        """Stores how many of a device's refusals are not recorded one by one.
+
+        Args:
+            run: Name of the run.
+            device: Id of the device.
+            text: Text of the event.
+            known: Id of the event to update, as returned by the previous call; None for a new event.
+
+        Returns:
+            Id of the event, to be passed as `known` next time.
+        """
+        same = "id = ? AND run = ? AND device = ? AND kind = 'refusals-left-out'"  # SQLite reuses ids of pruned events
         if known is not None and self._db.write(
             f"UPDATE events SET text = ?, at = ? WHERE {same}", *(text, time.time(), known, run, device)
         ):
@@ -35,12 +45,12 @@ class History:
         return int(self._db.value("SELECT max(id) FROM events"))
 
     def events(self, run: str, kind: str | None = None) -> list[Row]:
-        """Events of a run, oldest first."""
+        """Returns the events of a run, oldest first; only those of one kind if it is given."""
         sql = "SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id"
         return self._db.rows(sql, run, kind, kind)
 
     def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
-        """Whether there is such an event of a device; in any round and with any text unless they are given."""
+        """Returns whether a device has an event of this kind; any round and text match unless they are given."""
         found = self._db.value(
             "SELECT 1 FROM events WHERE run = ?1 AND kind = ?2 AND device = ?3 "
             "AND (?4 IS NULL OR round = ?4) AND (?5 IS NULL OR text = ?5) LIMIT 1",
@@ -49,19 +59,19 @@ class History:
         return found is not None
 
     def newest_events(self, run: str, most: int) -> list[Row]:
-        """The newest events of a run, oldest first."""
+        """Returns the newest events of a run, at most `most`, oldest first."""
         return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]
 
     def count_events(self, run: str) -> int:
-        """How many events a run has."""
+        """Returns the number of a run's events."""
         return int(self._db.value("SELECT count(*) FROM events WHERE run = ?", run))
 
     def last_event(self, run: str) -> Row | None:
-        """The newest event of a run."""
+        """Returns the newest event of a run, or None."""
         return self._db.row("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT 1", run)
 
     def add_figures(self, run: str, number: int, device: str, metrics: Metrics) -> None:
-        """Stores what a device reports about itself."""
+        """Stores the metrics that a device reported for a round; newer values replace older ones."""
         for metric in metrics.metrics:
             by_class = {one.label: [one.sum, one.count] for one in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
@@ -73,14 +83,14 @@ class History:
             )
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
-        """One figure over rounds and devices."""
+        """Returns one figure of a run, ordered by round and device."""
         return self._db.rows(
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
 
     def newest_figures(self, run: str, name: str, split: str) -> list[Row]:
-        """Of each device the newest of a figure, and of those named like `ANSWER/NAME`, by name and device."""
-        return self._db.rows(  # beside max(), SQLite takes the other columns from the row that has it
+        """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device."""
+        return self._db.rows(  # with max(), SQLite takes the other columns from the row with the maximum
             "SELECT device, name, sum, count, max(round) AS round FROM figures WHERE run = ? AND split = ? "
             "AND (name = ? OR name GLOB ?) GROUP BY name, device ORDER BY name, device",
             *(run, split, name, f"?*/{name}"),
@@ -89,7 +99,7 @@ class History:
     def add_traffic(
         self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int
     ) -> None:
-        """Adds one payload, or the part of it that was sent, to the count of what went over the link."""
+        """Adds a payload, or the part of it that was sent, to the byte counts."""
         name = {"run": run, "round": number, "device": device, "direction": direction}
         with self._db.transaction():
             self._count_bytes({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)
@@ -97,7 +107,7 @@ class History:
                 self._count_bytes({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind])
 
     def add_refused_traffic(self, ask: int, sent_bytes: int) -> None:
-        """Counts what travelled for an answer to an ask and was not taken; no tensor bytes, as no answer was made."""
+        """Adds the bytes received for an answer that was not accepted; its tensor bytes are not counted."""
         with self._db.transaction():
             name = self._db.row("SELECT run, round, device FROM asks WHERE id = ?", ask)
             if name is not None and sent_bytes:
@@ -109,7 +119,7 @@ class History:
         self._db.insert("traffic", {**name, **columns}, f"ON CONFLICT DO UPDATE SET {added}")
 
     def traffic(self, run: str) -> list[Row]:
-        """Bytes by round, device and direction: tensors and headers as they are, `sent_bytes` all as it travelled."""
+        """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""
         return self._db.rows(
             "SELECT run, round, device, direction, sum(payloads) AS payloads, sum(tensor_bytes) AS tensor_bytes, "
             "sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent_bytes FROM traffic WHERE run = ? "
@@ -118,5 +128,8 @@ class History:
         )
 
     def traffic_by_kind(self, run: str) -> list[Row]:
-        """The same by kind of part too; the headers' kind is "envelope", that of rows of an older version is empty."""
+        """Returns the same byte counts as `traffic`, also by kind of part.
+
+        The kind of headers is "envelope"; rows written by older versions have an empty kind.
+        """
         return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)

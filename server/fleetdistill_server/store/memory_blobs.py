@@ -1,4 +1,4 @@
-"""Payloads in a dictionary, for simulation and tests."""
+"""In-memory blobs for simulation and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetdistill_server.store.blobs import Held, Space, Staged
 
 
 class MemoryBlobs:
-    """Payloads in a dictionary, for simulation and tests."""
+    """Payloads and checkpoints in dictionaries, for simulation and tests. Implements `Blobs`."""
 
     def __init__(self) -> None:
         self.space: Space | None = None

@@ -1,4 +1,4 @@
-"""How far a run has come: what `Runs.progress` reads, for whoever shows it."""
+"""Progress of a run, as read by `Runs.progress`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Progress:
-    """A run as it stands, as plain rows.
+    """Snapshot of a run's progress, as plain rows.
 
     Attributes:
-        run: run, method, status, reason, completed_rounds, wanted_rounds (None until stopped), and how many devices
-            are present.
-        rounds: Every round: status, devices, answers, what became of them, figures and bytes as they travelled.
-        steps: The steps of the newest round: how many devices were asked, have answered, and are out.
-        events: Those after the known one.
+        run: run, method, status, reason, completed_rounds, wanted_rounds (None to run until stopped), and the number of
+            present devices.
+        rounds: All rounds: status, number of devices and answers, how the answers were used, figures, and bytes on the
+            link.
+        steps: Steps of the newest round: how many devices were asked, have answered, and are out.
+        events: Events newer than the one that the caller has.
     """
 
     run: dict[str, Any]

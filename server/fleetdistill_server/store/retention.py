@@ -1,13 +1,16 @@
-"""What of a store may be deleted, and deleting it.
+"""Determines which payloads and checkpoints a store still needs, and deletes the others.
 
-Needed are, of every run, its newest checkpoints (`[server] keep_checkpoints`), what its contract names, and what its
-kept rounds speak of: the newest closed ones (`[server] keep_rounds`), short ones after them, and the open one. All else
-goes: at the end of a round what just ceased to be needed, and now and then, by `sweep`, what crashes left behind.
+Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and those
+of its kept rounds: the newest closed rounds (`[server] keep_rounds`), later short rounds, and the open round.
+Everything
+else is deleted: at the end of a round what that round made unnecessary, and periodically, by `sweep`, what crashes left
+behind.
 
-No acknowledged upload is ever deleted. Who deletes looks at the rows and deletes under the database's write lock. Under
-the same lock the front commits a receipt only if the payload is still there, and the engine names a payload or a state
-only if it is there, and else writes it again. What they are about to speak of is young, and `sweep` leaves the young
-alone, so that this is seldom needed; `sweep_all` does not.
+An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
+database's write lock. Under the same lock, the front commits a receipt only if the payload exists, and the engine
+writes
+a missing payload or checkpoint again before it stores a reference to it. Files about to be referenced are new, and
+`sweep` skips new files, so this is rarely necessary; `sweep_all` does not skip them.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
 
 GRACE_SECONDS = 3600.0
-"""What nothing speaks of is left alone for so long: somebody may be about to."""
+"""Minimum age in seconds at which `sweep` deletes an unreferenced file; newer files may be about to be referenced."""
 SWEEP_SECONDS = 300.0
-"""Between two sweeps of a front."""
+"""Seconds between two sweeps of a front."""
 WAIT_SECONDS = 10.0
-"""A command waits so long for whoever else deletes or makes a backup."""
+"""Longest time in seconds that a command waits for another process that deletes payloads or makes a backup."""
 _GROUP = 200
 _STAGED_FOR = re.compile(r"ask-(\d+)-attempt-\d+")
 _NEVER = 1 << 62
@@ -42,7 +45,7 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Needed:
-    """Digests of what must not be deleted."""
+    """Digests of the payloads and checkpoints that must not be deleted."""
 
     payloads: set[bytes]
     checkpoints: set[bytes]
@@ -53,12 +56,12 @@ class Needed:
 
 @dataclass(frozen=True)
 class Freed:
-    """What was deleted, or would be.
+    """Files that were deleted, or that a dry run would delete.
 
     Attributes:
-        payloads: Payloads and checkpoints.
-        staged: Uploads that nobody will finish.
-        bytes: Of both together.
+        payloads: Number of payloads and checkpoints.
+        staged: Number of uploads that cannot be completed any more.
+        bytes: Total size in bytes.
     """
 
     payloads: int = 0
@@ -68,13 +71,13 @@ class Freed:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` gave up, or would.
+    """Result of `prune`; for a dry run, what would be deleted.
 
     Attributes:
-        rounds: Rounds that were not given up before; with the whole run all of it.
-        events, figures: Rows about them.
-        freed: Files.
-        later: Files that nothing needs any more either, but too young to delete beside a server: its sweeps do that.
+        rounds: Number of rounds that were not pruned before; all rounds if the whole run is deleted.
+        events, figures: Number of deleted rows.
+        freed: Deleted files.
+        later: Unneeded files that are too new to delete while a server runs; its sweeps delete them.
     """
 
     rounds: int = 0
@@ -85,7 +88,7 @@ class Pruned:
 
 
 def needed(store: Store) -> Needed:
-    """Everything that must stay readable."""
+    """Returns the digests of everything that must stay readable."""
     found = Needed(set(), set())
     for name in store.runs.names():
         row = store.runs.get(name) or {}
@@ -97,42 +100,47 @@ def needed(store: Store) -> Needed:
 
 
 def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) -> None:
-    """Deletes what the run ceased to need when its newest round closed.
+    """Deletes what the run no longer needs after its newest round has closed.
 
     Args:
-        store: Of the run.
-        run: The run.
-        checkpoints: Those that the run keeps no longer.
+        store: Store that contains the run.
+        run: Name of the run.
+        checkpoints: Digests of the checkpoints that the run no longer keeps.
     """
     keep = int((store.runs.get(run) or {})["keep_rounds"])
     first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
     spent = store.runs.payloads_between(run, first, stop)
     with store.blobs.exclusive() as free:
-        if free:  # otherwise a later sweep does it
+        if free:  # otherwise a later sweep deletes them
             _delete(store, [*spent, *checkpoints])
 
 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
-    """Deletes those that nothing needs any more; waits so long for whoever else deletes, then leaves it to a sweep."""
+    """Deletes those of the given payloads and checkpoints that nothing needs any more.
+
+    Waits up to `wait_seconds` for other processes that delete payloads or make a backup, then leaves the files to a
+    sweep.
+    """
     with contextlib.suppress(StoreError), _exclusive_within(store, wait_seconds) as free:
         if free:
             _delete(store, digests)
 
 
 def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
-    """Deletes what crashes left behind: payloads that nothing needs, and uploads whose asks take no answer any more.
+    """Deletes what crashes left behind: unneeded payloads and checkpoints, and uploads to asks that are no longer open.
 
-    Does nothing while another process deletes or makes a backup.
+    Does nothing while another process deletes payloads or makes a backup.
     """
     with store.blobs.exclusive() as free:
         return _sweep(store, grace_seconds) if free else Freed()
 
 
 def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.0) -> bool:
-    """Deletes all that nothing needs, the young too, and what is in quarantine under these digests.
+    """Deletes everything unneeded regardless of age, and the quarantined files with the given digests.
 
     Returns:
-        False, and nothing is deleted, if another process deletes or makes a backup for longer than `wait_seconds`.
+        False if another process deletes payloads or makes a backup for longer than `wait_seconds`; then nothing is
+        deleted.
     """
     with _exclusive_within(store, wait_seconds) as free:
         if free:
@@ -154,7 +162,7 @@ def _sweep(store: Store, grace_seconds: float) -> Freed:
 
 
 def sweep_directory(directory: Path) -> Freed:
-    """Sweeps the store in a directory."""
+    """Opens the store in a directory and sweeps it."""
     store = Store.open(directory)
     try:
         return sweep(store)
@@ -172,27 +180,27 @@ def prune(
     dry_run: bool = False,
     served: str | None = None,
 ) -> Pruned:
-    """Gives up old rounds of a run: their payloads, events and figures; receipts and traffic stay. Or the whole run.
+    """Deletes the payloads, events and figures of a run's old rounds, or the whole run. Receipts and traffic are kept.
 
     Args:
-        store: Of the run.
-        run: The run.
-        keep_rounds: Closed rounds to keep, the newest first; by default the run's own setting.
-        older_than_seconds: Give up only rounds that ended so long ago.
-        whole: Forget the run altogether.
-        dry_run: Only say what would go.
-        served: The run that a server works on at this moment, if one does.
+        store: Store that contains the run.
+        run: Name of the run.
+        keep_rounds: Number of newest closed rounds to keep; None for the run's own setting.
+        older_than_seconds: Prune only rounds that ended at least this many seconds ago; None for no such limit.
+        whole: Delete the run completely.
+        dry_run: Only report what would be deleted.
+        served: Name of the run that a server is currently working on, if any.
 
     Raises:
-        ConfigurationError: There is no such run, or `keep_rounds` is negative.
-        RunError: The run may still need what would go.
-        StoreError: Another process deletes or makes a backup, and does not end.
+        ConfigurationError: The run does not exist, or `keep_rounds` is negative.
+        RunError: `keep_rounds` is 0, but the run has not ended.
+        StoreError: Another process does not stop deleting payloads or making a backup.
     """
     row = store.runs.get(run)
     if row is None:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
     _check_may_go(row, keep_rounds, whole, served)
-    grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to speak of what is young
+    grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to refer to new files
     with exclusive(store):
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
@@ -215,8 +223,8 @@ def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | 
         raise ConfigurationError(f"--keep-rounds is {keep_rounds}, must be at least 0")
     if keep_rounds == 0 and not over:
         raise RunError(
-            f"run {row['name']!r} is {row['status']}: its newest closed round is needed, for devices that are slow and "
-            "for `fleetdistill export`; keep at least 1"
+            f"--keep-rounds is 0, but run {row['name']!r} is {row['status']}; slow devices and `fleetdistill export` "
+            "need its newest closed round: set --keep-rounds to at least 1"
         )
 
 
@@ -232,13 +240,13 @@ def _first_kept(store: Store, run: str, keep_rounds: int | None, older_than_seco
 
 
 class _TakeBack(Exception):
-    """Ends a transaction without its effects."""
+    """Rolls back the transaction of a dry run."""
 
 
 def _give_up(
     store: Store, row: Row, stop: int, whole: bool, spent: set[bytes], dry_run: bool
 ) -> tuple[int, int, set[bytes]]:
-    """Changes the rows, unless it is a dry run; returns the events and figures that go, and what nothing needs then."""
+    """Deletes rows, except in a dry run; returns the numbers of events and figures, and the files no longer needed."""
     events, figures, left = 0, 0, set[bytes]()
     with contextlib.suppress(_TakeBack), store.transaction():
         events, figures = store.runs.delete(row["name"]) if whole else store.runs.prune_rounds(row["name"], stop)
@@ -250,12 +258,12 @@ def _give_up(
 
 
 def _whole(store: Store, row: Row) -> set[bytes]:
-    """What a run needs beside the payloads of its rounds."""
+    """Returns what a run needs besides the payloads of its rounds."""
     return _checkpoints(store, row) | (_named_by(row["contract"]) if row["contract"] is not None else set())
 
 
 def _checkpoints(store: Store, row: Row) -> set[bytes]:
-    """The run's state, and those that it can be set back to."""
+    """Returns the digests of the run's current checkpoint and of those that it can be rolled back to."""
     return {row["checkpoint"], *(one["sha256"] for one in store.runs.checkpoints(row["name"]))} - {None}
 
 
@@ -265,14 +273,14 @@ def _named_by(contract: bytes) -> set[bytes]:
 
 
 def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) -> list[bytes]:
-    """Deletes those that nothing needs and that are not young, and returns them.
+    """Deletes those blobs that are unneeded and at least `grace_seconds` old; returns their digests.
 
-    Age is looked up here, under the lock: an engine may have put one of them again since they were listed.
+    The age is read under the lock, because an engine may have put a blob again since the blobs were listed.
     """
     gone: list[bytes] = []
     left = iter(digests)
     while group := list(islice(left, _GROUP)):
-        with store.transaction():  # the write lock: between the look and the deletion nobody commits a receipt
+        with store.transaction():  # the write lock: no receipt can be committed between check and deletion
             kept = needed(store)
             for sha256 in group:
                 if sha256 not in kept and store.blobs.age_seconds(sha256) >= grace_seconds:
@@ -284,8 +292,8 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
 
 
 def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
-    """Discards uploads whose asks are closed, and pieces of payloads that a dead process made; returns their sizes."""
-    staged = store.blobs.staging()  # first: what is staged for an ask that opens after this look is not in it
+    """Discards uploads to closed asks and partial files left by ended processes; returns their sizes in bytes."""
+    staged = store.blobs.staging()  # read first, so that uploads to asks opened later are not in the list
     open_asks = store.asks.open_ids()
     gone = []
     for one in staged:
@@ -302,10 +310,14 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
 
 @contextlib.contextmanager
 def exclusive(store: Store) -> Iterator[None]:
-    """Waits a while for whoever else deletes or makes a backup."""
+    """Locks the store against deletion by other processes, for backups and commands that delete.
+
+    Raises:
+        StoreError: Another process still has the lock after `WAIT_SECONDS`.
+    """
     with _exclusive_within(store, WAIT_SECONDS) as free:
         if not free:
-            raise StoreError("another process deletes payloads or makes a backup; try again when it is done")
+            raise StoreError("another process is deleting payloads or making a backup; try again when it has finished")
         yield
 
 

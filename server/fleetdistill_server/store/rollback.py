@@ -1,8 +1,8 @@
-"""Setting a run back to the state after an earlier round: `fleetdistill runs rollback`.
+"""Rolls a run back to the state after an earlier round: `fleetdistill runs rollback`.
 
-Where a round has spoiled the model, the run goes on from before it. Later rounds stay in the history as undone. Devices
-need not know of it, because every round tells them what they need. It is done while no server works on the run: an
-engine that still lives, though nobody knows, loses the run with this transaction.
+Use it when a round has made the model worse. Later rounds stay in the history with the status `undone`. Devices need no
+change, because each round sends them everything they need. No server may be working on the run. An engine that is still
+running unnoticed loses ownership of the run in the same transaction.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class RolledBack:
-    """What `roll_back` did.
+    """Result of `roll_back`.
 
     Attributes:
-        completed_rounds: Rounds that count now.
-        undone: Rounds that counted until now.
+        completed_rounds: Number of completed rounds after the rollback.
+        undone: Number of completed rounds that were undone.
     """
 
     completed_rounds: int
@@ -30,16 +30,16 @@ class RolledBack:
 
 
 def roll_back(store: Store, run: str, to: int) -> RolledBack:
-    """Sets a run back to the state after a round; while no server works on it.
+    """Rolls a run back to the state after a round. No server may be working on the run.
 
     Args:
-        store: Of the run.
-        run: The run.
-        to: The round, as `fleetdistill runs show` numbers them; 0 for the state before the first one.
+        store: Store that contains the run.
+        run: Name of the run.
+        to: Round number, as shown by `fleetdistill runs show`; 0 for the state before the first round.
 
     Raises:
-        ConfigurationError: There is no such run, or the state of that round is not kept.
-        DamagedError: It is kept, but cannot be read.
+        ConfigurationError: The run does not exist, or it has no checkpoint of that round.
+        DamagedError: The checkpoint of that round is missing or damaged.
     """
     row = store.runs.get(run)
     if row is None:
@@ -48,8 +48,8 @@ def roll_back(store: Store, run: str, to: int) -> RolledBack:
     if to not in kept:
         has = ", ".join(map(str, kept)) or "none"
         raise ConfigurationError(
-            f"--to is {to}: run {run!r} keeps no checkpoint of round {to}, it has those of {has}; "
-            "[server] keep_checkpoints says how many are kept"
+            f"--to is {to}, but run {run!r} has no checkpoint of round {to}; it has checkpoints of rounds {has}. "
+            "[server] keep_checkpoints sets how many are kept"
         )
     store.blobs.get_state(kept[to]["sha256"])
     failpoints.hit("rollback.before-commit")

@@ -1,4 +1,4 @@
-"""The sentence about a run that is not there."""
+"""Error message for an unknown run name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MOST_NAMES = 20
 
 
 def no_such_run(run: str, known: Sequence[str]) -> str:
-    """That a store has no such run, which one may be meant, and which runs it has, the newest last.
+    """Returns the error message for a run that does not exist, with the closest name and the store's runs.
 
     Args:
-        run: The name.
-        known: Names of the store's runs, oldest first.
+        run: Name that was not found.
+        known: Names of the store's runs, oldest first. At most the newest 20 are listed.
     """
     more = f"{len(known) - _MOST_NAMES} others and " if len(known) > _MOST_NAMES else ""
     there = more + (", ".join(known[-_MOST_NAMES:]) or "none")
     meant = did_you_mean(run, known)
-    return f"there is no run {run!r}{f'{meant} The' if meant else '; the'} store has {there}"
+    return f"there is no run {run!r}{f'{meant} Runs' if meant else '; runs'} in the store: {there}"

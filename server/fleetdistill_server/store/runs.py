@@ -1,6 +1,6 @@
-"""Runs and their rounds: settings, contract, checkpoints, and what of a run is kept.
+"""Runs and their rounds: settings, contract, checkpoints and retention settings.
 
-`retention.py` deletes the payloads that nothing here keeps.
+`retention.py` deletes the payloads that are no longer kept.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from fleetdistill_server.texts import shortened
 
 
 class Runs:
-    """Rows of `runs`, `rounds` and `checkpoints`."""
+    """Access to the tables `runs`, `rounds` and `checkpoints`."""
 
     def __init__(self, database: Database, history: History) -> None:
         self._db = database
         self._history = history
 
     def begin(self, name: str, config: Mapping[str, Any]) -> None:
-        """Registers a run, or finds it again; `registration.py` has what may change between two starts.
+        """Registers a run; does nothing if it exists with the same configuration.
+
+        `service/registration.py` applies the changes that are allowed between two starts.
 
         Raises:
-            RunError: The run exists with another configuration; the message says what changed.
+            RunError: The run exists with another configuration; the message lists the changes.
         """
         with self._db.transaction():
             known = self.get(name)
@@ -45,15 +47,15 @@ class Runs:
             self._db.insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
 
     def change(self, name: str, config: Mapping[str, Any], contract: bytes | None) -> None:
-        """Sets a run's settings, and its contract in which some of them stand."""
+        """Replaces a run's settings and its contract, which contains some of them."""
         self._db.write("UPDATE runs SET config = ?, contract = ? WHERE name = ?", json.dumps(config), contract, name)
 
     def get(self, name: str) -> Row | None:
-        """The run's row."""
+        """Returns the run's row, or None."""
         return self._db.row("SELECT * FROM runs WHERE name = ?", name)
 
     def all(self) -> list[Row]:
-        """All runs, oldest first, with the number of devices seen and of uploads."""
+        """Returns all runs, oldest first, with their numbers of devices and uploads."""
         return self._db.rows(
             "SELECT name, status, reason, completed_rounds, config, created_at, "
             "(SELECT count(*) FROM devices WHERE run = name) AS devices, "
@@ -62,11 +64,11 @@ class Runs:
         )
 
     def names(self) -> list[str]:
-        """Names of all runs, oldest first."""
+        """Returns the names of all runs, oldest first."""
         return [row["name"] for row in self._db.rows("SELECT name FROM runs ORDER BY created_at, name")]
 
     def own(self, name: str) -> str:
-        """Makes the caller the run's only engine; returns the token that its later writes must carry.
+        """Makes the caller the run's only engine; returns the fencing token for its later writes.
 
         Raises:
             RunError: The run was cancelled.
@@ -77,36 +79,36 @@ class Runs:
         return token
 
     def assert_owner(self, name: str, token: str) -> None:
-        """Raises RunError if another engine has taken the run over since `own_run`, or it was cancelled."""
+        """Raises RunError if another engine has taken over the run since `own`, or if the run was cancelled."""
         if self._db.value("SELECT engine FROM runs WHERE name = ?", name) != token:
             self.assert_not_cancelled(name)
             raise RunError(f"run {name!r} was taken over by another engine")
 
     def assert_not_cancelled(self, name: str) -> None:
-        """Raises RunError if the run was cancelled: devices may not be asked any more."""
+        """Raises RunError if the run was cancelled, so that no device may be asked."""
         if self._db.value("SELECT status FROM runs WHERE name = ?", name) == "cancelled":
             raise RunError(f"run {name!r} was cancelled")
 
     def publish_contract(self, name: str, contract: bytes) -> None:
-        """Opens the run for devices."""
+        """Stores the run's contract and sets its status to `running`, so that devices can check in."""
         self._db.write("UPDATE runs SET contract = ?, status = 'running' WHERE name = ?", contract, name)
 
     def set_checkpoint(self, name: str, checkpoint: bytes) -> None:
-        """Makes a state the run's where no round closes: before its first round, or after a device was forgotten."""
+        """Sets the run's checkpoint outside the close of a round: initially, and after forgetting a device."""
         with self._db.transaction():
             self._db.write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
             self._db.write(_NOTE_CHECKPOINT, time.time(), name)
 
     def checkpoints(self, run: str) -> list[Row]:
-        """The states of a run that are kept, oldest first: round, completed_rounds, sha256, at."""
+        """Returns the kept checkpoints of a run, oldest first: round, completed_rounds, sha256, at."""
         return self._db.rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY round", run)
 
     def set_keep_checkpoints(self, name: str, keep_checkpoints: int) -> None:
-        """Sets how many of a run's states are kept, the newest; at least 1."""
+        """Sets how many of a run's newest checkpoints are kept; at least 1."""
         self._db.write("UPDATE runs SET keep_checkpoints = ? WHERE name = ?", keep_checkpoints, name)
 
     def _let_go_of_checkpoints(self, run: str) -> set[bytes]:
-        """Lets go of the states beyond those that are kept; returns their digests."""
+        """Deletes the rows of checkpoints beyond the kept number; returns their digests."""
         beyond = (
             "FROM checkpoints WHERE run = ?1 AND round NOT IN (SELECT round FROM checkpoints WHERE run = ?1 "
             "ORDER BY round DESC LIMIT (SELECT keep_checkpoints FROM runs WHERE name = ?1))"
@@ -116,21 +118,21 @@ class Runs:
         return spent
 
     def roll_back(self, run: str, number: int) -> set[bytes]:
-        """Makes the state after a round the run's again, in one transaction; who owned the run has lost it.
+        """Restores the checkpoint of a round in one transaction; the run's current engine loses ownership.
 
-        The rounds after it do not count any more: they are undone, and their uploads reported.
+        Later rounds become `undone`, and their uploads `reported`.
 
         Returns:
-            Digests of the states that were let go of.
+            Digests of the checkpoints that the run no longer keeps.
 
         Raises:
-            RunError: The state of that round is not kept.
+            RunError: The run has no checkpoint of that round.
         """
-        why = f"the run was set back to the state after round {number}"
+        why = f"the run was rolled back to the state after round {number}"
         with self._db.transaction():
             kept = {row["round"]: row for row in self.checkpoints(run)}
             if number not in kept:
-                raise RunError(f"run {run!r} keeps no checkpoint of round {number}")
+                raise RunError(f"run {run!r} has no checkpoint of round {number}")
             self.own(run)
             left = self.open_round(run)
             if left is not None:
@@ -152,11 +154,11 @@ class Runs:
         return {row["sha256"] for one, row in kept.items() if one > number}
 
     def end(self, name: str, status: str, reason: str) -> None:
-        """Marks the run `finished` or `stopped`; `running` opens it again. `cancel_run` is another end."""
+        """Sets a run's status to `finished` or `stopped`, or to `running` to resume it. See `cancel` for cancelling."""
         self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
 
     def cancel(self, name: str, reason: str) -> bool:
-        """Ends a run for good: no engine owns it any more, and an open round is short. False if it was over before."""
+        """Cancels a run permanently and closes its open round as short. Returns False if the run had already ended."""
         with self._db.transaction():
             row = self.get(name)
             if row is None or row["status"] in OVER:
@@ -170,19 +172,19 @@ class Runs:
         return True
 
     def open_round(self, run: str) -> Row | None:
-        """The round that is under way, if any, with its cohort as a list and its data versions as a dictionary."""
+        """Returns the open round with `cohort` as a list and `data_versions` as a dictionary, or None."""
         row = self._db.row("SELECT * FROM rounds WHERE run = ? AND status = 'open'", run)
         if row is None:
             return None
         return {**row, "cohort": json.loads(row["cohort"]), "data_versions": json.loads(row["data_versions"] or "{}")}
 
     def start_round(self, run: str, cohort: Sequence[str], data_versions: Mapping[str, str] | None = None) -> int:
-        """Opens the next round; returns its number, counted from 1 over all rounds, short ones included.
+        """Opens the next round and returns its number, counted from 1 over all rounds, including short ones.
 
         Args:
-            run: The run.
-            cohort: Ids of its devices.
-            data_versions: What `open_round` gives until the round has ended.
+            run: Name of the run.
+            cohort: Ids of the round's devices.
+            data_versions: Data versions by device id, for `open_round` until the round has ended.
         """
         with self._db.transaction():
             number = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run))
@@ -195,17 +197,17 @@ class Runs:
     def close_round(
         self, run: str, number: int, checkpoint: bytes, used: Sequence[int], figures: Mapping[str, Any]
     ) -> set[bytes]:
-        """Closes a completed round with its checkpoint, in one transaction.
+        """Closes a completed round and stores its checkpoint, in one transaction.
 
         Args:
-            run: The run.
-            number: The round.
-            checkpoint: SHA-256 of the state to go on from.
-            used: Asks whose answers are in the result; other acknowledged answers of the round are reported.
-            figures: What the method says about the round, JSON.
+            run: Name of the run.
+            number: Round number.
+            checkpoint: SHA-256 of the state after the round.
+            used: Ids of the asks whose answers were used; the round's other acknowledged answers become `reported`.
+            figures: JSON-serializable figures that the method reports for the round.
 
         Returns:
-            Digests of checkpoints that the run keeps no longer.
+            Digests of the checkpoints that the run no longer keeps.
         """
         with self._db.transaction():
             self._db.write(
@@ -216,12 +218,12 @@ class Runs:
             self._db.write_many(
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
-            self._end_round(run, number, "closed", None, "the round ended without needing it", figures)
+            self._end_round(run, number, "closed", None, "the round ended without using it", figures)
             self._db.write(_NOTE_CHECKPOINT, time.time(), run)
             return self._let_go_of_checkpoints(run)
 
     def close_short_round(self, run: str, number: int, reason: str) -> None:
-        """Closes a round that fell short; its uploads are reported, the budget is not charged."""
+        """Closes a short round: its uploads become `reported`, and it does not count as a completed round."""
         with self._db.transaction():
             why = shortened(reason)
             self._end_round(run, number, "short", why, shortened(f"round short: {why}"), {})
@@ -246,7 +248,7 @@ class Runs:
         self._note_late(run, number)
 
     def _note_late(self, run: str, number: int) -> None:
-        """Leaves devices that missed a deadline in several rounds in a row out of the next ones, ever longer."""
+        """Applies the back-off to devices that missed a deadline in several consecutive rounds."""
         rows = self._db.rows(
             "SELECT a.device, max(coalesce(a.reason, '') = ?) AS late, max(a.status = 'answered') AS answered, "
             "d.late_rounds FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
@@ -261,12 +263,14 @@ class Runs:
                 *(in_a_row, number + rounds, run, row["device"]),
             )
             if rounds:
-                text = f"{row['device']} missed a deadline in {in_a_row} rounds in a row; it is left out up to round "
-                text += f"{number + rounds}"
+                text = (
+                    f"{row['device']} missed a deadline in {in_a_row} consecutive rounds; it is left out until round "
+                )
+                text += f"{number + rounds} has ended"
                 self._history.add_event(run, "left-out", text, number=number, device=row["device"])
 
     def short_rounds_in_a_row(self, run: str) -> int:
-        """How many rounds have fallen short since the last one that was completed."""
+        """Returns the number of short rounds since the last completed round."""
         return int(
             self._db.value(
                 "SELECT count(*) FROM rounds WHERE run = ?1 AND status = 'short' AND round > "
@@ -276,7 +280,7 @@ class Runs:
         )
 
     def rounds(self, run: str) -> list[Row]:
-        """Every round with its uploads counted by what became of them."""
+        """Returns all rounds of a run, with the numbers of used and reported uploads."""
         return self._db.rows(
             "SELECT r.*, (SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = r.run AND "
             "a.round = r.round AND u.status = 'used') AS used, (SELECT count(*) FROM uploads u JOIN asks a ON "
@@ -286,11 +290,13 @@ class Runs:
         )
 
     def leave_out(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
-        """Sets the state without these devices, and lets go of what they have sent and of what any device was told.
+        """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.
 
-        Within a transaction, between two rounds. Rows stay; figures by class, which tell what classes it has, do not.
+        Must run in a transaction, between two rounds. Rows are kept, except the devices' per-class figures, which
+        reveal the
+        classes in their data.
         """
-        self._db.write("DELETE FROM checkpoints WHERE run = ?", run)  # the devices' parts are in them
+        self._db.write("DELETE FROM checkpoints WHERE run = ?", run)  # they contain the devices' contributions
         self.set_checkpoint(run, checkpoint)
         self._db.write("UPDATE asks SET given_up = 1 WHERE run = ?", run)
         for device in devices:
@@ -302,15 +308,17 @@ class Runs:
             self._db.write("UPDATE figures SET by_class = '{}' WHERE run = ? AND device = ?", run, device)
 
     def set_keep_rounds(self, run: str, keep_rounds: int) -> None:
-        """Sets of how many closed rounds the payloads stay readable, the newest first; at least 0."""
+        """Sets how many of the newest closed rounds keep their payloads; at least 0."""
         self._db.write("UPDATE runs SET keep_rounds = ? WHERE name = ?", keep_rounds, run)
 
     def first_kept_round(self, run: str, keep_rounds: int | None = None) -> int:
-        """The first round whose payloads are kept: so many closed ones, short ones after them, and the open one.
+        """Returns the first round whose payloads are kept.
+
+        Kept are the newest closed rounds, the short rounds between and after them, and the open round.
 
         Args:
-            run: The run.
-            keep_rounds: How many closed ones, by default the run's setting.
+            run: Name of the run.
+            keep_rounds: Number of closed rounds to keep; None for the run's setting.
         """
         row = self._db.row("SELECT keep_rounds, kept_from FROM runs WHERE name = ?", run) or {}
         wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
@@ -325,10 +333,12 @@ class Runs:
         return max(first, int(row["kept_from"]))
 
     def prune_rounds(self, run: str, first_kept: int) -> tuple[int, int]:
-        """Gives up the payloads, events and figures of all rounds before `first_kept`; receipts and traffic stay.
+        """Releases the payloads of all rounds before `first_kept` and deletes their events and figures.
+
+        Receipts and traffic are kept.
 
         Returns:
-            How many events and figures that were.
+            Numbers of deleted events and figures.
         """
         old = "WHERE run = ? AND round > 0 AND round < ?"
         with self._db.transaction():
@@ -337,10 +347,10 @@ class Runs:
             return events, self._db.write(f"DELETE FROM figures {old}", run, first_kept)
 
     def delete(self, run: str) -> tuple[int, int]:
-        """Forgets a run with everything that was written about it, but for who was enrolled.
+        """Deletes a run and all rows about it, except enrolled devices' credentials.
 
         Returns:
-            How many events and figures it had.
+            Numbers of deleted events and figures.
         """
         with self._db.transaction():
             self._db.write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
@@ -351,20 +361,22 @@ class Runs:
             return events, self._db.write("DELETE FROM figures WHERE run = ?", run)
 
     def payloads_between(self, run: str, first: int, stop: int) -> set[bytes]:
-        """Digests of the payloads that rounds `first` to `stop` - 1 of a run speak of."""
+        """Returns the digests of the payloads that rounds `first` to `stop` - 1 of a run refer to."""
         rows = self._db.rows(
             "SELECT DISTINCT sha256 FROM spoken WHERE run = ? AND round >= ? AND round < ?", run, first, stop
         )
         return {row["sha256"] for row in rows}
 
     def progress(self, run: str, after_event: int = 0) -> Progress | None:
-        """A run as it stands, or None if there is none of that name. Once it is over, nothing is missing.
+        """Returns the progress of a run, or None if the run does not exist.
+
+        If the returned status is final, the rest of the result is complete.
 
         Args:
-            run: The run.
-            after_event: Number of the last event that is known already.
+            run: Name of the run.
+            after_event: Id of the last event that the caller has.
         """
-        row = self._db.row(RUN_PROGRESS, run)  # first: what is read after its end is all there is
+        row = self._db.row(RUN_PROGRESS, run)  # read first: data read after a final status is complete
         if row is None:
             return None
         config = json.loads(row.pop("config")).get("run", {})

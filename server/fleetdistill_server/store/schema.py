@@ -1,4 +1,4 @@
-"""Tables of the store, as migrations that are never changed once released; a new version adds one at the end."""
+"""Tables of the store, as migrations. Released migrations never change; a new version appends one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def m001_runs_devices_rounds(db: Database) -> None:
     db.table("runs").create(
         {
             "name": str,
-            "config": str,  # JSON of the run's settings; starting the run again with others is refused
+            "config": str,  # JSON of the run's settings; a start with other settings is refused
             "contract": bytes,  # serialized Contract; NULL until the engine has prepared the run
             "status": str,  # preparing, running, finished, stopped, cancelled
             "reason": str,
             "completed_rounds": int,
             "next_round": int,
-            "checkpoint": bytes,  # SHA-256 of the state after the last closed round
+            "checkpoint": bytes,  # SHA-256 of the checkpoint after the last closed round
             "engine": str,  # fencing token of the engine that owns the run
             "created_at": float,
         },
@@ -45,7 +45,7 @@ def m001_runs_devices_rounds(db: Database) -> None:
             "status": str,  # open, closed, short
             "reason": str,
             "cohort": str,  # JSON list of device ids
-            "figures": str,  # JSON of what the method reports about the round
+            "figures": str,  # JSON of the figures that the method reports for the round
             "started_at": float,
             "ended_at": float,
         },
@@ -65,7 +65,7 @@ def m002_asks_uploads(db: Database) -> None:
             "step_number": int,
             "device": str,
             "step": str,
-            "expects": str,  # JSON: part name to kind, what an answer must consist of
+            "expects": str,  # JSON: the parts of a valid answer, kind by part name
             "payload": bytes,  # SHA-256; NULL where the ask has no payload
             "payload_bytes": int,
             "seed": int,
@@ -96,10 +96,10 @@ def m002_asks_uploads(db: Database) -> None:
         not_null={"ask", "attempt", "sha256", "status"},
         foreign_keys=[("ask", "asks", "id")],
     )
-    uploads.create_index(["ask"], unique=True)  # one accepted answer for each ask
+    uploads.create_index(["ask"], unique=True)  # at most one accepted answer per ask
     uploads.create_index(["sha256"])
     db.create_view(
-        "spoken",  # which round speaks of which payload
+        "spoken",  # payloads that each round refers to
         "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL UNION ALL "
         "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id",
     )
@@ -143,8 +143,8 @@ def m003_what_happened(db: Database) -> None:
 
 @migrations()
 def m004_traffic_by_kind(db: Database) -> None:
-    # kind: of a part, such as sample_knowledge; "envelope" for headers of payloads, with the number of payloads; "" in
-    # rows of before, which tell no kinds. sent_bytes: as they travelled, packed where both ends could.
+    # kind: kind of a part, such as sample_knowledge; "envelope" for payload headers, which also count the payloads; ""
+    # in older rows. sent_bytes: bytes on the link, compressed if both ends support it.
     db.execute("ALTER TABLE traffic RENAME TO traffic_before")
     db.execute(
         "CREATE TABLE traffic (run TEXT, round INTEGER, device TEXT, direction TEXT, kind TEXT NOT NULL, "
@@ -160,12 +160,12 @@ def m004_traffic_by_kind(db: Database) -> None:
 
 @migrations()
 def m006_quarantine_and_retention(db: Database) -> None:
-    # When the answer's payload was found damaged or gone; NULL for an answer that counts. Its receipt stays.
+    # Time at which the answer's payload was found missing or damaged; NULL for a valid answer. The receipt is kept.
     db.execute("ALTER TABLE uploads ADD COLUMN quarantined_at FLOAT")
     db.execute("DROP INDEX idx_uploads_ask")
     db.execute("CREATE UNIQUE INDEX one_answer_for_each_ask ON uploads (ask) WHERE quarantined_at IS NULL")
     db.execute("CREATE INDEX idx_uploads_ask ON uploads (ask)")
-    # Of how many closed rounds payloads are kept, the newest first; and the first round that `runs prune` left any of.
+    # keep_rounds: number of newest closed rounds whose payloads are kept. kept_from: first round kept by `runs prune`.
     db.execute("ALTER TABLE runs ADD COLUMN keep_rounds INTEGER NOT NULL DEFAULT 1")
     db.execute("ALTER TABLE runs ADD COLUMN kept_from INTEGER NOT NULL DEFAULT 0")
     db.execute("DROP VIEW spoken")
@@ -180,13 +180,13 @@ def m006_quarantine_and_retention(db: Database) -> None:
 def m005_security(db: Database) -> None:
     db.table("tokens").create(
         {
-            "hash": bytes,  # SHA-256 of the secret; the secret itself is nowhere
-            "run": str,  # the run that its device is confined to, empty for all
+            "hash": bytes,  # SHA-256 of the secret; the secret is not stored
+            "run": str,  # run to which the device is restricted, empty for all
             "created_at": float,
             "expires_at": float,
             "revoked": int,
-            "device": str,  # who has used it, NULL before
-            "serial": str,  # certificate that it was used for
+            "device": str,  # device that used the token, NULL if unused
+            "serial": str,  # certificate issued for the token
         },
         pk="hash",
         not_null={"run", "expires_at", "revoked"},
@@ -219,15 +219,15 @@ def m005_security(db: Database) -> None:
 
 @migrations()
 def m007_forgetting(db: Database) -> None:
-    # When somebody asked that what the run keeps of the device is forgotten, and when that was done.
+    # Time of the request to forget the device, and time at which the run had forgotten it.
     db.execute("ALTER TABLE devices ADD COLUMN forget_asked_at FLOAT")
     db.execute("ALTER TABLE devices ADD COLUMN forgotten_at FLOAT")
 
 
 @migrations()
 def m008_payloads_given_up(db: Database) -> None:
-    # 1: nothing needs the ask's payload any more though its round is kept, because what it tells may be of a device
-    # that was forgotten. The digest stays: an answer says which question it is to.
+    # 1: the ask's payload is not kept even if its round is, because it can contain data of a forgotten device. The
+    # digest stays, because answers refer to it.
     db.execute("ALTER TABLE asks ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0")
     db.execute("DROP VIEW spoken")
     db.create_view(
@@ -239,18 +239,18 @@ def m008_payloads_given_up(db: Database) -> None:
 
 @migrations()
 def m009_data_versions(db: Database) -> None:
-    # JSON: device id to the data version, hex, that its profile named when the round was started; NULL where none did,
-    # and once the round has ended.
+    # JSON: data version (hex) in each device's profile at the start of the round, by device id; NULL if no profile had
+    # one, and after the round has ended.
     db.execute("ALTER TABLE rounds ADD COLUMN data_versions TEXT")
 
 
 @migrations()
 def m010_checkpoints(db: Database) -> None:
-    # The states that a run can be set back to, the newest last; how many of them are kept stands in the run's row.
+    # Checkpoints that a run can be rolled back to; the run's keep_checkpoints limits their number.
     db.table("checkpoints").create(
         {
             "run": str,
-            "round": int,  # after which it is the state; 0: before the first round
+            "round": int,  # the checkpoint is the state after this round; 0: before the first round
             "completed_rounds": int,
             "sha256": bytes,
             "at": float,
@@ -267,14 +267,14 @@ def m010_checkpoints(db: Database) -> None:
 
 @migrations()
 def m011_late_devices(db: Database) -> None:
-    # In how many of its last rounds in a row a device missed a deadline; and the last round that it is left out of.
+    # Number of consecutive rounds in which the device missed a deadline, and the last round that it is left out of.
     db.execute("ALTER TABLE devices ADD COLUMN late_rounds INTEGER NOT NULL DEFAULT 0")
     db.execute("ALTER TABLE devices ADD COLUMN left_out_until INTEGER NOT NULL DEFAULT 0")
 
 
 @migrations()
 def m012_short_texts(db: Database) -> None:
-    # Texts had no bound, and devices wrote megabytes into them; a thousand characters say what is wrong.
+    # Texts were unlimited, and devices could store megabytes in them; 1,000 characters suffice.
     for table, column in (
         ("events", "text"),
         ("runs", "reason"),
@@ -288,5 +288,5 @@ def m012_short_texts(db: Database) -> None:
 
 @migrations()
 def m013_tokens_of_devices(db: Database) -> None:
-    # The id that a token is good for; empty for any.
+    # Device id for which the token is valid; empty for any device.
     db.execute("ALTER TABLE tokens ADD COLUMN for_device TEXT NOT NULL DEFAULT ''")

@@ -1,10 +1,10 @@
-"""States of a run and the reason of a late ask, as they stand in the tables."""
+"""Values of the `status` and `reason` columns that several modules use."""
 
 from __future__ import annotations
 
 OVER = ("finished", "cancelled")
-"""States of a run that is over, for its devices and for good, unless a finished one is given more rounds."""
+"""Statuses of a run that has ended. A finished run can be resumed with more rounds; a cancelled run cannot."""
 AT_REST = (*OVER, "stopped")
-"""States of a run that no engine works on; a stopped one goes on with the next start."""
+"""Statuses of a run that no engine works on; a stopped run resumes at the next start."""
 DEADLINE_PASSED = "deadline passed"
-"""Reason of an ask that nobody answered in time."""
+"""Reason stored for an ask that was not answered before its deadline."""

@@ -1,15 +1,18 @@
-"""The only truth of a server: runs, devices, rounds, asks, uploads, events and figures in SQLite, payloads beside them.
+"""The server's only durable state: a SQLite database with payload files beside it.
 
-Tables (`schema.py`): `runs` one row a run with its contract, progress and checkpoint; `devices` who checked in;
-`rounds` with their cohorts; `asks` one row for each (run, round, step number, device); `uploads` the accepted answers,
-at most one an ask, whose row *is* the receipt; `events` everything refused, late, guarded or out of the ordinary;
-`figures` sums and counts that devices report; `traffic` bytes. Payloads and checkpoints are blobs (`blobs.py`).
+Tables (`schema.py`): `runs` has one row per run with its contract, progress and checkpoint; `devices` the devices that
+checked in; `rounds` the rounds and their cohorts; `asks` one row per (run, round, step number, device); `uploads` the
+accepted answers, at most one per ask, and each row *is* the receipt; `events` everything refused, late, guarded or
+unusual; `figures` sums and counts reported by devices; `traffic` byte counts. Payloads and checkpoints are blobs
+(`blobs.py`).
 
-The database runs in WAL mode with `synchronous=FULL`, both asserted when it is opened: a commit is on the disk when it
-returns (`database.py`). `runs.py`, `devices.py`, `asks.py`, `credentials.py` and `history.py` have the statements.
-Every public method there is one transaction; `with store.transaction():` joins several. A store may be used from
-several threads (one lock) and several processes (one `Store` each). `Store.in_memory()` is the same class on
-`:memory:`, with blobs in a dictionary.
+The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
+returns (`database.py`). The SQL statements are in `runs.py`, `devices.py`, `asks.py`, `credentials.py` and
+`history.py`.
+Each public method there is one transaction; `with store.transaction():` combines several. A store may be used by
+several
+threads (one lock) and several processes (one `Store` each). `Store.in_memory()` is the same class on `:memory:`, with
+blobs in a dictionary.
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ from fleetdistill_server.store.schema import migrations
 
 
 class Store:
-    """The parts of a store over one database. See the module's docstring.
+    """A store's tables and blobs, grouped by subject.
 
     Attributes:
-        database: The tables, for statements that no part of the store has.
+        database: Database connection, for statements that none of the groups below has.
         blobs: Payloads and checkpoints.
-        history: Events, reported figures and bytes.
+        history: Events, reported figures and byte counts.
         runs: Runs and rounds.
-        devices: Devices of a run.
-        asks: Asks and the accepted answers.
+        devices: Devices of each run.
+        asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
     """
 
@@ -54,7 +57,7 @@ class Store:
         self.asks = Asks(database, self.history)
         self.credentials = Credentials(database)
         try:
-            with database.transaction():  # of several processes that open a new store, one makes the tables
+            with database.transaction():  # only one of several processes creates the tables
                 check_whole(database.tables, blobs)
                 migrations.apply(database.tables)
         except StoreError:
@@ -63,10 +66,10 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> Store:
-        """Opens the store in a directory, makes it if need be, and brings its tables up to date.
+        """Opens the store in a directory; creates it if necessary and migrates its tables.
 
         Raises:
-            StoreError: The directory cannot be used; the database is damaged, lost, or of a later version.
+            StoreError: The directory cannot be used, or the database is damaged, missing, or from a later version.
         """
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
@@ -74,7 +77,7 @@ class Store:
 
     @classmethod
     def in_memory(cls) -> Store:
-        """A store that lives as long as the object, for simulation in one process."""
+        """Returns a store that exists only in memory, for simulation in one process."""
         return cls(Database.in_memory(), MemoryBlobs())
 
     def check(self) -> None:
@@ -86,17 +89,17 @@ class Store:
         self.database.close()
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Joins several calls into one transaction; a nested one is a savepoint of its own.
+        """Combines several calls into one transaction; nested transactions are savepoints.
 
         Raises:
-            StoreError: The database could not be written, for instance because the disk is full.
+            StoreError: The database could not be written, for example because the disk is full.
         """
         return self.database.transaction()
 
     def secure_state(self, checkpoint: bytes, state: bytes) -> None:
-        """Writes a state again that was deleted before any row named it; within the transaction that names it.
+        """Writes a checkpoint again if it was deleted before a row referred to it.
 
-        Who deletes holds the same lock.
+        Call it within the transaction that stores the reference: deletion takes the same lock.
         """
         if not self.blobs.has(checkpoint):
             self.blobs.put_state(state)

@@ -1,4 +1,4 @@
-"""Counting what goes over the link, by kind of part: tensor bytes as they are, and as they travelled, packed or not."""
+"""Counts the bytes sent over the link by kind of part: tensor bytes, and bytes sent after compression."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, Slot
 
 ENVELOPE = "envelope"
-"""Stands in the place of a kind for the headers of payloads."""
+"""Value used instead of a kind for the bytes of payload headers."""
 
 REFUSED = "refused"
-"""Stands in the place of a kind for what came of uploads, or of answers sent again, and was not taken."""
+"""Value used instead of a kind for received bytes that were not accepted: refused or repeated uploads."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of one payload, or of what was sent of it, by kind of part.
+    """Byte counts of a payload, or of the part of it that was sent, by kind of part.
 
     Attributes:
-        tensor: As they are: what the methods' formulas predict.
-        sent: As they travelled.
+        tensor: Uncompressed tensor bytes; the methods' formulas predict these.
+        sent: Bytes sent over the link.
     """
 
     tensor: Counter[str] = field(default_factory=Counter)
@@ -30,7 +30,7 @@ class Counted:
 
 
 def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]:
-    """Bytes of a payload's tensors, all or those before byte `stop`."""
+    """Returns the uncompressed tensor bytes of a payload by kind; only those before byte `stop` if it is given."""
     found: Counter[str] = Counter()
     for slot in slots:
         found[slot.kind] += slot.nbytes if stop is None else min(max(stop - slot.start, 0), slot.nbytes)
@@ -38,12 +38,12 @@ def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]
 
 
 class Sending(Iterator[Chunk]):
-    """The chunks of a download, counted as they are taken; ends itself after the last.
+    """Iterator over the chunks of a download that counts the bytes taken.
 
     Args:
-        chunks: As `fleetdistill.wire.payload.chunks` cuts them.
-        slots: Where the payload's tensors stand.
-        done: Called once with what was taken, by whoever ends it.
+        chunks: Chunks from `fleetdistill.wire.payload.chunks`.
+        slots: Positions of the payload's tensors.
+        done: Called exactly once with the byte counts, when the last chunk is taken or `end` is called.
     """
 
     def __init__(self, chunks: Iterator[Chunk], slots: Sequence[Slot], done: Callable[[Counted], None]) -> None:
@@ -71,7 +71,7 @@ class Sending(Iterator[Chunk]):
         self._counted.sent[slot.kind] += len(chunk.data)
 
     def end(self) -> None:
-        """Counts what was taken, also where the stream broke; again it does nothing. No chunk comes after it."""
+        """Ends the iteration and reports the byte counts; also for a broken stream. Further calls have no effect."""
         with self._lock:
             ended, self._ended = self._ended, True
         if not ended:
