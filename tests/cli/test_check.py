@@ -126,7 +126,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         "[evaluation] data",
     ]
     assert [line.startswith(f"error: {begins}") for line, begins in zip(said, beginnings, strict=True)] == [True] * 4
-    assert said[-1].endswith("has inputs of shape [5], [contract] input_shape is [1, 8, 8]")
+    assert said[-1].endswith("has inputs of shape [5], but [contract] input_shape is [1, 8, 8]")
 
 
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:

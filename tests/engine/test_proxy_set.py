@@ -97,7 +97,7 @@ def test_the_digest_is_a_version_of_everything(tmp_path: Path) -> None:
     [
         ({"rows": 0}, r"\[proxy\] data: proxy set 'p' is empty"),
         ({"labels": np.array([0, 1, 2, 3, 0, 1])}, "label 3 at row 3 is outside"),
-        ({"labels": np.zeros(6)}, "labels float64 of shape"),
+        ({"labels": np.zeros(6)}, "labels are float64 of shape"),
         ({"labels": np.arange(5) % 3}, "6 inputs but 5 labels"),
         ({"inputs": np.zeros((6, 3), np.float32)}, r"inputs of shape \[3\], the run has \[2, 2\]"),
         ({"inputs": np.full((6, 2, 2), np.nan, np.float32)}, "NaN or infinity, first at row 0"),
@@ -125,7 +125,7 @@ def test_a_proxy_set_needs_data_name_and_licence(tmp_path: Path, lacking: str) -
 
 def test_a_class_without_a_sample_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     register_proxy(config(write(tmp_path / "p.npz", labels=np.array([0, 0, 2, 2, 0, 2]))))
-    assert "proxy set 'p' has no sample of classes 1" in caplog.text
+    assert "proxy set 'p' has no samples of classes 1" in caplog.text
 
 
 def test_a_method_that_needs_one_is_refused_without() -> None:
@@ -136,7 +136,7 @@ def test_a_method_that_needs_one_is_refused_without() -> None:
             "model": {"device": "digits_mlp_small"},
         }
     )
-    with pytest.raises(ConfigurationError, match=r"cdkt needs a labelled proxy set.*as \[proxy\] in run.toml"):
+    with pytest.raises(ConfigurationError, match=r"cdkt needs a labelled proxy set.*set \[proxy\] data in run.toml"):
         contract_of(plain, build_method(plain))
 
 
@@ -269,7 +269,7 @@ def test_a_run_that_is_started_again_with_another_proxy_set_is_refused(
         inputs, labels = arrays["inputs"], arrays["labels"]
     Engine(store, fleet[0], Wait([], lambda: None)).prepare()  # the same one is fine
     np.savez(file, inputs=inputs[::-1], labels=labels[::-1])
-    with pytest.raises(RunError, match=f"began with proxy set {digest.hex()[:12]}, the file is"):
+    with pytest.raises(RunError, match=f"began with proxy set {digest.hex()[:12]}, but the file is"):
         Engine(store, fleet[0], Wait([], lambda: None)).prepare()
 
 

@@ -307,7 +307,7 @@ def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_th
     now = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert now is not None
     assert now["status"] == "out"
-    assert now["reason"].startswith(f"what it was asked with was lost on the server: payload {other.sha256.hex()}")
+    assert now["reason"].startswith(f"the payload of the ask was lost on the server: payload {other.sha256.hex()}")
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (1, "d1")
     assert fleet.quarantined() == [other.sha256.hex()]

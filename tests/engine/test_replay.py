@@ -381,7 +381,7 @@ def test_rounds_that_fall_short_never_end_a_service(
     assert (store.runs.get(RUN) or {})["status"] == "finished"
     assert {status for status, _ in told} == {"running"}
     (last,) = [reason for _, reason in told if (reason or "").startswith("130 rounds in a row fell short")][:1]
-    assert "look at `fleetdistill runs show`" in last
+    assert "run `fleetdistill runs show` for details" in last
     assert told[-1] == ("running", ""), "once a round is completed, nothing is told any more"
     assert [one.message.split()[0] for one in caplog.records if "rounds in a row" in one.message] == [
         str(number) for number in range(10, 131, 10)
@@ -419,7 +419,7 @@ def test_a_device_that_comes_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = failing(monkeypatch)
     engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
-    with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; look at"):
+    with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; run `fleetdistill"):
         asyncio.run(engine.run())
     row = drive.store.runs.get(RUN) or {}
     assert row["status"] == "stopped"

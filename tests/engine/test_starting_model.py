@@ -116,17 +116,20 @@ def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": (
         {"model": {"device": "digits_mlp_small"}},
-        "its model has .*, this run's has it .*; name the same \\[model\\]",
+        "the shape of .* in the model is .* in that run and .* in this run; use the same \\[model\\]",
     ),
-    "other classes": ({"contract": {"classes": 9}}, "its \\[contract\\] classes is \\['0', .*, this run's is "),
+    "other classes": ({"contract": {"classes": 9}}, "\\[contract\\] classes is \\['0', .* in that run and \\['0', "),
     "another input shape": (
         {"contract": {"input_shape": [1, 16, 16]}},
-        "its .contract. input_shape is .1, 8, 8.",
+        ".contract. input_shape is .1, 8, 8. in that run and .1, 16, 16. in this run",
     ),
-    "another kind of model": ({"run": {"method": "feddkc"}}, "feddkc begins with a predictor, and fedavg has model"),
-    "a method that trains none": ({"run": {"method": "classstats"}}, "classstats trains no model on the server"),
+    "another kind of model": ({"run": {"method": "feddkc"}}, "feddkc starts from a predictor, but fedavg has model"),
+    "a method that trains none": (
+        {"run": {"method": "classstats"}},
+        "classstats does not train a model on the server; remove start_from",
+    ),
     "no such run": ({"run": {"start_from": "frist"}}, "there is no run 'frist'; did you mean 'first'"),
-    "a run without a round": ({"run": {"start_from": "young"}}, "it has completed no round yet"),
+    "a run without a round": ({"run": {"start_from": "young"}}, "that run has not completed a round yet"),
 }
 
 

@@ -49,7 +49,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, 
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     exported = method.export()
     if exported is None:
-        with pytest.raises(ConfigurationError, match=f"{RUNS[name].method} keeps no model on the server"):
+        with pytest.raises(ConfigurationError, match=f"{RUNS[name].method} has no model on the server"):
             export_server_model(store, RUN, tmp_path / "server.onnx")
         assert not (tmp_path / "server.onnx").exists()
     else:

@@ -244,7 +244,7 @@ def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch
     assert statuses(store) == ["closed", "short", "closed"]
     (event,) = store.history.events(RUN, "round-undone")
     assert event["round"] == 2
-    assert event["text"].endswith("the state of before the round is kept")
+    assert event["text"].endswith("the run keeps the state from before the round")
     assert told in event["text"]
     assert reason_not_usable(unpack_state(store.blobs.get_state(row_of(store)["checkpoint"]))) is None
     assert_no_upload_lost(store)

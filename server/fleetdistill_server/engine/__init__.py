@@ -1,1 +1,1 @@
-"""Runs the server half of a run's method over the store. Imports `methods`, `service`, `store` and `config`."""
+"""Runs a run's server half on top of the store. Imports `methods`, `service`, `store` and `config`."""

@@ -1,4 +1,4 @@
-"""`python -m fleetdistill_server.engine`: the process that `fleetdistill serve` starts."""
+"""Runs the engine process; `fleetdistill serve` starts it as `python -m fleetdistill_server.engine`."""
 
 from fleetdistill_server.engine.process import main
 

@@ -1,4 +1,4 @@
-"""Cancelling a run for good."""
+"""Cancels a run permanently."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from fleetdistill_server.store.store import Store
 
 
 def cancel(store: Store, run: str) -> bool:
-    """Ends a run now, whoever serves it: the open round is taken back, devices are sent home at their next call.
+    """Ends a run immediately, even while a server serves it.
 
-    One transaction; the engine that works on the run fails at its next commit, and its supervisor ends it. Devices that
-    it was to forget before its next round are forgotten here.
+    One transaction discards the open round and ends the run. Devices learn this at their next call. A running
+    engine fails at its next commit and is stopped by its supervisor. Devices whose deletion was requested but not
+    yet carried out are forgotten here.
 
     Args:
-        store: Of the run.
-        run: The run.
+        store: Store that contains the run.
+        run: Name of the run.
 
     Returns:
-        False if it was over before.
+        False if the run was already over.
 
     Raises:
-        ConfigurationError: There is no such run.
+        ConfigurationError: The store has no run of this name.
     """
     cancelled = mark_cancelled(store, run)
     waiting = store.devices.to_forget(run)
     if waiting:
-        from fleetdistill_server.engine.forgetting import ask_to_forget  # loads torch, which cancelling needs not
+        from fleetdistill_server.engine.forgetting import ask_to_forget  # imports torch; rarely needed
 
         ask_to_forget(store, run, waiting[0], served=None)
     return cancelled

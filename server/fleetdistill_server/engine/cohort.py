@@ -1,7 +1,7 @@
-"""The devices of one round over the store: what a method's `Cohort` is in a run.
+"""Implements a method's `Cohort` on top of the store.
 
-Asks are rows of the store and answers are read from it, so a round that starts again after a crash finds what it asked
-and what was answered. Answers come in device-id order, each as soon as it and every earlier one is in or out.
+Asks are written to the store and answers are read from it, so a round that restarts after a crash finds both again.
+Answers are yielded in device-id order, each as soon as it and all earlier ones have arrived or can no longer arrive.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _LONGEST_EVENT = 1000
 
 
 class Waker(Protocol):
-    """How an engine waits for answers."""
+    """Lets the engine and the front wake each other."""
 
     async def wait(self, seconds: float = ...) -> None:
-        """Returns when something may have come in, or after `seconds`."""
+        """Waits until the store may have changed, at most `seconds`."""
 
     def wake_other(self) -> None:
-        """Tells the front that asks are waiting."""
+        """Wakes the front because the store has new asks."""
 
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """Terms of every round of a run.
+    """Settings that apply to every round of a run.
 
     Attributes:
         run: Name of the run.
-        seed: Root of its seed tree.
-        quorum: Part of the cohort that must answer, in (0, 1].
-        deadline_seconds: Time for one ask.
-        devices_per_round: Answers that are enough for a step; 0 waits for every device that is asked.
-        knowledge_type: float16, float32 or uint8, what knowledge travels in.
-        steps: For each step of the method, part name to kind of an answer.
+        seed: Root of the run's seed tree.
+        quorum: Fraction of the cohort that must answer, in (0, 1].
+        deadline_seconds: Seconds from an ask to its deadline.
+        devices_per_round: Number of answers that complete a step; 0 waits for every device that is asked.
+        knowledge_type: Element type in which knowledge is sent: float16, float32 or uint8.
+        steps: For each step of the method, maps the names of an answer's parts to their kinds.
     """
 
     run: str
@@ -72,7 +72,7 @@ class RoundTerms:
 
 
 def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, str]:
-    """What an answer must consist of, with the feature columns of its sample knowledge by their paths."""
+    """Returns the kinds of an answer's parts, extended by the paths of the feature columns in its sample knowledge."""
     paths = [
         f"{part}/features/{name}" for part, kind in kinds.items() if kind == "sample_knowledge" for name in columns
     ]
@@ -80,12 +80,12 @@ def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, 
 
 
 class StoreCohort:
-    """A `fleetdistill_server.methods.cohort.Cohort` whose asks and answers are rows of the store.
+    """A `fleetdistill_server.methods.cohort.Cohort` that keeps asks and answers in the store.
 
     Attributes:
         round, completed, devices, data_versions: As in `Cohort`.
-        figures: What `report` was given.
-        used: Asks whose answers were handed to the method.
+        figures: Figures passed to `report`, by name.
+        used: Ids of the asks whose answers the method received.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class StoreCohort:
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of the cohort and yields the answers in device-id order; see `Cohort.ask`."""
+        """Sends a step's ask to the cohort and yields the answers in device-id order; see `Cohort.ask`."""
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
-        await self._when_there_is_room(step, partial(self._write_asks, step, self._steps, asked, payload, columns))
+        await self._retry_until_written(step, partial(self._write_asks, step, self._steps, asked, payload, columns))
         self._waker.wake_other()
-        # A step without a quorum brings something to the devices, so there all of them matter.
+        # A step with quorum 0 delivers something that every device should receive.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered, among = 0, set(asked)
         rows = self._store.asks.of_step(self._terms.run, self.round, self._steps)
         self._in_round -= among - {row["device"] for row in rows}
         for row in rows:
-            if row["device"] not in among:  # asked before a crash; its answer to an earlier step has been lost since
-                self._store.asks.close(row["id"], "not asked any more when the round was played again")
+            if row["device"] not in among:  # asked before a crash, but its answer to an earlier step is lost now
+                self._store.asks.close(row["id"], "no longer part of this step after the round was replayed")
                 continue
             answer = await self._answer_to(row, enough, asked)
             if answer is None:
@@ -145,73 +145,73 @@ class StoreCohort:
             raise QuorumNotReached(step, answered, needed)
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
-        """How many of so many asked devices must answer: the run's quorum of them, or another."""
+        """Returns how many of `asked` devices must answer under `quorum`, which defaults to the run's quorum."""
         return devices_needed(asked, self._terms.quorum if quorum is None else quorum)
 
     def add_newcomers(self, devices: Sequence[str]) -> None:
-        """Lets devices that are not of this round's cohort hear the end result too."""
+        """Adds devices outside this round's cohort, so that they receive the final result too."""
         self._in_round |= set(devices) - set(self.devices)
 
     @property
     def remaining(self) -> list[str]:
-        """Ids of the devices that have missed no ask of this round, in bytewise order."""
+        """Ids of the devices that have not missed an ask of this round, in bytewise order."""
         return sorted(self._in_round)
 
     def sample(self, ratio: float) -> list[str]:
-        """A random part of the cohort for this round: of K devices max(1, floor(ratio * K)), in id order."""
+        """Draws max(1, floor(ratio * K)) of the cohort's K devices at random; returns their ids in id order."""
         return sample_devices(self.devices, ratio, self.generator("participants"))
 
     def model_fingerprint(self, device: str) -> str:
-        """Which model a device has said that it runs, as `fleetdistill.training.model.fingerprint` names it."""
+        """Returns the `fleetdistill.training.model.fingerprint` that a device reported for its model."""
         row = self._store.devices.get(self._terms.run, device)
-        assert row is not None  # the cohort consists of devices that checked in
+        assert row is not None  # every device of the cohort has checked in
         return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends something that wants no knowledge back; waits until every device took it or is gone."""
+        """Sends a payload that needs no knowledge in return; waits until every device has it or is out."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        """Notes something out of the ordinary for `fleetdistill runs show`; see `Notes.event`."""
+        """Records an event for `fleetdistill runs show`; see `Notes.event`."""
         run, number = self._terms.run, self.round
         known = (run, kind, device) if once else (run, kind, device, number, text)
         if not self._store.history.has_event(*known):
             self._store.history.add_event(run, kind, text, number=number, device=device)
 
     def guard(self, name: str, text: str, device: str = "") -> None:
-        """Notes that a guard of the method fired: the event `<name>-guard`, which is counted as one."""
+        """Records that a guard of the method fired, as the event `<name>-guard`."""
         self.event(f"{name}{GUARD}", text, device)
 
     def report(self, name: str, value: Any) -> None:
-        """Adds a figure of this round, JSON; mappings are merged."""
+        """Adds a JSON-serializable figure to this round; mappings of the same name are merged."""
         if isinstance(value, Mapping):
             self.figures.setdefault(name, {}).update(value)
         else:
             self.figures[name] = value
 
     def generator(self, name: str) -> torch.Generator:
-        """Random numbers for one named purpose of this round."""
+        """Returns this round's random generator for one named purpose."""
         return round_generator(self._terms.seed, self.round, name)
 
-    async def _when_there_is_room(self, step: str, write: Callable[[], bool]) -> None:
-        """Writes asks until they are written; a full disk makes them wait, it does not end the run."""
+    async def _retry_until_written(self, step: str, write: Callable[[], bool]) -> None:
+        """Calls `write` until it succeeds; while the disk is full, the step waits and the run stays open."""
         while True:
             try:
                 if write():
                     return
                 continue
             except NoSpaceError as error:
-                with contextlib.suppress(NoSpaceError):  # there may not even be room to say so
-                    self.event("no-space", f"step {step!r} cannot be asked")
-                about_it = about(run=self._terms.run, round=self.round)
-                logger.warning("step %r waits for space on the disk: %s", step, error, extra=about_it)
+                with contextlib.suppress(NoSpaceError):  # the event itself needs space
+                    self.event("no-space", f"step {step!r} cannot be sent to the devices until the disk has space")
+                where = about(run=self._terms.run, round=self.round)
+                logger.warning("step %r waits for disk space: %s", step, error, extra=where)
             await self._waker.wait()
 
     def _write_asks(
         self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
     ) -> bool:
-        """False, and nothing is written, if a sweep has deleted a payload before any row spoke of it."""
+        """Writes the asks of a step; returns False and writes nothing if a sweep has deleted one of their payloads."""
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}
@@ -220,18 +220,18 @@ class StoreCohort:
             expects = with_columns(kinds, columns(device)) if columns else kinds
             try:
                 rows.append(self._ask_row(step, number, device, payload, expects))
-            except (KnowledgeError, WireError) as error:  # one device's payload may not end the run of all
-                text = f"step {step!r} cannot be sent to {device}; it is out for the round: {error}"
+            except (KnowledgeError, WireError) as error:  # one device's payload must not end the run for all
+                text = f"step {step!r} cannot be sent to {device}; the device is excluded from this round: {error}"
                 self.event("not-asked", text[:_LONGEST_EVENT], device)
         for row in rows:
             old = known.get(row["device"])
             if old is not None and old["payload"] != row["payload"]:
-                text = f"step {step!r} made another payload when it was replayed; the stored one is used"
+                text = f"replaying step {step!r} produced a different payload; the stored payload is used"
                 self.event("replay-differs", text, row["device"])
                 if old["status"] == "open" and old["payload"] is not None:
                     self._check_asked(old)
         failpoints.hit("engine.asks.before-commit")
-        with self._store.transaction():  # who deletes payloads holds the same lock
+        with self._store.transaction():  # excludes sweeps, which hold the same lock
             if not all(self._store.blobs.has(sha256) for sha256 in {row["payload"] for row in rows} - {None}):
                 return False
             self._store.runs.assert_not_cancelled(run)
@@ -240,15 +240,15 @@ class StoreCohort:
         return True
 
     def _check_asked(self, ask: Row) -> None:
-        """A payload that a replay made otherwise nobody can make again: where it is lost, its device is out."""
+        """Excludes a device from the round if the stored payload of its ask is lost, since a replay differs from it."""
         try:
             self._store.blobs.open(ask["payload"], verify=True)
         except DamagedError as damage:
             self._store.blobs.quarantine(damage.sha256)
             with self._store.transaction():
-                self._store.asks.close(ask["id"], f"what it was asked with was lost on the server: {damage}")
-                text = f"what {ask['device']} is asked with, step {ask['step']!r}, is lost on the server; it is out"
-                self.event("quarantined", f"{text} for the round. {damage}", ask["device"])
+                self._store.asks.close(ask["id"], f"the payload of the ask was lost on the server: {damage}")
+                text = f"the payload of step {ask['step']!r} for {ask['device']} was lost on the server"
+                self.event("quarantined", f"{text}; the device is excluded from this round. {damage}", ask["device"])
 
     def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
         parts = payload(device) if callable(payload) else payload
@@ -273,7 +273,7 @@ class StoreCohort:
         while True:
             row = self._store.asks.get(*name)
             if row is None:
-                raise StoreError(f"the ask {name} has gone from the store")
+                raise StoreError(f"the ask {name} is missing from the store")
             if row["status"] == "out":
                 return None
             if row["status"] == "answered":
@@ -288,21 +288,24 @@ class StoreCohort:
                 await self._waker.wait()
 
     def _accepted(self, ask: Row) -> DeviceAnswer | None:
-        """The answer, verified; None if its payload is lost, and the ask is open again or out."""
+        """Returns the verified answer to an ask, or None if its payload is lost and the ask was reopened or closed."""
         upload = self._store.asks.upload_of(ask["id"])
         assert upload is not None  # status and row are written in one transaction
         try:
             payload = self._store.blobs.open(upload["sha256"], verify=True)
         except DamagedError as damage:
-            self._take_back(ask, damage)
+            self._withdraw(ask, damage)
             return None
         self.used.append(ask["id"])
         answer = DeviceAnswer(ask["device"], upload["samples"], payload)
         failpoints.hit("engine.answer.after-read")
         return answer
 
-    def _take_back(self, ask: Row, damage: DamagedError) -> None:
-        """First the file, then the row: after a crash in between the file is missing, and this is done again."""
+    def _withdraw(self, ask: Row, damage: DamagedError) -> None:
+        """Withdraws a damaged answer: quarantines the file, then updates the row.
+
+        After a crash in between, the file is missing and the withdrawal is repeated.
+        """
         failpoints.hit("engine.quarantine.before-move")
         self._store.blobs.quarantine(damage.sha256)
         failpoints.hit("engine.quarantine.after-move")

@@ -1,4 +1,4 @@
-"""The contract of a run: what its method declares, as data that a front without methods can check."""
+"""Builds a run's server half and its contract, which the front checks without importing methods."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fleetdistill_server.methods.traffic import declared_parts, features_of
 
 
 def build_method(config: RunConfig) -> ServerMethod:
-    """The server half of a run, with models drawn from the run's seed."""
+    """Builds the server half of a run, with models initialised from the run's seed."""
     settings = config.method_config()
     return server_class(config.run.method, settings)(settings, method_context(config))
 
 
 def method_context(config: RunConfig) -> MethodContext:
-    """What the server half of a run works with.
+    """Builds the context of a run's server half.
 
     Raises:
         ConfigurationError: The proxy set or the torch device cannot be used.
@@ -47,13 +47,13 @@ def method_context(config: RunConfig) -> MethodContext:
 
 
 def initial_payload(method: ServerMethod) -> Payload | None:
-    """What a method that was just built gives every device to start from, drawn from the seed; None for nothing."""
+    """Returns the initial weights that a newly built method gives to every device; None if it gives none."""
     start = method.initial()
     return None if start is None else encode({"initial": start})
 
 
 def extractor_payload(method: ServerMethod) -> Payload | None:
-    """The extractor as a file, as devices fetch it; None if the method gives none."""
+    """Returns the extractor file that devices without PyTorch fetch; None if the method has none."""
     file = method.extractor_file()
     return None if file is None else encode({"extractor": file})
 
@@ -61,17 +61,20 @@ def extractor_payload(method: ServerMethod) -> Payload | None:
 def make_contract(
     config: RunConfig, method: ServerMethod
 ) -> tuple[contract_pb2.Contract, Payload | None, Payload | None]:
-    """The terms of a run, and if the method gives any, the weights that devices start from and the extractor as a file.
+    """Builds a run's contract.
+
+    Returns:
+        The contract, the initial weights and the extractor file; the last two are None if the method has none.
 
     Raises:
-        ConfigurationError: The method needs a proxy set and the run has none.
+        ConfigurationError: The method requires a proxy set and the run has none.
     """
     initial = initial_payload(method)
     extractor = extractor_payload(method)
     needs, exchanges = method.requirements(), method.run_exchanges()
     context = method.context
     if needs.proxy_set and context.proxy is None:
-        text = "needs a labelled proxy set on the server and every device; register one as [proxy] in run.toml"
+        text = "needs a labelled proxy set, which every device downloads; set [proxy] data in run.toml"
         raise ConfigurationError(f"{config.run.method} {text}")
     contract = contract_pb2.Contract(
         run=config.run.name,

@@ -1,8 +1,7 @@
-"""The engine: runs the server half of one run's method over the store, in a process of its own.
+"""Runs one run's server half on top of the store, in a separate process.
 
-It talks to devices only through the store: asks are written, answers are read. Killed and started again, it goes on
-from the last checkpoint with the open round's asks and answers. Run by `fleetdistill serve` as
-`python -m fleetdistill_server.engine`.
+The engine communicates with devices only through the store: it writes asks and reads answers. After a restart it
+continues from the last checkpoint with the open round's asks and answers.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ logger = logging.getLogger("fleetdistill.server.engine")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
-"""More of them would only make the numbers larger: the longest pause comes long before."""
-_TOLD_AFTER = 3
-"""So many short rounds in a row are told in the run's row; the log has each, and tells their number at every tenth."""
+"""Upper bound on the exponent of a pause; pauses reach `_LONGEST_PAUSE_SECONDS` earlier."""
+_REPORTED_AFTER = 3
+"""Number of consecutive short rounds after which the run's reason states them."""
 
 
-class _NotUsable(Exception):
-    """What a round has made of the method's state is nothing to go on from."""
+class _UnusableState(Exception):
+    """A round left the method in a state from which no later round can continue."""
 
 
 class Engine:
-    """Runs one run to its end, or without one until it is stopped.
+    """Runs one run until its last round is completed, or, with `rounds = 0`, until the process is stopped.
 
     Args:
-        store: Where the run lives.
+        store: Store that contains the run.
         config: The run's configuration.
-        waker: How to wait for devices.
-        most_short_rounds: In a simulation: rounds that may fall short one after the other, without a pause. By default
-            the engine goes on for ever, with pauses, because devices that answer may come at any time.
+        waker: Waits for devices' answers and wakes the front.
+        most_short_rounds: Number of consecutive short rounds after which the run fails, without pauses in between;
+            for simulations. None retries with pauses and without a limit, since devices may return at any time.
     """
 
     def __init__(self, store: Store, config: RunConfig, waker: Waker, most_short_rounds: int | None = None) -> None:
@@ -75,9 +74,9 @@ class Engine:
         self.token = store.runs.own(self._name)
         self.method = build_method(config)
         self._evaluation: TensorData | None = None
-        self._checkpoint: bytes | None = None  # whose state the method has, or goes on from
+        self._checkpoint: bytes | None = None  # the checkpoint that the method's state was loaded from or saved to
         self._endless = config.run.rounds == 0
-        self._unanswered = 0  # rounds in a row
+        self._unanswered = 0  # consecutive rounds without an answer
         self._terms = RoundTerms(
             run=self._name,
             seed=config.run.seed,
@@ -89,11 +88,11 @@ class Engine:
         )
 
     async def run(self) -> None:
-        """Completes the rounds that the run still lacks; where it wants no number of them, it returns never.
+        """Completes the run's remaining rounds; does not return if the run has no last round.
 
         Raises:
-            RunError: Another engine took the run over, or `most_short_rounds` fell short.
-            NoSpaceError: The disk is full; the run goes on from here with another engine.
+            RunError: Another engine took over the run, or `most_short_rounds` consecutive rounds fell short.
+            NoSpaceError: The disk is full; a restarted engine continues the run.
         """
         torch.set_num_threads(self._config.run.threads)
         self.prepare()
@@ -108,7 +107,7 @@ class Engine:
         self._waker.wake_other()
 
     def _end(self) -> bool:
-        """Ends the run; False while a device is to be forgotten, for after the end nobody does it by himself."""
+        """Ends the run; returns False while devices remain to be forgotten, which no engine does after the end."""
         self.forget()
         with self._store.transaction():
             if self._store.devices.to_forget(self._name):
@@ -120,10 +119,10 @@ class Engine:
         return True
 
     async def _after_short_round(self, short: int) -> None:
-        """Says that rounds fall short, and waits before the next; a simulation, where nobody comes, ends at its cap."""
+        """Reports consecutive short rounds and pauses before the next; raises RunError at `most_short_rounds`."""
         text = f"{short} rounds in a row fell short of the quorum; {self._last_event()}"
         over = self._most_short_rounds is not None and short >= self._most_short_rounds
-        if over or short >= _TOLD_AFTER:
+        if over or short >= _REPORTED_AFTER:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.end(self._name, "stopped" if over else "running", text)
@@ -135,39 +134,39 @@ class Engine:
             await self._pause(short)
 
     async def _after_round_without_end(self, cohort: StoreCohort) -> None:
-        """Pauses after rounds that nobody answered: a device that never does must not make round after round."""
+        """Pauses after a round without answers, so that silent devices do not cause one round after another."""
         self._unanswered = 0 if cohort.used else self._unanswered + 1
         if self._unanswered:
             await self._pause(self._unanswered)
 
     async def _pause(self, failures: int) -> None:
-        """Waits the longer the more failed, but not when other devices, or devices with other data, come meanwhile."""
+        """Waits with exponential back-off; returns early if the present devices or their data change."""
         seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS)
         before, until = self._store.devices.present_profiles(self._name), time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and self._store.devices.present_profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def forget(self) -> None:
-        """Between rounds: what the run keeps of devices that are to be forgotten goes; if it cannot, the next time."""
+        """Deletes the devices that operators asked to forget; call between rounds. Retried later if it cannot."""
         runs = self._store.runs
         forget_asked(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self.token))
 
     def _last_event(self) -> str:
-        """What went wrong last: in a simulation nobody can look the store up."""
+        """Describes the run's last event, because the user of a simulation cannot inspect its store."""
         last = self._store.history.last_event(self._name)
         if last is None:
-            return "look at `fleetdistill runs show`"
-        return f"the last event is of round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
+            return "run `fleetdistill runs show` for details"
+        return f"the last event is from round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
 
     def prepare(self) -> None:
-        """Publishes the contract, or takes up the state of an earlier start."""
+        """Publishes the contract of a new run, or restores the state of an earlier start."""
         row = self._row()
         begun = ""
         if row["checkpoint"] is None and self._config.run.start_from:
             begun = begin_with(self._store, self._config, self.method)
         if row["contract"] is None:
             contract, initial, extractor = make_contract(self._config, self.method)
-            with self._store.transaction():  # who deletes what nothing names yet holds the same lock
+            with self._store.transaction():  # excludes sweeps, which would delete blobs that no row names yet
                 for payload in (initial, extractor, self.method.context.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
@@ -187,27 +186,27 @@ class Engine:
         self._restore()
 
     def _check_proxy(self) -> None:
-        """A run keeps the proxy set that it began with: all knowledge is about its rows."""
+        """Raises RunError if the proxy set has changed since the run's start; all knowledge refers to its rows."""
         began = contract_pb2.Contract.FromString(self._row()["contract"]).proxy_digest
         now = self.method.context.proxy_digest
         if began != now:
             raise RunError(
-                f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, the file is "
-                f"{now.hex()[:12] or 'none'}; put the first one back, or start a run of another name"
+                f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, but the file "
+                f"is {now.hex()[:12] or 'none'}; restore the original file, or choose another run name"
             )
 
     def _check_readable(self) -> None:
-        """What every new device fetches must be whole; nobody else would find out but they."""
+        """Verifies the payloads that every new device fetches and restores damaged ones."""
         contract = contract_pb2.Contract.FromString(self._row()["contract"])
         if self.method.context.proxy_payload is not None:
-            self._store.blobs.put(self.method.context.proxy_payload)  # mends it
+            self._store.blobs.put(self.method.context.proxy_payload)  # replaces a damaged file
         if contract.initial_weights:
-            self._mend(contract.initial_weights, initial_payload)
+            self._ensure_readable(contract.initial_weights, initial_payload)
         if contract.extractor_file:
-            self._mend(contract.extractor_file, extractor_payload)
+            self._ensure_readable(contract.extractor_file, extractor_payload)
 
-    def _mend(self, sha256: bytes, make: Callable[[ServerMethod], Payload | None]) -> None:
-        """To make the file takes a while, so it is made again only where the one that is there cannot be read."""
+    def _ensure_readable(self, sha256: bytes, make: Callable[[ServerMethod], Payload | None]) -> None:
+        """Makes and stores a payload again if the stored file is damaged; making it can take seconds."""
         try:
             self._store.blobs.open(sha256, verify=True)
         except DamagedError:
@@ -230,14 +229,14 @@ class Engine:
         self._checkpoint = checkpoint
 
     async def next_cohort(self) -> StoreCohort:
-        """The open round of before a crash, or a new one as soon as enough devices are present and it is due."""
+        """Returns the round left open by a crash, or waits until a new round is due and opens it."""
         row = self._store.runs.open_round(self._name)
         if row is not None:
             return self._cohort(row["round"], row["cohort"], row["data_versions"])
         present = await self._until_due()
         with self._store.transaction():
             self._store.runs.assert_owner(self._name, self.token)
-            self._take_up_newest()
+            self._reload_if_changed()
             chosen = self._chosen(list(present))
             versions = {device: present[device] for device in chosen if present[device]}
             number = self._store.runs.start_round(self._name, chosen, versions)
@@ -246,34 +245,34 @@ class Engine:
         return self._cohort(number, chosen, versions)
 
     async def _until_due(self) -> Mapping[str, str]:
-        """Waits for enough devices, and in a run without an end for work; who is present then, with data versions.
+        """Waits until a round is due; returns the devices that may take part, with their data versions.
 
-        Meanwhile devices are forgotten, and nothing else is done: a run may wait for months.
+        The wait may last months. Devices are forgotten in the meantime.
         """
-        looked_at: tuple[object, ...] = ()
-        told = ""
+        checked: tuple[object, ...] = ()
+        logged = ""
         while True:
             self.forget()
-            self._take_up_newest()
+            self._reload_if_changed()
             profiles = self._store.devices.present_profiles(self._name)
             enough = len(profiles) >= self._needed_devices()
-            if enough and (self._checkpoint, profiles) != looked_at:
-                looked_at = (self._checkpoint, profiles)
+            if enough and (self._checkpoint, profiles) != checked:
+                checked = (self._checkpoint, profiles)
                 due = self._due(profiles)
                 if due is not None:
                     return due
-            waits = "nothing to do until devices come, go or have other data"
-            text = waits if enough else f"waiting for {_devices(self._needed_devices())}, {len(profiles)} present"
-            if text != told:
+            idle = "no round is due until a device joins, leaves or changes its data"
+            text = idle if enough else f"waiting for {_devices(self._needed_devices())}, {len(profiles)} present"
+            if text != logged:
                 logger.info("%s", text, extra=about(run=self._name))
-                told = text
+                logged = text
             await self._waker.wait()
 
     def _due(self, profiles: Mapping[str, bytes]) -> Mapping[str, str] | None:
-        """Who may take part in the next round, with data versions; None where it is not due.
+        """Returns the devices that may take part in the next round, with data versions; None if no round is due.
 
-        Without those who were late again and again, as long as the others are enough for the quorum of the smallest
-        round; in a run without an end with them too where they alone have work, so that nobody else waits for them.
+        Devices that were late repeatedly are left out as long as the others suffice for the quorum of `min_devices`.
+        In a run without a last round they take part only when the other devices alone make no round due.
         """
         left_out = self._store.devices.left_out(self._name, self._row()["next_round"])
         least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
@@ -284,17 +283,17 @@ class Engine:
         return None
 
     def _needed_devices(self) -> int:
-        """How many must be present for a round to begin."""
+        """Returns how many devices must be present for a round to begin."""
         alone = self._endless and self.method.picks_devices and self._completed() > 0
         return 1 if alone else self._config.run.min_devices
 
-    def _take_up_newest(self) -> None:
-        """The method goes on from the run's state: a device may have been forgotten, here or by a command."""
+    def _reload_if_changed(self) -> None:
+        """Reloads the method's state if the run's checkpoint has changed, as it does when a device is forgotten."""
         if self._row()["checkpoint"] != self._checkpoint:
             self._restore()
 
     def _chosen(self, present: list[str]) -> list[str]:
-        """Who is asked: everybody, or as many as a round wants and some more, for those that will not answer."""
+        """Returns the round's cohort: all present devices, or devices_per_round * over_selection drawn at random."""
         settings = self._config.run
         count = math.ceil(settings.devices_per_round * settings.over_selection - 1e-9)
         picks_itself = self._endless and self.method.picks_devices
@@ -315,7 +314,7 @@ class Engine:
         )
 
     async def _round(self, cohort: StoreCohort) -> bool:
-        """One round; True if it completed, False if it fell short and was taken back."""
+        """Runs one round; returns False if it fell short and the method's state was rolled back."""
         torch.manual_seed(derive_seed(self._config.run.seed, cohort.round, "round", "server"))
         try:
             await self.method.round(cohort)
@@ -323,26 +322,26 @@ class Engine:
             if cohort.completed + 1 == self._config.run.rounds:
                 cohort.add_newcomers(self._store.devices.present(self._name))
                 await self.method.finish(cohort)
-        except (QuorumNotReached, _NotUsable) as reason:
+        except (QuorumNotReached, _UnusableState) as reason:
             logger.warning("the round fell short: %s", reason, extra=about(run=self._name, round=cohort.round))
-            if isinstance(reason, _NotUsable):
+            if isinstance(reason, _UnusableState):
                 cohort.event("round-undone", str(reason))
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.close_short_round(self._name, cohort.round, str(reason))
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
-            self._store.blobs.forget_verified()  # devices may have found damage in what they fetched; it is put again
+            self._store.blobs.forget_verified()  # devices may have fetched a damaged blob; the next put rewrites it
             self._restore()
             return False
         self._close(cohort)
         return True
 
     def _check_usable(self, cohort: StoreCohort) -> None:
-        """No state becomes a checkpoint from which no later round could go on."""
+        """Raises _UnusableState if a later round could not continue from the method's state."""
         reason = reason_not_usable(self.method.state_dict())
         if reason:
-            raise _NotUsable(f"{reason} after it; the state of before the round is kept")
+            raise _UnusableState(f"{reason} after the round; the run keeps the state from before the round")
         self._score(cohort)
 
     def _close(self, cohort: StoreCohort) -> None:
@@ -355,7 +354,7 @@ class Engine:
             self._store.runs.assert_owner(self._name, self.token)
             self._store.secure_state(self._checkpoint, state)
             if short:
-                self._store.runs.end(self._name, "running", "")  # what was told of short rounds is over
+                self._store.runs.end(self._name, "running", "")  # clears the reason that states the short rounds
             spent = self._store.runs.close_round(
                 self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures
             )
@@ -367,7 +366,7 @@ class Engine:
         logger.info("round closed, %d%s completed", done, of, extra=about(run=self._name, round=cohort.round))
 
     def _score(self, cohort: StoreCohort) -> None:
-        """Scores the global model on the operator's data, where the run has both."""
+        """Scores the global model on the operator's evaluation data if the run has both."""
         model = self.method.global_model()
         if model is None or not self._config.evaluation.data:
             return
@@ -376,8 +375,8 @@ class Engine:
         try:
             counts = evaluate(model, self._evaluation, self.method.context.classes)
         except KnowledgeError as error:
-            raise _NotUsable(
-                f"the global model cannot be scored: {error}; the state of before the round is kept"
+            raise _UnusableState(
+                f"the global model cannot be scored: {error}; the run keeps the state from before the round"
             ) from error
         cohort.report("global_accuracy", counts.accuracy)
         cohort.report("global_confusion", counts.confusion.tolist())

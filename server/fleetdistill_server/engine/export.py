@@ -1,4 +1,4 @@
-"""The server's model of a run as ONNX, from its last checkpoint."""
+"""Exports a run's server model to ONNX from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,20 @@ _PARITY_SAMPLES = 64
 
 
 def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
-    """Writes the model and compares it with PyTorch: on the proxy set, or else on features that a device uploaded, or
-    on noise where the model reads inputs and the server has none.
+    """Exports the server model to ONNX and compares its outputs with PyTorch's on up to 64 samples.
+
+    A model that reads inputs is compared on the proxy set, or on uniform noise in [0, 1) if the run has none. A model
+    that reads features is compared on features that a device uploaded.
+
+    Args:
+        store: Store that contains the run.
+        run: Name of the run.
+        path: Path of the ONNX file to write.
 
     Raises:
-        ConfigurationError: No such run, or its method keeps no model on the server.
-        ExportError: The run has no completed round yet, no uploaded features are left, or the export does not agree.
+        ConfigurationError: The store has no run of this name, or its method has no model on the server.
+        ExportError: The run has not completed a round, the store has no uploaded features to compare on, or the
+            outputs differ.
     """
     import torch
 
@@ -35,13 +43,13 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     if row is None:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
     if not row["completed_rounds"]:
-        raise ExportError(f"run {run!r} has completed no round yet; there is nothing to export")
+        raise ExportError(f"run {run!r} has not completed a round yet; export it after its first round")
     config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
     method = build_method(config)
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
     exported = method.export()
     if exported is None:
-        raise ConfigurationError(f"{config.run.method} keeps no model on the server")
+        raise ConfigurationError(f"{config.run.method} has no model on the server to export")
     reads_inputs = tuple(exported[1]) == method.context.input_shape
     rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
@@ -50,7 +58,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
 
 
 def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def]  # a numpy array
-    """Rows of the proxy set, or noise in [0, 1): the server holds no other inputs."""
+    """Returns up to 64 rows of the proxy set, or 64 rows of uniform noise in [0, 1) if the run has no proxy set."""
     import numpy as np
 
     from fleetdistill.training.proxy_set import proxy_of
@@ -68,6 +76,6 @@ def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def] 
             if isinstance(part, SampleKnowledge) and part.features:
                 return next(iter(part.features.values()))[:_PARITY_SAMPLES].copy()
     raise ExportError(
-        f"run {run!r} has no uploaded features to compare the export on: its method sends none, or `fleetdistill runs "
-        "prune --keep-rounds 0` has deleted them, and a backup of before may have them"
+        f"run {run!r} has no uploaded features to compare the export on: its method uploads none, or they were "
+        "pruned; if they were, export from a backup that still has them"
     )

@@ -1,12 +1,12 @@
-"""Forgetting a device: its part goes out of the method's state, and its payloads out of the store.
+"""Forgets a device: removes its part from the method's state and deletes its payloads from the store.
 
-What stays is the history of the rounds: the device's id and profile, its figures but for those by class, bytes and
-events; and its share in what methods have averaged or learned of many devices.
+The history of the rounds stays: the device's id and profile, its figures except those per class, its byte counts and
+events. So does its share in values that methods averaged or learned over many devices.
 
-Somebody asks (`fleetdistill devices forget`), and from then on the run does not ask the device any more. It is done
-between two rounds, by the engine or, where no server works on the run, at once, after the round that was left open is
-closed as a short one: first the state without the device becomes the run's, then all that nothing needs any more is
-deleted, and only then the device counts as forgotten. Whatever goes wrong before that, it is all done again.
+After `fleetdistill devices forget` the run no longer asks the device. Forgetting happens between two rounds: in the
+engine, or immediately in the command if no server serves the run, after closing an open round as short. It proceeds
+in three steps: commit a state without the device, delete everything that is no longer needed, mark the device as
+forgotten. A failure before the last step repeats all of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fleetdistill_server.store.store import Store
 
 
 class BetweenRounds:
-    """Takes the notes of a method that works outside a round, as `Cohort` does within one.
+    """Implements `Notes` for a method that works between rounds.
 
-    They are kept until `write`, for the transaction that makes true what they tell of.
+    Buffers the events until `write`, so that they commit in the same transaction as the change they describe.
     """
 
     def __init__(self, seed: int) -> None:
@@ -40,40 +40,40 @@ class BetweenRounds:
         self._events: list[tuple[str, str, str]] = []
 
     def write(self, store: Store, run: str) -> None:
-        """Writes the events into a run's history."""
+        """Writes the buffered events to a run's history."""
         for kind, text, device in self._events:
             store.history.add_event(run, kind, text, device=device)
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        """Notes something out of the ordinary."""
+        """Buffers an event; `once` is ignored."""
         self._events.append((kind, text, device))
 
     def guard(self, name: str, text: str, device: str = "") -> None:
-        """Notes that a guard fired."""
+        """Buffers the event `<name>-guard`."""
         self.event(f"{name}{GUARD}", text, device)
 
     def report(self, name: str, value: Any) -> None:
-        """There is no round that a figure would belong to."""
+        """Ignores the figure, since figures belong to a round."""
 
     def generator(self, name: str) -> torch.Generator:
-        """Random numbers for one named purpose."""
+        """Returns a random generator for one named purpose."""
         return torch.Generator().manual_seed(derive_seed(self._seed, "between rounds", name, "server"))
 
 
 def forget_asked(
     store: Store, run: str, method: ServerMethod, check: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
 ) -> bool:
-    """Forgets every device of a run that somebody has asked for; between rounds only.
+    """Forgets every device of a run whose deletion was requested; call only between rounds.
 
     Args:
-        store: Of the run.
-        run: The run.
-        method: Where there is a device to forget, it gets the run's state and forgets the device.
-        check: Called within the transaction; raises where this process may not change the run.
-        wait_seconds: For whoever else deletes payloads or makes a backup.
+        store: Store that contains the run.
+        run: Name of the run.
+        method: The run's server half; loads the run's state and changes in place if a device is to be forgotten.
+        check: Called within the transaction; raises if this process must not change the run.
+        wait_seconds: Longest wait, in seconds, for another process that sweeps the store or makes a backup.
 
     Returns:
-        False where it has to be done again: nothing may be deleted yet, or somebody else has changed the run meanwhile.
+        False if the caller must try again, because another process is using the store or has changed the run.
     """
     devices = store.devices.to_forget(run)
     if not devices:
@@ -87,13 +87,13 @@ def forget_asked(
     with store.transaction():
         for device in devices:
             if store.devices.note_forgotten(run, device):
-                text = "its part in the method's state and its payloads are deleted"
+                text = "the device's part in the method's state and its payloads were deleted"
                 store.history.add_event(run, "forgotten", text, device=device)
     return True
 
 
 def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]) -> bool:
-    """Makes the state without these devices the run's; False if it has another one by now than this was made of."""
+    """Commits a state without these devices; returns False if the run's state has changed in the meantime."""
     row = store.runs.get(run)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
@@ -109,59 +109,59 @@ def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMet
             store.secure_state(checkpoint, state)
             store.runs.leave_out(run, devices, checkpoint)
             notes.write(store, run)
-    if not unchanged:  # another device may have been forgotten meanwhile, whose part is in this state
+    if not unchanged:  # this state may contain a device that another process has forgotten in the meantime
         drop_unneeded(store, [checkpoint])
     return unchanged
 
 
 def _is_unchanged(store: Store, row: Row) -> bool:
-    """Whether a run still has the state and the engine of this row, and no round is open."""
+    """Returns whether a run still has this row's checkpoint and engine and has no open round."""
     now = store.runs.get(row["name"]) or {}
     same = all(now.get(name) == row[name] for name in ("checkpoint", "engine"))
     return same and store.runs.open_round(row["name"]) is None
 
 
 def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) -> bool:
-    """Takes a device out of a run for good, and forgets it at once where nobody works on the run.
+    """Excludes a device from a run permanently, and forgets it immediately if no engine runs.
 
     Args:
-        store: Of the run.
-        run: The run.
-        device: Its id.
-        served: The run that a server works on at this moment, if one does.
+        store: Store that contains the run.
+        run: Name of the run.
+        device: Id of the device.
+        served: Name of the run that a server currently serves from this store, or None.
 
     Returns:
-        Whether it is done. Else the engine does it before the next round, or, where the run is over, this when it is
-        called again.
+        True if the device is forgotten. Otherwise the engine forgets it before the next round; if the run is over,
+        call this function again.
 
     Raises:
-        ConfigurationError: There is no such run or device.
+        ConfigurationError: The store has no such run, or the run has no such device.
     """
     if not store.devices.ask_to_forget(run, device):
-        raise ConfigurationError(f"run {run!r} has no device {device!r}; `fleetdistill devices` lists them")
+        raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
     if device not in store.devices.to_forget(run):
         return True
-    row = store.runs.get(run)  # only now: an engine ends a run only while nobody is to be forgotten
+    row = store.runs.get(run)  # read after the request: an engine does not end a run while requests are pending
     assert row is not None
     over = row["status"] in AT_REST
     if (served == run and not over) or row["checkpoint"] is None:
         return False
     end_open_round(store, row)
     done = forget_asked(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
-    return done or device not in store.devices.to_forget(run)  # another one may have done it meanwhile
+    return done or device not in store.devices.to_forget(run)  # another process may have done it in the meantime
 
 
 def end_open_round(store: Store, row: Row) -> None:
-    """Closes a round that nobody works on as a short one, unless an engine has started since this row was read.
+    """Closes an open round as short, unless an engine has started since `row` was read.
 
-    One that still lives, though it is not known, loses the run: it cannot go on with a round that is closed.
+    Takes over the run first, so that an engine that is still running undetected fails at its next commit.
     """
     with store.transaction():
         left = store.runs.open_round(row["name"])
         if left is not None and (store.runs.get(row["name"]) or {}).get("engine") == row["engine"]:
             store.runs.own(row["name"])
             store.runs.close_short_round(
-                row["name"], left["round"], "a device was forgotten while no server worked on it"
+                row["name"], left["round"], "a device was forgotten while no server served the run"
             )
 
 

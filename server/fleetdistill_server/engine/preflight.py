@@ -1,6 +1,6 @@
-"""What of a run.toml needs torch to be checked: the models are built and the data read, before anything is stored.
+"""Checks the parts of a run.toml that need torch: builds the models and reads the data, without storing anything.
 
-`fleetdistill serve` runs it as `python -m fleetdistill_server.engine.preflight`, so that its own process stays light.
+`fleetdistill serve` runs it as `python -m fleetdistill_server.engine.preflight`, to keep torch out of its own process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fleetdistill_server.methods.evaluation import load_evaluation
 
 @dataclass(frozen=True)
 class Built:
-    """What a run begins with.
+    """Sizes of the objects that a new run begins with.
 
     Attributes:
-        state_bytes: Of the server half's state.
-        initial_bytes: Of the weights that devices start from; 0 for none.
-        proxy_samples: Of the proxy set; 0 for none.
+        state_bytes: Size of the server half's state, in bytes.
+        initial_bytes: Size of the devices' initial weights, in bytes; 0 if the method gives none.
+        proxy_samples: Number of samples in the proxy set; 0 if the run has none.
     """
 
     state_bytes: int
@@ -36,10 +36,10 @@ class Built:
 
 
 def build(config: RunConfig) -> Built:
-    """Builds all that a run begins with, and keeps nothing of it.
+    """Builds a run's models, contract and initial state, and returns their sizes.
 
     Raises:
-        ConfigurationError: Something cannot be built or read, or does not fit the run.
+        ConfigurationError: A model cannot be built, a file cannot be read, or one of them does not fit the run.
     """
     torch.set_num_threads(config.run.threads)
     try:
@@ -59,7 +59,11 @@ def build(config: RunConfig) -> Built:
 
 
 def evaluation_samples(config: RunConfig) -> int:
-    """How many samples the global model is scored on; 0 for none. Raises ConfigurationError if they do not fit."""
+    """Returns the number of evaluation samples, or 0 if the run has none.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or its inputs do not have the contract's shape.
+    """
     file = config.evaluation.data
     if not file:
         return 0
@@ -67,13 +71,13 @@ def evaluation_samples(config: RunConfig) -> int:
     shape, expected = list(data.inputs.shape[1:]), config.contract.input_shape
     if shape != expected:
         raise ConfigurationError(
-            f"[evaluation] data: {file!r} has inputs of shape {shape}, [contract] input_shape is {expected}"
+            f"[evaluation] data: {file!r} has inputs of shape {shape}, but [contract] input_shape is {expected}"
         )
     return len(data)
 
 
 def main() -> int:
-    """Entry point of the check's process: 1, and a sentence on standard output, if the run cannot begin so."""
+    """Entry point of the preflight process; prints the error and returns 1 if the configuration cannot run."""
     try:
         config = load_run_config(Path(sys.argv[1]))
         build(config)

@@ -1,4 +1,4 @@
-"""The engine as a process of its own, with its exit statuses."""
+"""Entry point of the engine process and its exit statuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _main(given: _Arguments) -> None:
 
 
 def _load(store: Store, given: _Arguments) -> RunConfig:
-    """The run.toml. Why it cannot be read is noted for the run that is served, so that the supervisor can say it."""
+    """Loads the run.toml; records an error for the served run, so that the supervisor can report it."""
     try:
         return load_run_config(given.config)
     except ConfigurationError as error:
@@ -88,14 +88,14 @@ def _is_cancelled(store: Store, run: str) -> bool:
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:
-    """Says in the store why the engine ended, for the supervisor and whoever reads why the run was stopped."""
+    """Records in the store why the engine ended; the supervisor reports it as the run's reason."""
     with contextlib.suppress(StoreError):
         store.history.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
 
 
 def main() -> int:
-    """Entry point of the engine's process."""
-    parser = argparse.ArgumentParser(prog="fleetdistill-engine", description="The engine of one run.")
+    """Runs the engine of one run; returns the process's exit status."""
+    parser = argparse.ArgumentParser(prog="fleetdistill-engine", description="Runs the engine of one run.")
     parser.add_argument("config", type=Path)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
@@ -106,7 +106,7 @@ def main() -> int:
     given = parser.parse_args()
     configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
-    allow_open_files()  # the answers that a mean is made of are all mapped at the same time
+    allow_open_files()  # averaging maps the payloads of all answers at the same time
     begin_beats(given.store)
     try:
         asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
@@ -116,7 +116,7 @@ def main() -> int:
     except NoSpaceError as error:
         logger.warning("%s", error)
         return EXIT_NO_SPACE
-    except Exception:  # whatever it is: it belongs into the log, and the supervisor starts the engine again
+    except Exception:  # logged here; the supervisor restarts the engine
         logger.exception("the engine failed", extra=about(event=ENGINE_FAILED))
         return 1
     return 0

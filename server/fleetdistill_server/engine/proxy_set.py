@@ -1,4 +1,4 @@
-"""The proxy set as the operator registers it: [proxy] in run.toml, read, checked and made a payload."""
+"""Reads and checks the proxy set that the operator configures as [proxy] in run.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ logger = logging.getLogger("fleetdistill.server.proxy")
 
 
 def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None]:
-    """The proxy set of a run for the server half, and as the payload that devices fetch; None twice without one.
+    """Reads a run's proxy set.
+
+    Returns:
+        The proxy set as tensors for the server half and as the payload that devices fetch; None and None if the run
+        has no proxy set.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or its samples do not fit the run.
@@ -36,7 +40,7 @@ def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None
         raise ConfigurationError(f"[proxy] data: {error}") from error
     missing = sorted(set(range(classes)) - set(data.labels.tolist()))
     if missing:
-        logger.warning("proxy set %r has no sample of classes %s", proxy.name, ", ".join(map(str, missing)))
+        logger.warning("proxy set %r has no samples of classes %s", proxy.name, ", ".join(map(str, missing)))
     return data, encode({PART: proxy})
 
 
@@ -47,8 +51,8 @@ def _read(section: ProxySection) -> ProxySet:
         raise ConfigurationError(f"[proxy] data: {error}") from error
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or inputs.dtype.kind != "f":
         raise ConfigurationError(
-            f"[proxy] data: inputs are {inputs.dtype} and labels {labels.dtype} of shape {list(labels.shape)}, "
-            "expected floats [P, ...] and whole numbers [P]"
+            f"[proxy] data: inputs are {inputs.dtype} and labels are {labels.dtype} of shape {list(labels.shape)}; "
+            "expected floating-point inputs [P, ...] and integer labels [P]"
         )
     inputs, labels = np.ascontiguousarray(inputs, np.float32), labels.astype(np.int32)
     return ProxySet(name=section.name, licence=section.licence, inputs=inputs, labels=labels)

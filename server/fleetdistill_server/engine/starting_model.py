@@ -1,4 +1,4 @@
-"""`[run] start_from`: a new run begins with the model that another run of the store has reached."""
+"""Initialises a new run with the model of another run in the store (`[run] start_from`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from fleetdistill_server.store.store import Store
 
 
 def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:
-    """Gives the server half of a new run the networks of the run that [run] start_from names.
+    """Loads the networks of the run that [run] start_from names into a new run's server half.
 
     Args:
-        store: Of both runs.
-        config: Of the new run, which names another one.
-        method: Its server half; changes in place.
+        store: Store that contains both runs.
+        config: Configuration of the new run, with [run] start_from set.
+        method: Server half of the new run; changes in place.
 
     Returns:
-        What was taken from where, in a sentence.
+        A sentence that names the networks and the checkpoint that they come from.
 
     Raises:
-        ConfigurationError: There is no such run, it has no model yet, or its model is not of this run's kind.
+        ConfigurationError: The store has no run of this name, or the run has no model yet or a model that does not
+            fit this run.
     """
     name = config.run.start_from
     try:
@@ -48,13 +49,17 @@ def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:
 
 
 def check_in_store(config: RunConfig, method: ServerMethod) -> None:
-    """The same with the store as it is on the disk, before the run is in it. Raises ConfigurationError."""
+    """Checks [run] start_from against the store on disk before the new run is registered.
+
+    Raises:
+        ConfigurationError: There is no store, or its run cannot be used; see `begin_with`.
+    """
     if not config.run.start_from:
         return
     directory = Path(config.server.store)
     if not (directory / "store.sqlite").exists():
         raise ConfigurationError(
-            f"[run] start_from = {config.run.start_from!r}: there is no store in {directory} to take a run from"
+            f"[run] start_from = {config.run.start_from!r}: there is no store in {directory}; check [server] store"
         )
     store = Store.open(directory)
     try:
@@ -69,36 +74,36 @@ def _source(store: Store, config: RunConfig) -> Row:
     if row is None:
         raise ConfigurationError(no_such_run(name, store.runs.names()))
     if not row["completed_rounds"]:
-        raise ConfigurationError("it has completed no round yet")
+        raise ConfigurationError("that run has not completed a round yet")
     return row
 
 
 def _check_alike(config: RunConfig, theirs: RunConfig) -> None:
-    """A model is about inputs of one shape and about classes in one order."""
+    """Raises ConfigurationError unless both runs have the same input shape and the same classes in the same order."""
     for setting, mine, other in (
         ("input_shape", config.contract.input_shape, theirs.contract.input_shape),
         ("classes", config.contract.class_names(), theirs.contract.class_names()),
     ):
         if mine != other:
-            raise ConfigurationError(f"its [contract] {setting} is {other}, this run's is {mine}")
+            raise ConfigurationError(f"[contract] {setting} is {other} in that run and {mine} in this run")
 
 
 def _take_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs: str) -> str:
     wanted, there = method.networks(), other.networks()
     if not wanted:
-        raise ConfigurationError(f"{mine} trains no model on the server that it could begin with")
+        raise ConfigurationError(f"{mine} does not train a model on the server; remove start_from")
     first = next(iter(wanted))
     if first not in there:
-        raise ConfigurationError(f"{mine} begins with a {first}, and {theirs} has {', '.join(there) or 'none'}")
+        raise ConfigurationError(f"{mine} starts from a {first}, but {theirs} has {', '.join(there) or 'no network'}")
     both = [name for name in wanted if name in there]
     for name in both:
         try:
             wanted[name].load_state_dict(there[name].state_dict())
         except RuntimeError as error:
             ours, its = (_shapes(one[name].state_dict()) for one in (wanted, there))
-            differ = next(key for key in sorted(ours.keys() | its.keys()) if ours.get(key) != its.get(key))
-            text = f"its {name} has {differ} {its.get(differ, 'not')}, this run's has it {ours.get(differ, 'not')}"
-            raise ConfigurationError(f"{text}; name the same [model]") from error
+            key = next(key for key in sorted(ours.keys() | its.keys()) if ours.get(key) != its.get(key))
+            text = f"the shape of {key} in the {name} is {its.get(key)} in that run and {ours.get(key)} in this run"
+            raise ConfigurationError(f"{text}; use the same [model]") from error
     return " and ".join(f"the {name}" for name in both)
 
 
@@ -107,17 +112,17 @@ def _shapes(state: dict[str, object]) -> dict[str, list[int]]:
 
 
 def _initial_of(store: Store, row: Row) -> ModelParameters | None:
-    """What the devices of that run started from."""
+    """Returns the weights that a run's devices started from; None if the run's method gives none."""
     sha256 = contract_pb2.Contract.FromString(row["contract"]).initial_weights
     part = decode(store.blobs.open(sha256)).get("initial") if sha256 else None
     return part if isinstance(part, ModelParameters) else None
 
 
 def _take_initial(method: ServerMethod, initial: ModelParameters | None) -> None:
-    """For a method whose server half does not hold what devices start from."""
+    """Takes over the devices' initial weights if they are not part of the method's networks."""
     own = method.initial()
     if own is None or not method.keeps_initial:
         return
     if initial is None or Weights.of(initial).tensors != Weights.of(own).tensors:
-        raise ConfigurationError("its devices started from another model; name the same [model]")
+        raise ConfigurationError("the devices of that run started from another model; use the same [model]")
     method.given_initial = initial

@@ -1,4 +1,4 @@
-"""Whether a method's state is one that a run can go on from."""
+"""Checks whether a run can continue from a method's state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def reason_not_usable(state: Mapping[str, Any]) -> str | None:
-    """Which tensor of a state no model can compute with; None if there is none.
+    """Describes the first tensor in a state that has a non-finite value or a negative batch-norm variance.
 
-    A number that is not finite is one, and a negative variance of batch-norm, of which it takes the root.
+    Returns None if the state has no such tensor.
     """
     for name, tensor in _tensors(state, ""):
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
