@@ -68,7 +68,7 @@ def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: 
 def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path, allow=("features", "logits")) as device, pytest.raises(RefusedError) as error:
         device.run()
-    assert "feddkc sends features, logits, labels; the app keeps back labels" in str(error.value)
+    assert "feddkc sends features, logits, labels; the app does not allow labels" in str(error.value)
     assert fleet.store.asks.uploads(RUN) == []
 
 
@@ -200,7 +200,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
         device.run()
     assert events.kinds() == ["checked-in", "stopped", "ask", "scored", "answered", "delivered", "finished"]
     assert events[1].text == (
-        "the run is stopped until its operator starts it again: the engine failed 6 times; the device waits"
+        "the run is stopped until its operator restarts it: the engine failed 6 times; the device waits"
     )
 
 

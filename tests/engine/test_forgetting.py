@@ -558,7 +558,7 @@ def test_it_is_asked_no_more_within_the_round_though_it_calls_again(joined: Join
 def test_an_upload_that_ends_after_it_leaves_nothing(joined: Joined) -> None:
     payload, session = joined.begin()
     joined.forget()
-    with pytest.raises(RefusedError, match="takes no answer any more"):
+    with pytest.raises(RefusedError, match="no longer accepts answers"):
         session.finish()
     assert not joined.store.blobs.has(payload.sha256)
     assert joined.store.blobs.staging() == []
@@ -574,7 +574,7 @@ def test_for_an_upload_that_ends_too_late_nobody_is_held_up(joined: Joined, monk
     joined.forget()
     monkeypatch.setattr(joined.api.store.database, "transaction", refuse)
     monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
-    with joined.store.blobs.exclusive(), pytest.raises(RefusedError, match="takes no answer any more"):
+    with joined.store.blobs.exclusive(), pytest.raises(RefusedError, match="no longer accepts answers"):
         session.finish()
     assert joined.store.blobs.has(payload.sha256), "a sweep deletes it"
 
@@ -590,7 +590,7 @@ def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
     payload, session = joined.begin()
     joined.store.runs.close_short_round(MADE_RUN, joined.round, "too few")
     monkeypatch.setattr(retention, "needed", refuse)
-    with pytest.raises(RefusedError, match="takes no answer any more"):
+    with pytest.raises(RefusedError, match="no longer accepts answers"):
         session.finish()
     assert joined.store.blobs.has(payload.sha256)
 

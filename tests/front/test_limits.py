@@ -64,7 +64,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import LimitsSection, run_config
 from fleetdistill_server.front.streams import with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.limiter import Allowance, Limiter, Place
+from fleetdistill_server.intake.limiter import Allowance, Limiter, Reservation
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
@@ -157,7 +157,7 @@ def test_all_devices_together_have_their_uploads_of_an_hour_too() -> None:
     for who in (ONE, ONE, OTHER):
         limiter.begin_upload(who)
     refusal = too_many(limiter.begin_upload, OTHER)
-    assert "the server has begun 3 uploads within an hour" in str(refusal)
+    assert "the server has started 3 uploads within an hour" in str(refusal)
     assert after_seconds(refusal.details) == pytest.approx(1200)
     clock.now += 1200
     too_many(limiter.begin_upload, ONE)  # it still has none, and takes none from the others
@@ -174,7 +174,7 @@ def test_enrolments_are_bounded_at_once_and_in_a_minute_for_all_strangers_togeth
     second.release()
     third.release()
     refusal = too_many(limiter.begin_enrolment)
-    assert "the server has begun 3 enrolments within a minute" in str(refusal)
+    assert "the server has started 3 enrolments within a minute" in str(refusal)
     assert after_seconds(refusal.details) == pytest.approx(20)
     clock.now += 20
     limiter.begin_enrolment()
@@ -192,7 +192,7 @@ def test_without_limits_nothing_is_refused() -> None:
     limiter = Limiter(None)
     for _ in range(100):
         limiter.begin_upload(ONE)
-        assert isinstance(limiter.open_call(ONE), Place)
+        assert isinstance(limiter.open_call(ONE), Reservation)
         limiter.hold_bytes(ONE, 1 << 60)
         limiter.check_devices(ONE, 1 << 60)
         limiter.begin_enrolment()
@@ -476,7 +476,7 @@ def test_new_ids_of_a_minute_are_bounded_for_one_address_and_for_all() -> None:
     limiter.begin_device("a")
     assert after_seconds(too_many(limiter.begin_device, "a").details) == pytest.approx(30)
     limiter.begin_device("b")
-    assert "the server has begun 3" in str(too_many(limiter.begin_device, "b"))
+    assert "the server has started 3" in str(too_many(limiter.begin_device, "b"))
     clock.now += 30
     limiter.begin_device("a")
 

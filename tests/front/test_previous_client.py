@@ -123,7 +123,7 @@ def test_it_is_told_what_it_cannot_understand_more_of(previous: PreviousClient, 
     with refused() as found:
         previous.upload(given, parts, answer)
     assert (found[0].reason, found[0].status.name) == ("late", "FAILED_PRECONDITION")
-    assert "takes no answer any more (deadline passed)" in found[0].text
+    assert "no longer accepts answers (deadline passed)" in found[0].text
 
 
 def test_a_run_in_uint8_refuses_it_with_a_sentence(tmp_path: Path) -> None:

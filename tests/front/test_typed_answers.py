@@ -116,7 +116,7 @@ def test_an_answer_after_the_deadline_is_late(case: Case, moment: str) -> None:
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "late"
     assert dropped.round == case.round
-    assert "takes no answer any more (deadline passed)" in dropped.text
+    assert "no longer accepts answers (deadline passed)" in dropped.text
     assert case.uploads == []
     assert case.went_back
 
@@ -126,7 +126,7 @@ def test_an_answer_to_a_round_that_is_over_is_closed(case: Case, moment: str) ->
     case.turn(moment, lambda: case.store.runs.close_short_round(RUN, case.round, "too few devices"))
     dropped = case.events.of("dropped")
     assert dropped.values["code"] == "closed"
-    assert "takes no answer any more (round closed)" in dropped.text
+    assert "no longer accepts answers (round closed)" in dropped.text
     assert case.uploads == []
     assert case.went_back
 
@@ -321,7 +321,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         assert device.step(0) is Step.ANSWERED
         dropped = case.events.of("dropped")
         assert dropped.values["code"] == "closed"
-        assert "the answer is to another question than step 'train'" in dropped.text
+        assert "the answer belongs to another ask than step 'train'" in dropped.text
         assert case.uploads == []
         assert state_of(device) == b"0"
         assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"

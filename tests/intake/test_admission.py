@@ -46,8 +46,8 @@ def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: St
         fleet.check_in("d2", profile=make_profile(samples=1001))
     assert refused.value.code == Code.CONTRACT_MISMATCH
     assert str(refused.value) == (
-        "number of samples: the device has 1001, run 'digits' has at most 1000; raise [contract] max_samples for a new "
-        "run if devices really have so many"
+        "number of samples: the device has 1001, run 'digits' has at most 1000; if the device really has that many, "
+        "raise [contract] max_samples in a new run"
     )
     assert fleet.refused() == [("d2", Code.CONTRACT_MISMATCH)]
 
@@ -80,7 +80,7 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
     assert fleet.api.check_in(request).contract.run == RUN
     fleet.store.runs.begin("another", {})
-    with pytest.raises(RefusedError, match="name the run; the server has: digits, another") as error:
+    with pytest.raises(RefusedError, match="the server has several runs; name one of: digits, another") as error:
         fleet.api.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN
 
@@ -108,11 +108,11 @@ def test_who_names_no_run_costs_little(fleet: Fleet, monkeypatch: pytest.MonkeyP
 
 def test_a_profile_has_a_bound(fleet: Fleet) -> None:
     """It is kept for as long as the run."""
-    with pytest.raises(RefusedError, match="at most 65536 are kept") as error:
+    with pytest.raises(RefusedError, match="but at most 65536 are allowed") as error:
         fleet.check_in(profile=make_profile(model_name="x" * 70_000))
     assert error.value.code == Code.TOO_LARGE
     assert fleet.store.devices.all(RUN) == []
-    with pytest.raises(RefusedError, match="model_name has 1 entries of up to 129 characters, at most 100 of 128"):
+    with pytest.raises(RefusedError, match="model_name has 1 entries of up to 129 characters, but at most 100 of 128"):
         fleet.check_in(profile=make_profile(model_name="x" * 129))
     assert fleet.store.devices.all(RUN) == []
     fleet.check_in(profile=make_profile(model_name="x" * 128))
@@ -123,7 +123,7 @@ def test_a_name_of_the_data_has_a_bound(fleet: Fleet) -> None:
         fleet.check_in(profile=make_profile(data_version=b"v" * 33))
     assert (error.value.code, str(error.value)) == (
         Code.BAD_MESSAGE,
-        "the profile's data_version has 33 bytes, at most 32 are taken; name the data with a digest",
+        "the profile's data_version has 33 bytes, but at most 32 are allowed; use a digest of the data",
     )
     assert fleet.store.devices.all(RUN) == []
     fleet.check_in(profile=make_profile(data_version=b"v" * 32))
@@ -147,14 +147,14 @@ def test_a_server_without_runs_is_not_ready() -> None:
     api = DeviceApi(Store.in_memory())
     with pytest.raises(RefusedError) as error:
         api.check_in(service_pb2.CheckInRequest(identity=make_identity(run="")))
-    assert (error.value.code, str(error.value)) == (Code.NOT_READY, "name the run; the server has: none")
+    assert (error.value.code, str(error.value)) == (Code.NOT_READY, "the server has no run yet")
 
 
 FEATURES = contract_pb2.NamedShape
 
-FIT = "give the device a model and data that fit the run"
+FIT = "use a device model and data that fit the run"
 
-FIT_CUT = "give the device a model whose features at 'cut' have this shape"
+FIT_CUT = "use a device model whose features at 'cut' have this shape"
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"classes": 10}, f"number of classes: the device has 10, run 'digits' has 3; {FIT}"),
@@ -178,11 +178,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "extractor": (
         {"extractor_fingerprint": "a" * 64},
         "extractor: the device has aaaaaaaaaaaa, run 'digits' has eeeeeeeeeeee; "
-        "build the extractor of 'small' like the one that run.toml names as [model] extractor",
+        "give 'small' the extractor that run.toml names as [model] extractor",
     ),
     "no samples": (
         {"samples": 0},
-        "number of samples: the device has 0, run 'digits' has at least 1; give the device data to train on",
+        "number of samples: the device has 0, run 'digits' has at least 1; give the device training data",
     ),
 }
 
@@ -205,15 +205,15 @@ def test_a_device_that_does_not_fit_is_refused_with_both_sides(fleet: Fleet, nam
             {"same_architecture": True},
             {"model_fingerprint": "b" * 64},
             {"model_fingerprint": "c" * 64},
-            "model: the device has cccccccccccc, run 'digits' has bbbbbbbbbbbb; 'small' is another model than all "
-            "devices run; build the one of run.toml's [model] device",
+            "model: the device has cccccccccccc, run 'digits' has bbbbbbbbbbbb; replace 'small' by the model that "
+            "run.toml names as [model] device",
         ),
         (
             {"proxy_set": True},
             {"proxy_digest": b"\xbb" * 32},
             {},
-            "proxy set: the device has none, run 'digits' has bbbbbbbbbbbb; update the device's SDK, which fetches the "
-            "run's proxy set by itself",
+            "proxy set: the device has none, run 'digits' has bbbbbbbbbbbb; update the device's SDK, which downloads "
+            "the run's proxy set automatically",
         ),
     ],
 )
@@ -236,8 +236,8 @@ def test_a_device_that_keeps_a_needed_column_back_is_refused(fleet: Fleet) -> No
         fleet.check_in(profile=make_profile(allowed_columns=["logits", "metrics"]))
     assert error.value.code == Code.COLUMN_NOT_ALLOWED
     assert str(error.value) == (
-        "feddkc sends features, logits, labels; the app keeps back features, labels; "
-        "allow them with Device(allow=...) or take part in a run of another method"
+        "feddkc sends features, logits, labels; the app does not allow features, labels; "
+        "allow them with Device(allow=...) or join a run of another method"
     )
     assert error.value.details == {"columns": "features,labels"}
 
@@ -249,7 +249,7 @@ def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) 
         fleet.check_in("d1", secret, make_profile(model_name="stolen"))
     assert (error.value.code, str(error.value)) == (
         Code.BAD_IDENTITY,
-        "device id 'd1' belongs to another device; choose another id or restore its secret",
+        "device id 'd1' belongs to another device; choose another id or restore this device's secret",
     )
     row = fleet.store.devices.get(RUN, "d1")
     assert row is not None

@@ -65,7 +65,7 @@ def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fle
     assert response is not None
     come_back = response.come_back
     assert 0 < come_back.after_seconds < come_back.before_seconds <= 60
-    assert come_back.reason.startswith("the run is stopped until its operator starts it again: the engine failed 6")
+    assert come_back.reason.startswith("the run is stopped until its operator restarts it: the engine failed 6")
     assert len(come_back.reason) == 1000
     fleet.store.runs.end(RUN, "running", "started again")
     assert fleet.api.next_ask(identity) is None
@@ -121,7 +121,7 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     assert fleet.store.devices.present(RUN) == ["d2"]
     assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
     (event,) = fleet.store.history.events(RUN, "lease-ended")
-    assert (event["device"], event["text"]) == ("d1", "d1 was silent for 60 s")
+    assert (event["device"], event["text"]) == ("d1", "d1 made no call for 60 s")
     assert fleet.wakes > wakes
     fleet.api.sessions.end_leases()
     assert len(fleet.store.history.events(RUN)) == 1

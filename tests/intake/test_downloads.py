@@ -39,7 +39,7 @@ def test_a_payload_is_given_only_to_those_it_is_meant_for(fleet: Fleet) -> None:
         fetch(fleet, other, payload.sha256)
     assert (error.value.code, str(error.value)) == (
         Code.NOT_FOUND,
-        f"device d2: payload {payload.sha256.hex()} is not meant for it",
+        f"device d2: neither its asks nor the contract name payload {payload.sha256.hex()}",
     )
 
 
@@ -48,7 +48,7 @@ def test_one_device_s_answer_is_not_another_s_to_fetch(fleet: Fleet) -> None:
     first, second = fleet.join("d1"), fleet.join("d2")
     receipt = fleet.send(first, make_payload())
     for identity in (first, second):
-        with pytest.raises(RefusedError, match="is not meant for it"):
+        with pytest.raises(RefusedError, match="neither its asks nor the contract name payload"):
             fetch(fleet, identity, receipt.sha256)
 
 
@@ -56,7 +56,7 @@ def test_no_digest_names_no_payload(fleet: Fleet) -> None:
     """Neither in an ask without payload nor in a contract without initial weights."""
     identity = fleet.join()
     fleet.ask()
-    with pytest.raises(RefusedError, match="is not meant for it"):
+    with pytest.raises(RefusedError, match="neither its asks nor the contract name payload"):
         fetch(fleet, identity, b"")
 
 
@@ -72,7 +72,7 @@ def test_a_payload_that_went_with_its_round_is_not_found(fleet: Fleet) -> None:
         fetch(fleet, identity, payload.sha256)
     assert (error.value.code, str(error.value)) == (
         Code.NOT_FOUND,
-        f"device d1: payload {payload.sha256.hex()} is gone, the round that it belonged to is over",
+        f"device d1: payload {payload.sha256.hex()} was deleted because its round is over",
     )
 
 

@@ -379,7 +379,7 @@ def test_another_kind_in_their_place_is_refused(part: Kind, send: Send) -> None:
     payload = encode({"statistics": part})
     kind = payload.parts.parts[0].WhichOneof("kind")
     code, text = send(payload)
-    said = f"the answer has parts statistics ({kind}), asked for statistics (shared_statistics)"
+    said = f"the answer has parts statistics ({kind}), expected statistics (shared_statistics)"
     assert (code, text.partition(": ")[2]) == ("bad-message", said)
 
 

@@ -160,10 +160,10 @@ def test_hostile_statistics_are_refused_with_the_documented_code(case: str, stor
     ("rows", "sentence"),
     [
         ([[1, 0, 0], [0, -0.5, 0]], "soft predictions -0.5 below 0 at row 1 of predictions/values"),
-        ([[1, 0.5, 0]], "soft predictions sum to 1.5 at row 0 of predictions/values, at most 1.002 is possible"),
+        ([[1, 0.5, 0]], "soft predictions sum to 1.5 at row 0 of predictions/values, expected at most 1.002"),
         (
             [[1, 0, 0], [0.25, 0.25, 0]],
-            "soft predictions sum to 0.5 at row 1 of predictions/values, at least 0.998 is possible",
+            "soft predictions sum to 0.5 at row 1 of predictions/values, expected at least 0.998",
         ),
         ([[np.inf, 0, 0]], "non-finite soft predictions at row 0 of predictions/values"),
     ],

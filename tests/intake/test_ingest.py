@@ -130,7 +130,7 @@ def test_a_tensor_of_a_trillion_elements_is_refused_without_room_for_it() -> Non
     )
     assert said(disagreeing) == (
         Code.BAD_TENSOR,
-        "device d1: knowledge/features/cut has 274877906944 rows, knowledge/sample_ids has 1; they must agree",
+        "device d1: knowledge/features/cut has 274877906944 rows, but knowledge/sample_ids has 1; they must agree",
     )
     assert said(cut_short) == (Code.INCOMPLETE, f"device d1: the stream ended after 0 of {4 << 40} bytes")
     assert peak < 1 << 20
@@ -145,8 +145,7 @@ def test_a_declared_size_that_is_not_the_tensors_size_is_refused(change: int) ->
     size = payload.data_bytes
     assert said(error) == (
         Code.BAD_MESSAGE,
-        f"device d1: the header declares {size + change} data bytes, its tensors have {size}; "
-        "or its digest is not 32 bytes",
+        f"device d1: the header declares {size + change} data bytes, but its tensors have {size}",
     )
 
 
@@ -156,7 +155,7 @@ def test_a_digest_of_another_length_is_refused(sha256: bytes) -> None:
     header.sha256 = sha256
     error = refusal(make_payload(), header=header, chunks=[])
     assert error.code == Code.BAD_MESSAGE
-    assert str(error).endswith("or its digest is not 32 bytes")
+    assert str(error) == f"device d1: the header's SHA-256 has {len(sha256)} bytes, expected 32"
 
 
 # --- chunks
@@ -172,7 +171,7 @@ def test_a_chunk_with_a_wrong_checksum_is_refused_and_names_its_place() -> None:
     error = refusal(make_payload(), chunks=chunks)
     assert said(error) == (
         Code.CHECKSUM,
-        "device d1: a chunk of tensor 1 at byte 8 fails its CRC-32C; send it again",
+        "device d1: a chunk of tensor 1 at byte 8 fails its CRC-32C check; send it again",
     )
     assert error.details["tensor"] == "knowledge/features/cut"
 
@@ -189,7 +188,7 @@ def test_data_that_are_not_what_the_digest_names_are_refused() -> None:
     error = refusal(other, header=make_payload().header())
     assert said(error) == (
         Code.CHECKSUM,
-        "device d1: the SHA-256 of parts and data is not the one in the header",
+        "device d1: the SHA-256 of parts and data does not match the header",
     )
 
 
@@ -216,7 +215,7 @@ def test_an_upload_that_goes_on_after_its_end_is_refused() -> None:
     error = refusal(payload, chunks=[*_stream(payload), make_chunk(3, 16, b"more")])
     assert said(error) == (
         Code.BAD_MESSAGE,
-        "device d1: knowledge/labels was declared with 16 bytes, a chunk ends at 20",
+        "device d1: a chunk ends at byte 20, but knowledge/labels has 16 bytes",
     )
 
 
@@ -225,7 +224,7 @@ def test_a_chunk_over_the_border_of_its_tensor_is_refused() -> None:
     error = refusal(payload, chunks=[make_chunk(0, 0, data_of(payload)[:40])])
     assert said(error) == (
         Code.BAD_MESSAGE,
-        "device d1: knowledge/sample_ids was declared with 32 bytes, a chunk ends at 40",
+        "device d1: a chunk ends at byte 40, but knowledge/sample_ids has 32 bytes",
     )
 
 
@@ -241,7 +240,7 @@ def test_chunks_that_are_empty_or_too_large_are_refused(size: int) -> None:
 
 def test_a_chunk_for_a_tensor_that_does_not_exist_is_refused() -> None:
     error = refusal(make_payload(), chunks=[make_chunk(4, 0, b"data")])
-    assert said(error) == (Code.BAD_MESSAGE, "device d1: a chunk is for tensor 4, there are 4")
+    assert said(error) == (Code.BAD_MESSAGE, "device d1: a chunk names tensor 4, but the payload has 4 tensors")
 
 
 @pytest.mark.parametrize(
@@ -294,5 +293,5 @@ def test_more_staged_bytes_than_the_payload_has_are_refused() -> None:
     staging = MemoryBlobs().stage("key", payload.parts)
     staging.append(data_of(payload) + b"x")
     ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
-    with pytest.raises(RefusedError, match=f"{size + 1} bytes are staged, the payload has {size}"):
+    with pytest.raises(RefusedError, match=f"{size + 1} bytes are staged, but the payload has {size}"):
         ingest.start(staging)

@@ -64,12 +64,12 @@ BAD_TENSORS: dict[str, tuple[Payload, str, str]] = {
     ),
     "columns that disagree": (
         make_payload(labels=np.zeros(3, np.int32)),
-        "knowledge/labels has 3 rows, knowledge/sample_ids has 4; they must agree",
+        "knowledge/labels has 3 rows, but knowledge/sample_ids has 4; they must agree",
         "knowledge/labels",
     ),
     "no rows at all": (
         make_payload(0),
-        "knowledge/sample_ids has no rows, at least 1 is needed",
+        "knowledge/sample_ids has no rows, expected at least 1",
         "knowledge/sample_ids",
     ),
     "labels missing": (
@@ -136,24 +136,24 @@ def test_knowledge_about_another_proxy_set_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parts", "sentence"),
     [
-        ({}, "the answer has parts none, asked for knowledge (sample_knowledge)"),
+        ({}, "the answer has parts none, expected knowledge (sample_knowledge)"),
         (
             {"metrics": make_metrics()},
-            "the answer has parts metrics (metrics), asked for knowledge (sample_knowledge), metrics (metrics)",
+            "the answer has parts metrics (metrics), expected knowledge (sample_knowledge), metrics (metrics)",
         ),
         (
             {"knowledge": make_knowledge(), "model": k.ModelParameters(parameters={})},
             "the answer has parts knowledge (sample_knowledge), model (model_parameters), "
-            "asked for knowledge (sample_knowledge)",
+            "expected knowledge (sample_knowledge)",
         ),
         (
             {"knowledge": k.RefinedKnowledge(valid=False)},
-            "the answer has parts knowledge (refined_knowledge), asked for knowledge (sample_knowledge)",
+            "the answer has parts knowledge (refined_knowledge), expected knowledge (sample_knowledge)",
         ),
         (
             {"knowledge": make_knowledge(), "metrics": k.Plan(values={})},
             "the answer has parts knowledge (sample_knowledge), metrics (plan), "
-            "asked for knowledge (sample_knowledge), metrics (metrics)",
+            "expected knowledge (sample_knowledge), metrics (metrics)",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_device_has_no_more_rows_than_samples(samples: int) -> None:
         take_in(make_payload(), samples=samples)
         return
     error = refusal(make_payload(), samples=samples)
-    text = "device d1: knowledge/sample_ids has 4 rows, the device has declared 3 samples"
+    text = "device d1: knowledge/sample_ids has 4 rows, but the device declared 3 samples"
     assert said(error) == (Code.BAD_VALUE, text)
     assert error.details["check_in"] == "again"
 
@@ -242,7 +242,7 @@ def test_a_metric_names_a_class_once() -> None:
 def test_a_refusal_quotes_the_first_few_parts() -> None:
     parts = encode({f"{number}{'x' * 200}": k.Metrics(metrics=[]) for number in range(50)})
     text = str(refusal(parts))
-    assert "and 45 more, asked for knowledge (sample_knowledge)" in text
+    assert "and 45 more, expected knowledge (sample_knowledge)" in text
     assert len(text) < 600
     too_many = encode({str(number): k.Metrics(metrics=[]) for number in range(50)})
     for number in range(51):

@@ -115,9 +115,9 @@ def test_directions_are_refused_where_the_contract_has_none() -> None:
     ("values", "sentence"),
     [
         ([[1, 0, 0], [0, -0.5, 0]], "soft predictions -0.5 below 0 at row 1 of x/values"),
-        ([[1, 0.5, 0]], "soft predictions sum to 1.5 at row 0 of x/values, at most 1.002 is possible"),
-        ([[1, 0, 0], [0.5, 0, 0.25]], "soft predictions sum to 0.75 at row 1 of x/values, at least 0.998 is possible"),
-        ([[0, 0, 0]], "soft predictions sum to 0 at row 0 of x/values, at least 0.998 is possible"),
+        ([[1, 0.5, 0]], "soft predictions sum to 1.5 at row 0 of x/values, expected at most 1.002"),
+        ([[1, 0, 0], [0.5, 0, 0.25]], "soft predictions sum to 0.75 at row 1 of x/values, expected at least 0.998"),
+        ([[0, 0, 0]], "soft predictions sum to 0 at row 0 of x/values, expected at least 0.998"),
         ([[np.nan, 0, 0]], "non-finite soft predictions at row 0 of x/values"),
     ],
 )

@@ -70,7 +70,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
     ),
     "sample id twice": (
         {"sample_ids": i64([5, 5])},
-        "sample id 5 appears twice, again at row 1 of knowledge/sample_ids",
+        "duplicate sample id 5 at row 1 of knowledge/sample_ids",
         "knowledge/sample_ids",
         1,
     ),
@@ -88,7 +88,7 @@ def test_a_bad_value_is_refused_with_its_tensor_and_row(name: str) -> None:
 def test_the_row_of_a_doubled_id_is_where_it_appears_again() -> None:
     ids = i64([30, 20, 10, 20, 0])
     error = refusal(make_payload(5, sample_ids=ids))
-    assert str(error) == "device d1: sample id 20 appears twice, again at row 3 of knowledge/sample_ids"
+    assert str(error) == "device d1: duplicate sample id 20 at row 3 of knowledge/sample_ids"
 
 
 @given(st.data())
@@ -156,7 +156,7 @@ def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
         (
             k.WeightedPredictions(noise_seed=1, values=np.float32([[1, 0, 0], [0.5, 0.5, 0.25]])),  # type: ignore[arg-type]
             "weighted_predictions",
-            "importance-weighted predictions sum to 1.25 at row 1 of x/values, at most 1.0001 is possible",
+            "importance-weighted predictions sum to 1.25 at row 1 of x/values, expected at most 1.0001",
         ),
         (
             k.Generator(parameters=k.ModelParameters(parameters={"w": f32([np.nan])}), noise_size=3),

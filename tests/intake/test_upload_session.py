@@ -46,9 +46,9 @@ def test_of_two_streams_of_one_upload_the_newest_wins(any_fleet: Fleet) -> None:
         older.feed(chunks[3])
     assert (error.value.code, str(error.value)) == (
         Code.OUT_OF_STEP,
-        "another stream of the same upload has taken over",
+        "a newer stream of the same upload has replaced this one",
     )
-    with pytest.raises(RefusedError, match="another stream"):
+    with pytest.raises(RefusedError, match="a newer stream"):
         older.finish()
     older.abandon()  # what the front does last must not disturb the newer one
     feed(newer, chunks[3:])
@@ -164,7 +164,8 @@ def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(any_flee
         any_fleet.begin(identity, payload, first_byte=first_byte)
     assert (error.value.code, str(error.value)) == (
         Code.OUT_OF_STEP,
-        f"device d1: the upload goes on at byte {first_byte}, the server has 80; ask for its status",
+        f"device d1: the upload continues at byte {first_byte}, but the server has 80 bytes; "
+        "request the upload's status",
     )
     assert any_fleet.status(identity).next_byte == 80  # nothing was lost
     assert any_fleet.ask_state() == ("open", None)
@@ -204,7 +205,7 @@ def test_a_stream_of_another_attempt_takes_over_too(any_fleet: Fleet) -> None:
     payload = make_payload()
     older = any_fleet.begin(identity, payload)
     newer = any_fleet.begin(identity, payload, attempt=2)
-    with pytest.raises(RefusedError, match="another stream"):
+    with pytest.raises(RefusedError, match="a newer stream"):
         older.feed(in_pieces(payload, 16)[0])
     feed(newer, in_pieces(payload, 16))
     assert newer.finish().name.attempt == 2

@@ -67,7 +67,7 @@ def test_an_answer_that_nobody_asked_for_is_refused(fleet: Fleet, name: dict[str
     identity = fleet.join()
     fleet.ask()
     step, number = name.get("step_number", 1), name.get("number", 1)
-    sentence = f"device d1 was not asked step {step} of round {number}"
+    sentence = f"device d1 has no ask for step {step} of round {number}"
     for call in (lambda: fleet.begin(identity, make_payload(), **name), lambda: fleet.status(identity, **name)):
         with pytest.raises(RefusedError) as error:
             call()
@@ -95,7 +95,7 @@ def test_an_answer_to_a_closed_round_is_refused(fleet: Fleet) -> None:
         fleet.begin(identity, make_payload())
     assert (error.value.code, str(error.value)) == (
         Code.CLOSED,
-        "device d1: step 'train' of round 1 takes no answer any more (round closed)",
+        "device d1: step 'train' of round 1 no longer accepts answers (round closed)",
     )
     assert fleet.refused() == [("d1", "closed")]
 
@@ -110,7 +110,7 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
         session.finish()
     assert (error.value.code, str(error.value)) == (
         Code.LATE,
-        "device d1: step 'train' of round 1 takes no answer any more (deadline passed)",
+        "device d1: step 'train' of round 1 no longer accepts answers (deadline passed)",
     )
     assert fleet.store.asks.uploads(RUN) == []
     (row,) = fleet.store.history.traffic(RUN)
@@ -240,13 +240,13 @@ BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {
     "doubled ids": (
         make_payload(sample_ids=np.zeros(4, np.int64)),
         Code.BAD_VALUE,
-        "device d1: sample id 0 appears twice, again at row 1 of knowledge/sample_ids",
+        "device d1: duplicate sample id 0 at row 1 of knowledge/sample_ids",
     ),
     "wrong kind": (
         encode({"knowledge": SampleKnowledge(sample_ids=np.arange(4)), "more": make_metrics()}),
         Code.BAD_MESSAGE,
         "device d1: the answer has parts knowledge (sample_knowledge), more (metrics), "
-        "asked for knowledge (sample_knowledge)",
+        "expected knowledge (sample_knowledge)",
     ),
 }
 
@@ -278,7 +278,7 @@ def test_an_answer_of_no_or_absurdly_many_samples_is_refused(fleet: Fleet, sampl
         fleet.send(identity, make_payload(), samples=samples)
     assert (error.value.code, str(error.value)) == (
         Code.BAD_VALUE,
-        f"device d1: the answer is weighted with {samples} samples, must be 1 to 2**63 - 1",
+        f"device d1: the answer has a weight of {samples} samples, expected 1 to 2**63 - 1",
     )
 
 
@@ -287,7 +287,7 @@ def test_an_answer_weighs_no_more_than_the_samples_that_its_device_has_declared_
     fleet.ask()
     with pytest.raises(RefusedError) as error:
         fleet.send(identity, make_payload(), samples=21)
-    sentence = "device d1: the answer is weighted with 21 samples, the device has declared 20 samples"
+    sentence = "device d1: the answer has a weight of 21 samples, but the device declared 20 samples"
     assert (error.value.code, str(error.value)) == (Code.BAD_VALUE, sentence)
     assert error.value.details["check_in"] == "again"  # this server may be older than the device's data
     assert fleet.ask_state() == ("out", f"refused: {sentence}")
@@ -351,5 +351,5 @@ def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> Non
     fleet.store.runs.close_round(RUN, number, b"c", [accepted["id"]], {})
     assert [(row["receipt"], row["status"]) for row in fleet.store.asks.uploads(RUN)] == [(receipt.id, "used")]
     assert fleet.refused() == [("bad", "bad-value")]
-    with pytest.raises(RefusedError, match="takes no answer any more"):
+    with pytest.raises(RefusedError, match="no longer accepts answers"):
         fleet.send(silent, make_payload())

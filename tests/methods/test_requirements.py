@@ -75,15 +75,15 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
     """For each field of `Requirements` that is set, devices that do not fit it."""
     needs, model = contract.requirements, profile.model_name
     if needs.same_extractor:
-        advice = f"build the extractor of {model!r} like the one that run.toml names as [model] extractor"
+        advice = f"give {model!r} the extractor that run.toml names as [model] extractor"
         sentence = mismatch("extractor", "a" * 12, contract.extractor_fingerprint[:12], advice)
         yield "same_extractor", (changed(extractor_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
     if needs.same_architecture:
-        advice = f"{model!r} is another model than all devices run; build the one of run.toml's [model] device"
+        advice = f"replace {model!r} by the model that run.toml names as [model] device"
         sentence = mismatch("model", "a" * 12, contract.model_fingerprint[:12], advice)
         yield "same_architecture", (changed(model_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
     if needs.proxy_set:
-        advice = "update the device's SDK, which fetches the run's proxy set by itself"
+        advice = "update the device's SDK, which downloads the run's proxy set automatically"
         for has, digest in (("none", b""), ("aa" * 6, b"\xaa" * 32)):
             sentence = mismatch("proxy set", has, contract.proxy_digest.hex()[:12], advice)
             yield "proxy_set", (changed(proxy_digest=digest), Code.CONTRACT_MISMATCH, sentence)
@@ -95,19 +95,19 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
     for column in needs.columns:
         left = [one for one in profile.allowed_columns if one != column]
         sentence = (
-            f"{contract.method} sends {', '.join(needs.columns)}; the app keeps back {column}; "
-            "allow them with Device(allow=...) or take part in a run of another method"
+            f"{contract.method} sends {', '.join(needs.columns)}; the app does not allow {column}; "
+            "allow them with Device(allow=...) or join a run of another method"
         )
         yield "columns", (changed(allowed_columns=left), Code.COLUMN_NOT_ALLOWED, sentence)
 
 
 def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
     """For each term of any contract, and each feature column, devices that do not fit it."""
-    fit = "give the device a model and data that fit the run"
+    fit = "use a device model and data that fit the run"
     shape, code = list(contract.input_shape), Code.CONTRACT_MISMATCH
     yield changed(classes=3), code, mismatch("number of classes", 3, len(contract.classes), fit)
     yield changed(input_shape=[3, 2]), code, mismatch("input shape", [3, 2], shape, fit)
-    yield changed(samples=0), code, mismatch("number of samples", 0, "at least 1", "give the device data to train on")
+    yield changed(samples=0), code, mismatch("number of samples", 0, "at least 1", "give the device training data")
     other, *_ = {tensor_pb2.ELEMENT_TYPE_FLOAT16, tensor_pb2.ELEMENT_TYPE_FLOAT32} - {contract.knowledge_type}
     advice = "update the device's SDK, or choose another knowledge_type for the run"
     sentence = mismatch("element type", DTYPES[other].name, DTYPES[contract.knowledge_type].name, advice)
@@ -115,7 +115,7 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
     for column in contract.features:
         rest = [one for one in profile.features if one.name != column.name]
         wrong = contract_pb2.NamedShape(name=column.name, shape=[7, 7, 7, 7])
-        usual = f"give the device a model whose features at {column.name!r} have this shape"
+        usual = f"use a device model whose features at {column.name!r} have this shape"
         advice = next((one.text for one in contract.requirements.advice if one.column == column.name), usual)
         for has, features in (("no such cut", rest), ("[7, 7, 7, 7]", [*rest, wrong])):
             sentence = mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), advice)
@@ -189,7 +189,7 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
         prepared[1][0], DeviceApi(store), model=another_model, model_name="mine", allow=needs.columns
     ) as device:
         if needs.same_architecture or needs.same_extractor or contract.features:
-            with pytest.raises(RefusedError, match=r"the device has .*, run 'simulation' has .*; (build|give|'mine')"):
+            with pytest.raises(RefusedError, match=r"the device has .*, run 'simulation' has .*; (use|give|replace) "):
                 device.step(0.0)
             assert store.devices.all(RUN) == []
             assert len(store.history.events(RUN, "refused")) == 1
@@ -204,7 +204,7 @@ def test_an_app_that_keeps_everything_back_is_told_what_the_method_sends(name: s
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     sent = ", ".join(contract.requirements.columns)
-    sentence = rf"^{contract.method} sends {sent}; the app keeps back {sent}; allow them with Device\(allow=...\)"
+    sentence = rf"^{contract.method} sends {sent}; the app does not allow {sent}; allow them with Device\(allow=...\)"
     with an_app(prepared[1][0], DeviceApi(store), allow=()) as device, pytest.raises(RefusedError, match=sentence):
         device.step(0.0)
     store.close()

@@ -292,7 +292,7 @@ def test_a_column_in_another_encoding_than_the_run_s_is_refused() -> None:
     assert refusal(encoded(), contract=half) == (Code.BAD_TENSOR, "knowledge/features/cut is uint8, expected float16")
     bare = malformed(lambda t: (t.ClearField("channels"), setattr(t, "encoding", tensor_pb2.ENCODING_RAW)))  # type: ignore[func-returns-value]
     bare = Payload(bare.parts, slots(bare.parts), bare.source, bare.sha256)
-    assert refusal(bare) == (Code.BAD_TENSOR, "knowledge/features/cut is raw, expected the other")
+    assert refusal(bare) == (Code.BAD_TENSOR, "knowledge/features/cut is raw, expected quantised per channel")
 
 
 def test_a_device_that_knows_no_steps_is_refused_at_check_in_with_what_to_do() -> None:

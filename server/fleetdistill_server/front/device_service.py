@@ -22,7 +22,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort, ended, in_pool
 from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.limiter import Who
+from fleetdistill_server.intake.limiter import DeviceKey
 from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.states import AT_REST
@@ -60,7 +60,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         self._commits = commits
         self._limits = limits or Limits()
         # By call and not by device: a device may call again before its broken call is noticed.
-        self._waiting: dict[asyncio.Event, Who] = {}
+        self._waiting: dict[asyncio.Event, DeviceKey] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
         address = str(context.peer()).rpartition(":")[0]
@@ -91,11 +91,11 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             found = service_pb2.NextAskResponse(come_back=come_back)
         return found
 
-    def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, Who]:
+    def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
         """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
         return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 
-    async def _wait_for_work(self, who: Who, wait_seconds: float) -> None:
+    async def _wait_for_work(self, who: DeviceKey, wait_seconds: float) -> None:
         """Waits for a wake-up; who calls has shown that it is this device."""
         event = asyncio.Event()
         self._waiting[event] = who
@@ -176,7 +176,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
                 with contextlib.suppress(RuntimeError):  # at shutdown the pool is gone
                     self._pool.submit(chunks.end)
 
-    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], Who]:
+    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], DeviceKey]:
         identity = request.identity
         return self._api.downloads.open(request), (self._api.sessions.run_name(identity.run), identity.device)
 
@@ -207,7 +207,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return await ended(context, outcome())
 
     @contextlib.asynccontextmanager
-    async def _open_call(self, context: Any, who: Who) -> AsyncIterator[None]:
+    async def _open_call(self, context: Any, who: DeviceKey) -> AsyncIterator[None]:
         """Counts a call that stays open, of a device that has shown who it is, or ends it as one too many."""
         try:
             place = self._api.limiter.open_call(who)

@@ -1,1 +1,1 @@
-"""The calls of devices without a transport: check-in, asks, uploads, downloads. Imports `store` and `config`."""
+"""Implements the device API without a transport: check-in, asks, uploads, downloads. Imports `store` and `config`."""

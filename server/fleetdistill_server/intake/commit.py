@@ -1,4 +1,4 @@
-"""How writes become durable: in a transaction of their own, or with others by the front's writer thread."""
+"""Makes writes durable, each in its own transaction or in groups on the front's writer thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Commit(Protocol):
     """Runs a job in a durable transaction and returns its result."""
 
     def __call__(self, job: Callable[[Store], T], /) -> T:
-        """Returns once the job's writes are on the disk; raises what the job raises."""
+        """Runs the job and returns its result once its writes are on disk; raises what the job raises."""
 
 
 class DirectCommit:
-    """Runs a job in a transaction of its own, at once."""
+    """Runs each job immediately in its own transaction."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,7 +1,7 @@
-"""What the server says to devices, without a transport: the gRPC front and the in-memory link both stand on this.
+"""Implements the server side of the device API without a transport; the gRPC front and the in-memory link use it.
 
-It knows contracts, asks and receipts, but no method and no torch. Every call is synchronous and may run in any thread;
-writes go through `commit`, which the front replaces by its group-committing writer thread.
+It handles contracts, asks and receipts, and imports neither methods nor torch. Every call is synchronous and
+thread-safe. Writes go through `commit`, for which the front passes its group-committing writer thread.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
-# Devices of a stopped run ask again after this to twice this; sooner where a lease would end before.
 STOPPED_SECONDS = 30.0
+"""Shortest wait of a stopped run's devices before their next call; less if the lease is under four times as long."""
 _LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 
 
 class DeviceApi:
-    """Answers devices. See the module's docstring.
+    """Handles devices' calls.
 
     Args:
-        store: Read by every call.
+        store: Store that contains the runs.
         commit: Runs a job in a durable transaction and returns its result.
-        wake_engine: Called after something was committed that the engine may wait for.
-        lease_seconds: A device that is silent for longer is taken for gone.
-        compression: How chunks travel to and from devices that know it.
-        limits: What devices may ask for; None for no limits.
+        wake_engine: Called after a commit that the engine may be waiting for.
+        lease_seconds: Seconds without a call after which a device counts as gone.
+        compression: Compression of chunks to and from devices that support it.
+        limits: Limits on devices' calls; None for no limits.
 
     Attributes:
-        limiter: Counts what is under way.
-        sessions: Who calls, and who is present.
-        uploads: Answers on their way in.
-        downloads: Payloads on their way out.
+        limiter: Enforces the limits.
+        sessions: Authenticates devices and tracks their leases.
+        uploads: Receives answers.
+        downloads: Serves payloads.
     """
 
     def __init__(
@@ -75,9 +75,15 @@ class DeviceApi:
         self._sizes = FleetSizes(store)
 
     def check_in(self, request: service_pb2.CheckInRequest, address: str = "") -> service_pb2.CheckInResponse:
-        """Registers a device that fits the contract; without a profile only tells the contract.
+        """Registers a device whose profile fits the contract; without a profile, only returns the contract.
 
-        `address` is where the call comes from: new ids of one place are bounded.
+        Args:
+            request: The device's call.
+            address: Address that the call comes from; new device ids are limited per address.
+
+        Raises:
+            RefusedError: The run is unknown or not ready, the device's id or secret is wrong, the profile does not
+                fit, or a limit is reached.
         """
         run = self.sessions.run_name(request.identity.run)
         contract = self.sessions.contract(run)
@@ -89,7 +95,7 @@ class DeviceApi:
             answer.secret = b"" if request.identity.secret else secret
             secret_hash, profile = hashed(secret), request.profile.SerializeToString()
             if not self.commit(partial(self._register, run, device, secret_hash, profile)):
-                raise id_taken(device)  # another device of the same id was quicker
+                raise id_taken(device)  # another device registered the id in the meantime
             self.sessions.renew(run, device)
             self._note_large(run, device, request.profile.samples)
             logger.info("checked in", extra=about(run=run, device=device))
@@ -100,7 +106,7 @@ class DeviceApi:
         return answer
 
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
-        if store.runs.get(run) is None:  # it was deleted after this object had read its contract
+        if store.runs.get(run) is None:  # deleted after its contract was cached
             self.sessions.forget_run(run)
             self._sizes.forget(run)
             raise unknown_run(run)
@@ -120,7 +126,7 @@ class DeviceApi:
             raise
 
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
-        """The device's oldest open ask, or the end of the run for it; None when there is nothing to do."""
+        """Returns the device's oldest open ask, a wait or the run's end; None if there is nothing to do."""
         caller = self.sessions.caller(identity)
         run, device = caller["run"], caller["device"]
         row = self.store.asks.next_open(run, device)
@@ -130,25 +136,25 @@ class DeviceApi:
         if status is not None and status["status"] in OVER:
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
-            text = f"the operator took {device} out of run {run!r} and has it forgotten; the app keeps the model it has"
-            return service_pb2.NextAskResponse(finished=f"{text}, and may join under another id")
+            text = f"the operator removed {device} from run {run!r} and has it forgotten; the app keeps its model"
+            return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
         if status is not None and status["status"] == "stopped":
-            return _come_back_later(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
+            return _wait_for_restart(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
-        """Renews the lease."""
+        """Renews the device's lease."""
         run, device = self.sessions.authenticate(request.identity)
         return service_pb2.HeartbeatResponse(ask_open=self.store.asks.next_open(run, device) is not None)
 
     def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
-        """Ends the lease at the device's wish."""
+        """Ends the lease of a device that leaves the run."""
         run, device = self.sessions.authenticate(request.identity)
         self.sessions.end(run, device, "device left")
         return service_pb2.LeaveResponse()
 
     def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
-        """Closes an ask that a device cannot answer, with an event; the device stays present and is asked again."""
+        """Closes an ask that a device cannot answer and records an event; later asks still go to the device."""
         run, device = self.sessions.authenticate(request.identity)
         ask = self.store.asks.get(run, min(request.round, LARGEST_NUMBER), request.step_number, device)
         if ask is not None and ask["status"] == "open":
@@ -171,10 +177,10 @@ class DeviceApi:
         )
 
 
-def _come_back_later(reason: str, seconds: float) -> service_pb2.NextAskResponse:
-    """A stopped run goes on when the operator starts it again, so nobody is sent home."""
+def _wait_for_restart(reason: str, seconds: float) -> service_pb2.NextAskResponse:
+    """Tells devices of a stopped run to wait, because the operator may restart the run."""
     come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
-    come_back.reason = f"the run is stopped until its operator starts it again: {reason}"[:_LONGEST_SENTENCE]
+    come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_LONGEST_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
 
 

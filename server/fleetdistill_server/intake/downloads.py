@@ -1,4 +1,4 @@
-"""Payloads on their way to devices."""
+"""Serves payloads to devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleetdistill_server.store.traffic import Counted, Sending
 
 
 class Downloads:
-    """Opens payloads that an ask or the contract names."""
+    """Opens the payloads that a device's ask or its contract names."""
 
     def __init__(
         self,
@@ -31,12 +31,18 @@ class Downloads:
         self._commit = commit
         self._sessions = sessions
         self._compression = compression
-        self._damaged: set[bytes] = set()  # told already
+        self._damaged: set[bytes] = set()  # digests with a recorded event
 
     def open(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Sending]:
-        """Opens a payload that an ask or the contract names, and its chunks from the wanted byte on.
+        """Opens a payload for download.
 
-        Who takes the chunks calls `end` on them where the device stops taking them.
+        Returns:
+            The payload, and its chunks from the requested byte on. Call `end` on the chunks if the device stops
+            reading early.
+
+        Raises:
+            RefusedError: The payload is not part of the device's asks or contract, or has been deleted.
+            StoreError: The payload is damaged or cannot be read.
         """
         run, device = self._sessions.authenticate(request.identity)
         wanted = request.sha256
@@ -44,7 +50,8 @@ class Downloads:
         for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
         ask = self._store.asks.next_open(run, device) if for_all else self._store.asks.naming(run, device, wanted)
         if not wanted or not (for_all or ask):
-            raise RefusedError(Code.NOT_FOUND, f"device {device}: payload {wanted.hex()} is not meant for it")
+            text = f"device {device}: neither its asks nor the contract name payload {wanted.hex()}"
+            raise RefusedError(Code.NOT_FOUND, text)
         try:
             payload = self._store.blobs.open(wanted)
         except StoreError as error:
@@ -52,13 +59,13 @@ class Downloads:
                 if isinstance(error, DamagedError):
                     self._note_damage(run, ask, error)
                 raise
-            text = f"device {device}: payload {wanted.hex()} is gone, the round that it belonged to is over"
+            text = f"device {device}: payload {wanted.hex()} was deleted because its round is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
         header_bytes = payload.header().ByteSize()
         number = ask["round"] if ask else 0
 
         def count(sent: Counted) -> None:
-            with contextlib.suppress(StoreError):  # a download is worth more than its count
+            with contextlib.suppress(StoreError):  # a failed count must not fail the download
                 self._commit(lambda store: store.history.add_traffic(run, number, device, "down", sent, header_bytes))
 
         packed = choose(self._compression, request.compressions)
@@ -66,8 +73,8 @@ class Downloads:
         return payload, Sending(chunks, payload.slots, count)
 
     def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
-        """Says once that what devices are to fetch is lost; the engine makes it again where it can."""
+        """Records an event, once per payload; the engine makes the payload again if it can."""
         if damage.sha256 not in self._damaged:
             self._damaged.add(damage.sha256)
-            text, number = f"what devices are to fetch is lost on the server. {damage}", ask["round"] if ask else 0
+            text, number = f"a payload for devices was lost on the server. {damage}", ask["round"] if ask else 0
             self._commit(lambda store: store.history.add_event(run, "quarantined", text, number=number))

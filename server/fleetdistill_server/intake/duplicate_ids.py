@@ -1,4 +1,4 @@
-"""Finding a number that repeats in a column that is too long for memory: the column is read again and again instead."""
+"""Finds duplicates in a column that does not fit in memory, by reading the column repeatedly."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 ROOM = 1 << 20
-"""Numbers that are compared with each other in one reading."""
+"""Default number of values that one reading holds in memory."""
 _MOST_READINGS = 64
 Read = Callable[[], Iterator[np.ndarray]]
 
 
 def first_repeat(read: Read, count: int, room: int = ROOM) -> tuple[int, int] | None:
-    """The smallest number that repeats, with the row where it stands for the second time; None where all differ.
+    """Returns the smallest duplicated value and the row of its second occurrence; None if all values differ.
 
-    Numbers that only rise are read once. Others are read once for each `room` of them, the smallest first, and at most
-    about 64 times: of more than 64 * `room` numbers a 64th is held instead. In memory is twice what is held, and a few
-    pieces: with `ROOM` 16 MiB for up to 512 MiB of numbers, and above that a 32nd of them.
+    A strictly increasing column is read once. Any other column is read once per `room` values, smallest values first,
+    but at most about 64 times: longer columns hold a 64th of their values per reading. Memory use is twice the values
+    held: 16 MiB with the default `room` for columns up to 512 MiB, and 1/32 of the column above that.
 
     Args:
-        read: Gives the column of int64 anew, in pieces that are not empty.
-        count: Its length.
-        room: At least 2.
+        read: Returns the int64 column from its start, as an iterator over non-empty pieces.
+        count: Length of the column.
+        room: Number of values to hold per reading, at least 2.
     """
-    if _rises(read):
+    if _is_increasing(read):
         return None
     value = _smallest_repeat(read, max(room, -(-count // _MOST_READINGS)))
     return None if value is None else (value, _second_row(read, value))
 
 
-def _rises(read: Read) -> bool:
+def _is_increasing(read: Read) -> bool:
     last = None
     for piece in read():
         if (last is not None and piece[0] <= last) or not (piece[1:] > piece[:-1]).all():
@@ -43,16 +43,16 @@ def _smallest_repeat(read: Read, room: int) -> int | None:
     low, buffer = None, np.empty(2 * room, np.int64)
     while True:
         held, is_all = _smallest(read, low, buffer)
-        again = np.flatnonzero(held[1:] == held[:-1])
-        if len(again):
-            return int(held[again[0]])
+        repeated = np.flatnonzero(held[1:] == held[:-1])
+        if len(repeated):
+            return int(held[repeated[0]])
         if is_all:
             return None
-        low = held[-1]  # once more: what is equal to it may not have been held
+        low = held[-1]  # included again, because equal values may not have fitted
 
 
 def _smallest(read: Read, low: np.int64 | None, buffer: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The smallest numbers from `low` on, half a buffer of them, in order, and whether that is all."""
+    """Returns up to half a buffer of the smallest values from `low` on, sorted, and whether no larger values remain."""
     room, used, high = len(buffer) // 2, 0, None
     for piece in read():
         wanted = piece if low is None else piece[piece >= low]
@@ -76,4 +76,4 @@ def _second_row(read: Read, value: int) -> int:
         if len(rows) > 1:
             return rows[1]
         first += len(piece)
-    raise AssertionError(f"{value} repeats no more")
+    raise AssertionError(f"{value} is no longer duplicated; the column changed between readings")

@@ -1,8 +1,8 @@
-"""Checks of everything that a device sends, before it is kept: both links go through here.
+"""Checks everything that a device uploads before the store keeps it, for both links.
 
-The header is held against the contract and the ask before a byte of data is taken; then every chunk against its
-checksum and every value against its rule, while it streams by; at the end ids must be unique and the SHA-256 must
-match. A bad upload is refused whole, with a code and a sentence that names device, tensor and row.
+The header is checked against the contract and the ask before any data is accepted. Each chunk is then checked against
+its checksum and each value against its rule as it streams in. At the end, ids must be unique and the SHA-256 must
+match. An invalid upload is rejected as a whole, with a code and a message that names device, tensor and row.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from fleetdistill_server.intake.ingest_rules import check_data, rules_of
 from fleetdistill_server.store.blobs import Staging
 
 TENSOR = "tensor"
-"""Marks, in what an ask expects, the path of a column; everything else there is a part and its kind."""
+"""Kind that marks an entry of an ask's `expects` as the path of a column; all other entries name parts."""
 
 _MOST_QUOTED = 5
 
 
 class Ingest:
-    """Takes one payload in, chunk by chunk, into a staging area.
+    """Receives one payload chunk by chunk into a staging area and checks it.
 
     Args:
-        device: Who sends, for messages.
-        header: What the payload claims to be.
-        contract: What it must fit.
-        expects: Part name to kind name, what the ask wants; a part "metrics" may always come along. An ask that wants
-            only some of the contract's feature columns names these too, as `PART/features/COLUMN` to "tensor".
-        samples: How many the device has declared to have; None where it has declared nothing.
+        device: Id of the sending device, for error messages.
+        header: The payload's header.
+        contract: The run's contract, which the payload must fit.
+        expects: Maps the names of the expected parts to their kinds; a part "metrics" is always allowed. If only some
+            of the contract's feature columns are expected, `PART/features/COLUMN` maps to "tensor" for each of them.
+        samples: Number of samples that the device declared; None if it declared none.
+
+    Raises:
+        RefusedError: The header does not fit the contract or the ask.
     """
 
     def __init__(
@@ -75,9 +78,12 @@ class Ingest:
         self._carry = b""
 
     def start(self, staging: Staging, earlier: Ingest | None = None) -> int:
-        """Goes on in a staging area; returns the first byte that is missing.
+        """Continues in a staging area; returns the offset of the first missing byte.
 
-        What it holds is read and checked again, unless `earlier` has checked just that of the same payload.
+        Staged bytes are read and checked again unless `earlier` has checked the same bytes of the same payload.
+
+        Raises:
+            RefusedError: The staged bytes are damaged or longer than the payload.
         """
         self._staging = staging
         held = staging.length
@@ -86,28 +92,27 @@ class Ingest:
             self._position, self._examined = earlier._position, held
             return held
         if held > self._total:
-            raise self._refuse(Code.BAD_MESSAGE, f"{held} bytes are staged, the payload has {self._total}")
+            raise self._refuse(Code.BAD_MESSAGE, f"{held} bytes are staged, but the payload has {self._total}")
         try:
             for slot in self.slots:
                 for piece in wire.pieces(staging, min(slot.start, held), min(slot.stop, held)):
                     self._examine(piece)
-        except RefusedError as refusal:  # it was checked when it came, so it is our disk that has changed it
-            raise self._refuse(
-                Code.CHECKSUM, f"what is staged of the upload is damaged ({refusal}); send it again"
-            ) from refusal
+        except RefusedError as refusal:  # these bytes passed the checks on arrival, so the disk has changed them
+            text = f"the staged part of the upload is damaged ({refusal}); send the upload again"
+            raise self._refuse(Code.CHECKSUM, text) from refusal
         return held
 
     def feed(self, chunk: wire.AnyChunk) -> int:
-        """Takes the next chunk; returns how many bytes it had as it travelled.
+        """Checks and stages the next chunk; returns its size on the wire, in bytes.
 
         Raises:
-            RefusedError: Checksum, order, size or a value is wrong.
+            RefusedError: The checksum, order, size or a value is wrong.
             StoreError: The disk is full.
         """
         assert self._staging is not None
-        sent = chunk.data  # each reading of the field copies it
+        sent = chunk.data  # read once, because each access copies the field
         if google_crc32c.value(sent) != chunk.crc32c:
-            text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C; send it again"
+            text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C check; send it again"
             raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
         data = self._unpacked(chunk, sent)
         self._check_place(chunk, len(data))
@@ -116,17 +121,17 @@ class Ingest:
         return len(sent)
 
     def finish(self) -> None:
-        """Checks the whole once every byte is there.
+        """Runs the checks that need the whole payload.
 
         Raises:
-            RefusedError: Bytes are missing, ids repeat, or the SHA-256 differs.
+            RefusedError: Bytes are missing, ids are not unique, the SHA-256 differs, or tensors do not fit each other.
         """
         assert self._staging is not None
         if self._staging.length != self._total:
             have = self._staging.length
             raise self._refuse(Code.INCOMPLETE, f"the stream ended after {have} of {self._total} bytes")
         if self._hash.digest() != self.header.sha256:
-            raise self._refuse(Code.CHECKSUM, "the SHA-256 of parts and data is not the one in the header")
+            raise self._refuse(Code.CHECKSUM, "the SHA-256 of parts and data does not match the header")
         for slot in self.slots:
             if self._rules[slot.path].unique:
                 self._check_unique(slot, self._staging)
@@ -155,7 +160,7 @@ class Ingest:
         if "metrics" in given:
             wanted.setdefault("metrics", "metrics")
         if given != wanted:
-            raise self._refuse(Code.BAD_MESSAGE, f"the answer has parts {_words(given)}, asked for {_words(wanted)}")
+            raise self._refuse(Code.BAD_MESSAGE, f"the answer has parts {_listed(given)}, expected {_listed(wanted)}")
 
     def _check_slot(self, slot: Slot) -> None:
         rule = self._rules.get(slot.path)
@@ -165,8 +170,9 @@ class Ingest:
             expected = " or ".join(dtype.name for dtype in rule.types)
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
         if rule.in_steps != (slot.channels is not None):
-            text = f"{slot.path} is {'raw' if rule.in_steps else 'in channel steps'}, expected the other"
-            raise self._refuse(Code.BAD_TENSOR, text, slot)
+            forms = ("raw", "quantised per channel")
+            found, expected = forms if rule.in_steps else forms[::-1]
+            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {found}, expected {expected}", slot)
         if rule.shape is not None and not _fits(slot.shape, rule.shape):
             text = f"{slot.path} has shape {list(slot.shape)}, expected {_shape_text(rule.shape)}"
             raise self._refuse(Code.BAD_TENSOR, text, slot)
@@ -178,18 +184,18 @@ class Ingest:
             if shape is None or shape[:1] != (ROWS,):
                 continue
             if slot.shape[0] == 0:
-                raise self._refuse(Code.BAD_TENSOR, f"{slot.path} has no rows, at least 1 is needed", slot)
+                raise self._refuse(Code.BAD_TENSOR, f"{slot.path} has no rows, expected at least 1", slot)
             self._check_own_rows(slot)
             first = rows.setdefault(slot.path.split("/")[0], slot)
             if slot.shape[0] != first.shape[0]:
-                text = f"{slot.path} has {slot.shape[0]} rows, {first.path} has {first.shape[0]}; they must agree"
+                text = f"{slot.path} has {slot.shape[0]} rows, but {first.path} has {first.shape[0]}; they must agree"
                 raise self._refuse(Code.BAD_TENSOR, text, slot)
 
     def _check_own_rows(self, slot: Slot) -> None:
-        """A device has a row for each of its samples at most, and no more samples than it has declared."""
+        """Checks that a tensor of samples has at most as many rows as the device declared samples."""
         if KINDS[slot.kind].rows_are_samples and self._samples is not None and slot.shape[0] > self._samples:
-            text = f"{slot.path} has {slot.shape[0]} rows, the device has declared {self._samples} samples"
-            # One that was honest has data of after the backup that this server was restored from.
+            text = f"{slot.path} has {slot.shape[0]} rows, but the device declared {self._samples} samples"
+            # If this server was restored from a backup, the device's declaration may be newer: it checks in again.
             raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
 
     def _unpacked(self, chunk: wire.AnyChunk, sent: bytes) -> bytes:
@@ -203,17 +209,18 @@ class Ingest:
         if not 1 <= size <= wire.CHUNK_BYTES:
             raise self._refuse(Code.BAD_MESSAGE, f"a chunk has {size} bytes, must be 1 to {wire.CHUNK_BYTES}")
         if chunk.tensor >= len(self.slots):
-            raise self._refuse(Code.BAD_MESSAGE, f"a chunk is for tensor {chunk.tensor}, there are {len(self.slots)}")
+            text = f"a chunk names tensor {chunk.tensor}, but the payload has {len(self.slots)} tensors"
+            raise self._refuse(Code.BAD_MESSAGE, text)
         slot = self.slots[chunk.tensor]
         if chunk.offset + size > slot.nbytes:
-            text = f"{slot.path} was declared with {slot.nbytes} bytes, a chunk ends at {chunk.offset + size}"
+            text = f"a chunk ends at byte {chunk.offset + size}, but {slot.path} has {slot.nbytes} bytes"
             raise self._refuse(Code.BAD_MESSAGE, text, slot)
         if slot.start + chunk.offset != self._staging.length:
             text = f"a chunk starts at byte {slot.start + chunk.offset}, expected {self._staging.length}"
             raise self._refuse(Code.OUT_OF_STEP, text, slot)
 
     def _examine(self, data: bytes) -> None:
-        """Hashes bytes in order and checks each whole element; a split element waits in `_carry`."""
+        """Hashes bytes in order and checks each complete element; `_carry` holds the start of an incomplete one."""
         self._hash.update(data)
         self._examined += len(data)
         while self._examined_to(self._number) and self._number + 1 < len(self.slots):
@@ -260,7 +267,7 @@ class Ingest:
         found = first_repeat(read, math.prod(slot.shape))
         if found is not None:
             value, row = found
-            text = f"{self._rules[slot.path].what} {value} appears twice, again at row {row} of {slot.path}"
+            text = f"duplicate {self._rules[slot.path].what} {value} at row {row} of {slot.path}"
             raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 
     def _check_row_sums(self, slot: Slot, staging: Staging) -> None:
@@ -268,7 +275,7 @@ class Ingest:
         assert rule.row_sums is not None
         least, most = rule.row_sums
         row_bytes = slot.nbytes // slot.shape[0]
-        rows = max(wire.CHUNK_BYTES // row_bytes, 1)  # read at once
+        rows = max(wire.CHUNK_BYTES // row_bytes, 1)  # rows per read
         for first in range(0, slot.shape[0], rows):
             start = slot.start + first * row_bytes
             data = staging.read(start, min(rows * row_bytes, slot.stop - start))
@@ -277,7 +284,7 @@ class Ingest:
             if bad.any():
                 at = int(bad.argmax())
                 text = f"{rule.what} sum to {sums[at]:g} at row {first + at} of {slot.path}"
-                text += f", at most {most:g} is possible" if sums[at] > most else f", at least {least:g} is possible"
+                text += f", expected at most {most:g}" if sums[at] > most else f", expected at least {least:g}"
                 raise self._refuse(Code.BAD_VALUE, text, slot, row=str(first + at))
 
     def _refuse(self, code: Code, text: str, slot: Slot | None = None, **details: str) -> RefusedError:
@@ -297,20 +304,22 @@ def _check_size(header: knowledge_pb2.PayloadHeader, slots: tuple[Slot, ...], li
     size = slots[-1].stop if slots else 0
     if size > limit:
         raise RefusedError(Code.TOO_LARGE, str(PayloadTooLargeError(size, limit)))
-    if header.data_bytes != size or len(header.sha256) != 32:
-        text = f"the header declares {header.data_bytes} data bytes, its tensors have {size}"
-        raise RefusedError(Code.BAD_MESSAGE, f"{text}; or its digest is not 32 bytes")
+    if header.data_bytes != size:
+        text = f"the header declares {header.data_bytes} data bytes, but its tensors have {size}"
+        raise RefusedError(Code.BAD_MESSAGE, text)
+    if len(header.sha256) != 32:
+        raise RefusedError(Code.BAD_MESSAGE, f"the header's SHA-256 has {len(header.sha256)} bytes, expected 32")
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """In one pass fewer than `_non_finite`, which says where."""
+    """Returns whether all values are finite, in one pass fewer than `_non_finite`, which locates the others."""
     return not _non_finite(values).any() if values.dtype == np.float16 else bool(np.isfinite(values).all())
 
 
 def _non_finite(values: np.ndarray) -> np.ndarray:
     if values.dtype != np.float16:
         return np.asarray(~np.isfinite(values))
-    # All exponent bits set is NaN or infinity; ten times as fast as numpy's test of float16.
+    # A float16 with all exponent bits set is NaN or infinite; ten times as fast as numpy.isfinite on float16.
     return np.asarray((values.view(np.uint16) & 0x7C00) == 0x7C00)
 
 
@@ -322,7 +331,7 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join("N" if size == ROWS else str(size) for size in shape) + "]"
 
 
-def _words(parts: Mapping[str, str | None]) -> str:
-    """The first few parts, with as much of their names as tells them apart."""
+def _listed(parts: Mapping[str, str | None]) -> str:
+    """Lists the first parts and their kinds, with names cut to 64 characters."""
     listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MOST_QUOTED]) or "none"
     return listed if len(parts) <= _MOST_QUOTED else f"{listed} and {len(parts) - _MOST_QUOTED} more"

@@ -1,4 +1,4 @@
-"""What the tensors of an upload must be: the schema of each part's kind, with the numbers that the contract has."""
+"""Derives the rules for an upload's tensors from the schemas of its parts' kinds and the contract."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
 
-from fleetdistill import knowledge  # which makes the kinds known  # noqa: F401
+from fleetdistill import knowledge  # registers the kinds  # noqa: F401
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.kind import Array, kind_of
 from fleetdistill.wire.payload import DTYPES, Slot
@@ -18,15 +18,15 @@ from fleetdistill_server.store.blobs import Staging
 def rules_of(
     part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str] = ()
 ) -> dict[str, TensorSchema]:
-    """What each tensor of a part must be, by path; a required tensor that is missing is refused here.
+    """Returns the schema of each tensor of a part by path.
 
     Args:
-        part: What was sent.
-        contract: What it must fit.
-        wanted: Paths of the feature columns that the ask wants; empty for all of the contract's.
+        part: The uploaded part.
+        contract: The run's contract.
+        wanted: Paths of the feature columns that the ask expects; empty for all columns of the contract.
 
     Raises:
-        RefusedError: A tensor that the contract requires is missing, or a field that is no tensor does not fit.
+        RefusedError: A tensor that the contract requires is missing, or another field does not fit.
     """
     kind = kind_of(part)
     tensors = on_the_wire(kind, kind.expected(part, contract, wanted), DTYPES[contract.knowledge_type])
@@ -40,14 +40,14 @@ def check_data(
     staging: Staging,
     samples: int | None,
 ) -> None:
-    """Checks of a whole part what takes several tensors to see.
+    """Runs the checks of a part that involve several tensors.
 
     Args:
-        part: What was sent.
-        contract: What it must fit.
-        slots: The tensors of the payload by path.
-        staging: Their data.
-        samples: How many the device has declared; None where it has declared nothing.
+        part: The uploaded part.
+        contract: The run's contract.
+        slots: The payload's tensors by path.
+        staging: The tensors' data.
+        samples: Number of samples that the device declared; None if it declared none.
 
     Raises:
         RefusedError: The tensors do not fit each other or the contract.
@@ -56,7 +56,7 @@ def check_data(
 
 
 class _StagedData:
-    """The arrays of one part, as `fleetdistill.wire.kind.PartData`."""
+    """Implements `fleetdistill.wire.kind.PartData` on top of staged data."""
 
     def __init__(self, part: str, slots: Mapping[str, Slot], staging: Staging) -> None:
         self._part, self._slots, self._staging = part, slots, staging
@@ -70,6 +70,6 @@ class _StagedData:
 
 
 def _row_of(slot: Slot, row: int) -> Slot:
-    """One row of a tensor, as a tensor of its own."""
+    """Returns one row of a tensor as a separate tensor."""
     size = prod(slot.shape[1:]) * slot.dtype.itemsize
     return replace(slot, shape=slot.shape[1:], start=slot.start + row * size)

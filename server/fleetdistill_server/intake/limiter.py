@@ -1,8 +1,8 @@
-"""What one device, and all devices together, may ask of the server at a time.
+"""Limits the load of one device and of all devices together.
 
-Only devices that have shown who they are count here, so nobody can use up another one's share. What others may cost is
-bounded before any of our code runs, by gRPC's own limits (`front/grpc_options.py`); the one call
-that is theirs, to enrol, has a small allowance for all of them together.
+Limits per device apply after authentication, so that no caller can use up another device's share. Calls before
+authentication are bounded by gRPC's limits (`front/grpc_options.py`); enrolment and check-ins of new devices have
+shared limits here.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import AFTER_SECONDS, Code
 from fleetdistill_server.config.limits import Limits
 
-Who = tuple[str, str]
-"""A device of a run: (run, device)."""
+DeviceKey = tuple[str, str]
+"""Names of a run and of a device in it."""
 
-_ALL: Who = ("", "")
+_ALL: DeviceKey = ("", "")
 _MINUTE, _HOUR = 60.0, 3600.0
-# When to come back for a place that frees itself when another call ends.
+# Seconds after which to retry when the limit frees up as soon as another call ends.
 _SOON_SECONDS = 5.0
 _MOST_KEYS = 200_000
 
 
-class Place(AbstractContextManager["Place"]):
-    """A share of a limit that is held until `release`, or the end of a block; releasing twice does nothing."""
+class Reservation(AbstractContextManager["Reservation"]):
+    """A share of a limit, held until `release` or the end of a `with` block; releasing twice has no effect."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
 
     def release(self) -> None:
-        """Gives the share back."""
+        """Returns the share to the limit."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
@@ -45,58 +45,58 @@ class Place(AbstractContextManager["Place"]):
 
 
 class Allowance:
-    """So many in a span of time, an hour if nothing else is said, for each key; all at once if need be."""
+    """A token bucket per key: `most` tokens that refill evenly over `seconds`."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, seconds: float = _HOUR) -> None:
         self._most, self._seconds, self._clock = most, seconds, clock
-        self._left: dict[Who, tuple[float, float]] = {}
+        self._left: dict[DeviceKey, tuple[float, float]] = {}
 
-    def take(self, who: Who) -> float:
-        """Takes one and returns 0, or returns the seconds after which there will be one."""
+    def take(self, key: DeviceKey) -> float:
+        """Takes a token and returns 0, or returns the seconds until one is available."""
         now = self._clock()
-        if len(self._left) > _MOST_KEYS:  # whoever has all of it again is as good as unknown
+        if len(self._left) > _MOST_KEYS:  # a full bucket is the same as none
             self._left = {one: (left, at) for one, (left, at) in self._left.items() if not self._is_full(left, at, now)}
-        left, since = self._left.get(who, (float(self._most), now))
+        left, since = self._left.get(key, (float(self._most), now))
         left = min(self._most, left + (now - since) * self._most / self._seconds)
         taken = left >= 1
-        self._left[who] = (left - taken, now)
+        self._left[key] = (left - taken, now)
         return 0.0 if taken else (1 - left) * self._seconds / self._most
 
     def _is_full(self, left: float, since: float, now: float) -> bool:
         return left + (now - since) * self._most / self._seconds >= self._most
 
-    def give_back(self, who: Who) -> None:
-        """Undoes a `take` of one that was not used."""
-        left, since = self._left[who]
-        self._left[who] = (left + 1, since)
+    def give_back(self, key: DeviceKey) -> None:
+        """Returns a token that was taken but not used."""
+        left, since = self._left[key]
+        self._left[key] = (left + 1, since)
 
 
-class _Held:
-    """How much each device holds of one thing, and all of them."""
+class _Usage:
+    """Counts a resource's use by each device and by all devices."""
 
     def __init__(self) -> None:
-        self.by: Counter[Who] = Counter()
+        self.by: Counter[DeviceKey] = Counter()
         self.all = 0
 
-    def add(self, who: Who, amount: int) -> None:
-        self.by[who] += amount
+    def add(self, key: DeviceKey, amount: int) -> None:
+        self.by[key] += amount
         self.all += amount
-        if self.by[who] <= 0:
-            del self.by[who]
+        if self.by[key] <= 0:
+            del self.by[key]
 
 
 class Limiter:
-    """Counts what is under way and refuses what goes over a limit. May be used from any thread.
+    """Enforces limits on calls, uploads, enrolments and new devices. Thread-safe.
 
     Args:
-        limits: The limits; None for no limit, as in a simulation.
-        clock: Seconds that only go forward.
+        limits: The limits; None for no limits, as in a simulation.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self._lock = threading.Lock()
-        self._calls, self._bytes, self._enrolments = _Held(), _Held(), _Held()
+        self._calls, self._bytes, self._enrolments = _Usage(), _Usage(), _Usage()
         known = limits or Limits()
         self._uploads = Allowance(known.uploads_per_hour_per_device, clock)
         self._all_uploads = Allowance(known.uploads_per_hour, clock)
@@ -104,114 +104,119 @@ class Limiter:
         self._new_devices = Allowance(known.new_devices_per_minute, clock, _MINUTE)
         self._new_of_address = Allowance(known.new_devices_per_minute_per_address, clock, _MINUTE)
 
-    def open_call(self, who: Who) -> Place:
-        """A place for a call that stays open for a while.
+    def open_call(self, key: DeviceKey) -> Reservation:
+        """Reserves a long-lived call.
 
         Raises:
-            RefusedError: `too-many`: the device, or all together, have as many open as they may.
+            RefusedError: `too-many`: the device or all devices have the maximum number of open calls.
         """
         if self.limits is None:
-            return Place(lambda: None)
+            return Reservation(lambda: None)
         with self._lock:
-            _check(self._calls.by[who] + 1, self.limits.open_calls_per_device, who, "open calls")
-            _check(self._calls.all + 1, self.limits.open_calls, who, "open calls of all devices")
-            return self._take(self._calls, who, 1)
+            _check(self._calls.by[key] + 1, self.limits.open_calls_per_device, key, "open calls")
+            _check(self._calls.all + 1, self.limits.open_calls, key, "open calls of all devices")
+            return self._take(self._calls, key, 1)
 
-    def begin_upload(self, who: Who) -> None:
-        """Counts an upload that begins.
+    def begin_upload(self, key: DeviceKey) -> None:
+        """Counts a new upload.
 
         Raises:
-            RefusedError: `too-many`: the device, or all together, have begun as many in this hour as they may.
+            RefusedError: `too-many`: the device or all devices have started the maximum number of uploads per hour.
         """
         if self.limits is None:
             return
         with self._lock:
-            # The device's own share first: who has used it up takes nothing from the others.
-            _take_one(self._uploads, who, self.limits.uploads_per_hour_per_device, "uploads within an hour")
+            # The device's own limit comes first, so that a device beyond it takes nothing from the shared limit.
+            _take_one(self._uploads, key, self.limits.uploads_per_hour_per_device, "uploads within an hour")
             try:
                 _take_one(self._all_uploads, _ALL, self.limits.uploads_per_hour, "uploads within an hour")
             except RefusedError:
-                self._uploads.give_back(who)
+                self._uploads.give_back(key)
                 raise
 
-    def begin_enrolment(self) -> Place:
-        """A place for an enrolment. Who asks for it has shown nothing yet, so all share one allowance.
+    def begin_enrolment(self) -> Reservation:
+        """Reserves an enrolment. Callers are not authenticated yet, so all of them share one limit.
 
         Raises:
-            RefusedError: `too-many`: as many are under way, or were begun in this minute, as may be.
+            RefusedError: `too-many`: the maximum number of enrolments is in progress or was started in this minute.
         """
         if self.limits is None:
-            return Place(lambda: None)
+            return Reservation(lambda: None)
         with self._lock:
-            _check(self._enrolments.all + 1, self.limits.enrolments_at_once, _ALL, "enrolments under way")
+            _check(self._enrolments.all + 1, self.limits.enrolments_at_once, _ALL, "enrolments in progress")
             _take_one(self._enrolled, _ALL, self.limits.enrolments_per_minute, "enrolments within a minute")
             return self._take(self._enrolments, _ALL, 1)
 
     def begin_device(self, address: str) -> None:
-        """Counts an id that a run does not know yet, which costs whoever calls nothing in plain text.
+        """Counts the check-in of a new device id; without TLS any caller can invent ids at no cost.
 
         Raises:
-            RefusedError: `too-many`: one address, or all together, have brought as many in this minute as they may.
+            RefusedError: `too-many`: the address or all addresses have used the maximum number of new ids per minute.
         """
         if self.limits is None:
             return
         with self._lock:
-            who = ("", address)
+            key = ("", address)
             most = self.limits.new_devices_per_minute_per_address
-            _take_one(self._new_of_address, who, most, "check-ins of new ids within a minute")
+            _take_one(self._new_of_address, key, most, "check-ins of new ids within a minute")
             try:
                 most = self.limits.new_devices_per_minute
                 _take_one(self._new_devices, _ALL, most, "check-ins of new ids within a minute")
             except RefusedError:
-                self._new_of_address.give_back(who)
+                self._new_of_address.give_back(key)
                 raise
 
-    def hold_bytes(self, who: Who, size: int) -> Place:
-        """A place for an upload of `size` bytes. One of a device, and one of all, may be of any size.
+    def hold_bytes(self, key: DeviceKey, size: int) -> Reservation:
+        """Reserves `size` bytes for an upload; a device's only upload may have any size.
 
         Raises:
-            RefusedError: `too-many`: too many bytes are under way.
+            RefusedError: `too-many`: the uploads in progress have too many bytes.
         """
         if self.limits is None:
-            return Place(lambda: None)
+            return Reservation(lambda: None)
         counted = max(size, 1)
         with self._lock:
-            if self._bytes.by[who]:
+            if self._bytes.by[key]:
                 most = self.limits.bytes_in_flight_per_device
-                _check(self._bytes.by[who] + counted, most, who, "bytes of uploads under way")
+                _check(self._bytes.by[key] + counted, most, key, "bytes of uploads in progress")
             if self._bytes.all:
                 most = self.limits.bytes_in_flight
-                _check(self._bytes.all + counted, most, who, "bytes of all devices' uploads under way")
-            return self._take(self._bytes, who, counted)
+                _check(self._bytes.all + counted, most, key, "bytes of all devices' uploads in progress")
+            return self._take(self._bytes, key, counted)
 
-    def check_devices(self, who: Who, known: int) -> None:
-        """Refuses a new device of a run that has as many as it may."""
-        if self.limits is not None:
-            _check(known + 1, self.limits.devices, who, "devices in the run beside it")
+    def check_devices(self, key: DeviceKey, known: int) -> None:
+        """Checks that a run with `known` devices may have one more.
 
-    def _take(self, held: _Held, who: Who, amount: int) -> Place:
-        held.add(who, amount)
-        return Place(lambda: self._give_back(held, who, amount))
+        Raises:
+            RefusedError: `too-many`: the run has the maximum number of devices.
+        """
+        if self.limits is not None and known >= self.limits.devices:
+            text = f"cannot join: the run has {known} devices, the limit is {self.limits.devices}"
+            raise too_many(key, text, _SOON_SECONDS)
 
-    def _give_back(self, held: _Held, who: Who, amount: int) -> None:
+    def _take(self, usage: _Usage, key: DeviceKey, amount: int) -> Reservation:
+        usage.add(key, amount)
+        return Reservation(lambda: self._give_back(usage, key, amount))
+
+    def _give_back(self, usage: _Usage, key: DeviceKey, amount: int) -> None:
         with self._lock:
-            held.add(who, -amount)
+            usage.add(key, -amount)
 
 
-def _check(wanted: int, most: int, who: Who, what: str) -> None:
+def _check(wanted: int, most: int, key: DeviceKey, what: str) -> None:
     if wanted > most:
-        raise too_many(who, f"would have {wanted} {what}, the limit is {most}", _SOON_SECONDS)
+        raise too_many(key, f"would have {wanted} {what}, the limit is {most}", _SOON_SECONDS)
 
 
-def _take_one(allowance: Allowance, who: Who, most: int, what: str) -> None:
-    wait = allowance.take(who)
+def _take_one(allowance: Allowance, key: DeviceKey, most: int, what: str) -> None:
+    wait = allowance.take(key)
     if wait:
-        raise too_many(who, f"has begun {most} {what}", wait)
+        raise too_many(key, f"has started {most} {what}", wait)
 
 
-def too_many(who: Who, what: str, after_seconds: float) -> RefusedError:
-    """The refusal of what goes over the share of a device, or of all, with the moment to come back at."""
-    details = {"device": who[1]} if who != _ALL else {}
-    name = f"device {who[1]}" if who[0] else who[1] or "the server"
-    text = f"{name} {what}; come back in {math.ceil(after_seconds)} s"
+def too_many(key: DeviceKey, what: str, after_seconds: float) -> RefusedError:
+    """Returns the error for a call beyond a limit of a device or of all devices, with the seconds until a retry."""
+    details = {"device": key[1]} if key != _ALL else {}
+    name = f"device {key[1]}" if key[0] else key[1] or "the server"
+    text = f"{name} {what}; retry in {math.ceil(after_seconds)} s"
     return RefusedError(Code.TOO_MANY, text, {**details, AFTER_SECONDS: f"{after_seconds:.3f}"})

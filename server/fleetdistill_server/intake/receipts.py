@@ -1,4 +1,4 @@
-"""What becomes of an answer: its rows, its receipt, or why it is taken no more."""
+"""Records accepted answers, and creates their receipts or the errors for asks that no longer accept answers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fleetdistill_server.store.states import DEADLINE_PASSED
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
-LARGEST_NUMBER = (1 << 63) - 1  # that SQLite can hold; the wire's uint64 goes further
+LARGEST_NUMBER = (1 << 63) - 1
+"""Largest integer that SQLite stores; the wire's uint64 allows larger ones."""
 _LONGEST_SENTENCE = 1000
 
 
 def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
-    """Takes an answer with what is counted of it; returns its receipt's row, None if the ask takes none any more."""
+    """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers."""
     payload, device = header.payload, ask["device"]
     first = store.asks.upload_of(ask["id"]) is None
-    if first and not store.blobs.has(payload.sha256):  # who deletes payloads holds the same lock as this job
-        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload has to be sent again")
+    if first and not store.blobs.has(payload.sha256):  # this transaction excludes sweeps, so it stays if it is there
+        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
     row = store.asks.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
     if row is None:
         _drop_if_to_forget(run, device, payload.sha256, store)
@@ -37,32 +38,33 @@ def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counte
 
 
 def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> None:
-    """A late answer of a device that is to be forgotten goes at once; every other one is left to a sweep.
+    """Deletes a late answer's payload immediately if its device is to be forgotten; sweeps delete all others.
 
-    Also this one is, while a backup is made: who waited here would hold up all commits.
+    Does not wait while a backup is made, which would block all commits; a sweep then deletes this payload too.
     """
     known = store.devices.get(run, device)
     if known is not None and known["forget_asked_at"] is not None:
         drop_unneeded(store, [sha256], wait_seconds=0.0)
 
 
-def other_question(ask: Row) -> RefusedError:
-    """An answer from before a backup was restored, whose round has the same number as the one played again."""
+def other_ask(ask: Row) -> RefusedError:
+    """Returns the error for an answer whose ask has another payload, which happens after a backup is restored."""
     step = f"step {ask['step']!r} of round {ask['round']}"
-    text = f"device {ask['device']}: the answer is to another question than {step}"
-    return RefusedError(Code.CLOSED, text)
+    text = f"device {ask['device']}: the answer belongs to another ask than {step}"
+    return RefusedError(Code.CLOSED, f"{text}; the server was restored from a backup")
 
 
 def closed(ask: Row | None) -> RefusedError:
-    """Why an ask takes no answer any more: its deadline has passed, or its round is over for this device."""
+    """Returns the error for an ask whose deadline has passed or whose round is over for this device."""
     if ask is None:
-        return RefusedError(Code.CLOSED, "the ask is gone")
+        return RefusedError(Code.CLOSED, "the ask no longer exists")
     why = ask["reason"] or ask["status"]
-    text = f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} takes no answer any more ({why})"
+    text = f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} no longer accepts answers ({why})"
     return RefusedError(Code.LATE if why == DEADLINE_PASSED else Code.CLOSED, text[:_LONGEST_SENTENCE])
 
 
 def receipt_of(name: service_pb2.UploadName, row: Row) -> service_pb2.Receipt:
+    """Builds the receipt message of an accepted answer."""
     return service_pb2.Receipt(
         id=row["receipt"],
         name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=row["attempt"]),

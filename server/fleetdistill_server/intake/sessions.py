@@ -1,4 +1,4 @@
-"""Who calls, and who is present: secrets, leases, and when a device last called."""
+"""Authenticates devices and tracks their leases and last calls."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
-from fleetdistill_server.intake.limiter import Limiter, Who
+from fleetdistill_server.intake.limiter import DeviceKey, Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 
 _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
-# A sweep comes every second; this process stood still, or the disk did, where none came for so long.
+# `end_leases` runs every second; after a longer gap this process or its disk was suspended.
 _PAUSE_SECONDS = 5.0
 
 
 class Sessions:
-    """Devices that have checked in, and the contracts of their runs.
+    """Authenticates devices, tracks which ones are present, and caches their runs' contracts.
 
     Args:
-        store: Read by every call.
+        store: Store that contains the runs.
         commit: Runs a job in a durable transaction.
-        wake_engine: Called after something was committed that the engine may wait for.
-        lease_seconds: A device that is silent for longer is taken for gone.
-        limiter: Bounds new devices.
-        refusals: Written down now and then.
+        wake_engine: Called after a commit that the engine may be waiting for.
+        lease_seconds: Seconds without a call after which a device counts as gone.
+        limiter: Limits the number of new devices.
+        refusals: Log of refusals, whose counts are written every few seconds.
     """
 
     def __init__(
@@ -62,21 +62,30 @@ class Sessions:
         self._paused = 0.0
 
     def forget_run(self, run: str) -> None:
-        """Forgets the contract of a run that was deleted."""
+        """Drops the cached contract of a deleted run."""
         self._contracts.pop(run, None)
 
     def run_name(self, name: str) -> str:
-        """The run that a device means; it need not name the only one. Raises RefusedError if there is not just one."""
+        """Returns the name of a device's run; an empty name selects the server's only run.
+
+        Raises:
+            RefusedError: The name is empty and the server has no run or several runs.
+        """
         if name:
             return name
         runs = self._store.runs.names()
-        if len(runs) != 1:
-            listed = ", ".join(runs) or "none"
-            raise RefusedError(Code.UNKNOWN_RUN if runs else Code.NOT_READY, f"name the run; the server has: {listed}")
+        if not runs:
+            raise RefusedError(Code.NOT_READY, "the server has no run yet")
+        if len(runs) > 1:
+            raise RefusedError(Code.UNKNOWN_RUN, f"the server has several runs; name one of: {', '.join(runs)}")
         return runs[0]
 
     def contract(self, run: str) -> contract_pb2.Contract:
-        """The run's contract. Raises RefusedError until the engine has prepared it."""
+        """Returns a run's contract.
+
+        Raises:
+            RefusedError: The run does not exist, or the engine has not published its contract yet.
+        """
         if run not in self._contracts:
             row = self._store.runs.get(run)
             if row is None:
@@ -87,7 +96,7 @@ class Sessions:
         return self._contracts[run]
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
-        """Checks who calls and renews the lease, also one that had ended; returns run and device.
+        """Authenticates a device and renews its lease, even an ended one; returns the names of run and device.
 
         Raises:
             RefusedError: The device never checked in to this run, or the secret is wrong.
@@ -96,11 +105,11 @@ class Sessions:
         return caller["run"], caller["device"]
 
     def caller(self, identity: service_pb2.Identity) -> Row:
-        """Does what `authenticate` does; returns the device's row as it was."""
+        """Authenticates a device like `authenticate`; returns the device's row from before the call."""
         run = self.run_name(identity.run)
         row = self._store.devices.get(run, identity.device)
         if row is None or not hmac.compare_digest(row["secret_hash"], hashed(identity.secret)):
-            # A server that was restored from a backup may not know a device any more, which then checks in again.
+            # A server restored from a backup may not contain the device any more; the device then checks in again.
             details = {"check_in": "again"} if row is None else None
             text = f"device {identity.device!r} is not checked in with this secret"
             raise RefusedError(Code.BAD_IDENTITY, text, details)
@@ -111,20 +120,24 @@ class Sessions:
         return row
 
     def admit(self, run: str, device: str, secret: bytes, address: str) -> bytes:
-        """The secret of a device that may check in, a new one if it has none. Raises RefusedError if it may not."""
+        """Returns the secret for a device's check-in: the given one, or a new one for a new device without a secret.
+
+        Raises:
+            RefusedError: The id is not valid, belongs to another device, or exceeds a limit on new devices.
+        """
         if not is_name(device):
             raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
         row = self._store.devices.get(run, device)
         if row is None:
-            self._check_room(run, device)
+            self._check_device_limit(run, device)
             self._limiter.begin_device(address)
             return secret or secrets.token_bytes(32)
         if not hmac.compare_digest(row["secret_hash"], hashed(secret)):
             raise id_taken(device)
         return secret
 
-    def _check_room(self, run: str, device: str) -> None:
-        """Whether a run takes one more device; counted now and then, not at every check-in."""
+    def _check_device_limit(self, run: str, device: str) -> None:
+        """Raises RefusedError if the run has the maximum number of devices; the count is at most 1 s old."""
         now = time.monotonic()
         counted, at = self._registered.get(run, (0, -math.inf))
         if now - at > _COUNT_SECONDS:
@@ -132,26 +145,26 @@ class Sessions:
         self._limiter.check_devices((run, device), counted)
 
     def renew(self, run: str, device: str) -> None:
-        """Begins a lease anew."""
+        """Renews a device's lease and notes the time of its call."""
         self._leases[run, device] = self._lease_clock() + self.lease_seconds
         self._seen[run, device] = time.time()
 
     def end(self, run: str, device: str, reason: str) -> None:
-        """Ends a device's lease."""
+        """Ends a device's lease and marks the device as gone."""
         self._leases.pop((run, device), None)
         self._commit(lambda store: store.devices.mark_gone(run, device, reason))
         self._wake_engine()
 
     def adopt_present_devices(self) -> None:
-        """Gives every device that was present before a restart a fresh lease."""
+        """Gives a new lease to every device that was present before a restart."""
         for run in self._store.runs.names():
             for device in self._store.devices.present(run):
                 self.renew(run, device)
 
     def end_leases(self) -> None:
-        """Takes devices that were silent for too long for gone, all in one transaction.
+        """Marks devices with an expired lease as gone, in one transaction; call every second.
 
-        While this process or its disk stood still, no device could be heard: such a time counts for no lease.
+        Time during which this process or its disk was suspended does not count towards leases.
         """
         self._note_seen()
         now, swept = time.monotonic(), self._swept
@@ -160,29 +173,29 @@ class Sessions:
             self._paused += max(now - swept - _PAUSE_SECONDS, 0.0)
         silent = self._silent(list(self._leases))
         if silent:
-            for who in self._silent(self._commit(partial(self._end_leases_of, silent))):
-                self._leases.pop(who, None)
+            for key in self._silent(self._commit(partial(self._end_leases_of, silent))):
+                self._leases.pop(key, None)
             self._wake_engine()
 
-    def _end_leases_of(self, devices: list[Who], store: Store) -> list[Who]:
-        text = f"was silent for {self.lease_seconds:g} s"
-        silent = self._silent(devices)  # whoever has called meanwhile is not
+    def _end_leases_of(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
+        text = f"made no call for {self.lease_seconds:g} s"
+        silent = self._silent(devices)  # excludes devices that have called in the meantime
         for run, device in silent:
             if store.devices.get(run, device) is not None:
                 store.devices.mark_gone(run, device, "lease ended")
                 store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
         return silent
 
-    def _silent(self, devices: list[Who]) -> list[Who]:
+    def _silent(self, devices: list[DeviceKey]) -> list[DeviceKey]:
         now = self._lease_clock()
-        return [who for who in devices if self._leases.get(who, math.inf) < now]
+        return [key for key in devices if self._leases.get(key, math.inf) < now]
 
     def _lease_clock(self) -> float:
-        """Seconds that do not go on while this process stands still."""
+        """Returns monotonic seconds, without those during which this process was suspended."""
         return time.monotonic() - self._paused
 
     def _note_seen(self) -> None:
-        """Writes down when devices last called; now and then, not at every call."""
+        """Records when each device last called, at most every `_NOTE_SECONDS` to limit writes."""
         if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
             seen, self._seen, self._noted = self._seen, {}, time.monotonic()
             self._commit(lambda store: store.devices.note_seen(seen))
@@ -190,14 +203,18 @@ class Sessions:
 
 
 def unknown_run(run: str) -> RefusedError:
+    """Returns the error for a run that does not exist."""
     return RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}")
 
 
 def id_taken(device: str) -> RefusedError:
+    """Returns the error for a device id that was registered with another secret."""
     return RefusedError(
-        Code.BAD_IDENTITY, f"device id {device!r} belongs to another device; choose another id or restore its secret"
+        Code.BAD_IDENTITY,
+        f"device id {device!r} belongs to another device; choose another id or restore this device's secret",
     )
 
 
 def hashed(secret: bytes) -> bytes:
+    """Returns the SHA-256 of a device's secret, which the store keeps instead of the secret."""
     return hashlib.sha256(secret).digest()

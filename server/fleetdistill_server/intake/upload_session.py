@@ -1,4 +1,4 @@
-"""One stream of one upload, from its first chunk to its receipt."""
+"""Receives one stream of an upload, from its first chunk to its receipt."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.intake")
-GOES_ON = (Code.INCOMPLETE, Code.OUT_OF_STEP)
-"""Refusals after which the next stream goes on from what is staged."""
+RESUMABLE = (Code.INCOMPLETE, Code.OUT_OF_STEP)
+"""Codes of refusals after which the next stream continues from the staged bytes."""
 
 
 @dataclass
 class Stream:
-    """One stream's claim to its ask.
+    """A stream that uploads the answer to an ask.
 
     Attributes:
-        ask: The ask that it answers.
-        key: Of the staging area.
-        lock: Held while anything of the stream is worked on.
-        places: Its shares of limits.
-        session: What takes its chunks, once its header is checked.
-        stored: Bytes that have come to rest in the store.
+        ask: The ask that the stream answers.
+        key: Key of the staging area.
+        lock: Held while a call changes the stream's state.
+        reservations: The stream's shares of limits and disk space.
+        session: Receives the chunks; None until the header is checked.
+        stored: Number of the stream's bytes that are durable in the store.
     """
 
     ask: Row
     key: str
     lock: threading.Lock = field(default_factory=threading.Lock)
-    places: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    reservations: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     session: UploadSession | RepeatedUpload | None = None
     stored: int = 0
 
 
 class RepeatedUpload:
-    """One stream of an upload whose answer is accepted already: it takes nothing and gives the same receipt."""
+    """A stream for an ask whose answer is already accepted: ignores the chunks and returns the same receipt."""
 
     held = 0
-    """Bytes of the upload that are staged."""
+    """Number of staged bytes; always 0."""
 
     def __init__(self, uploads: Uploads, stream: Stream, header: service_pb2.UploadHeader, accepted: Row) -> None:
         self._uploads = uploads
@@ -65,23 +65,26 @@ class RepeatedUpload:
         self._came = header.payload.ByteSize()
 
     def feed(self, chunk: wire.AnyChunk) -> None:
-        """Counts a chunk."""
+        """Counts a chunk's bytes and ignores its data."""
         self._came += len(chunk.data)
 
     def finish(self) -> service_pb2.Receipt:
-        """Ends the stream with the receipt of the accepted answer."""
+        """Ends the stream and returns the accepted answer's receipt."""
         self.abandon()
         return receipt_of(self._header.name, self._accepted)
 
     def abandon(self) -> None:
-        """Ends the stream; what it brought has travelled in vain."""
+        """Ends the stream and counts its bytes as refused traffic."""
         self._uploads.forget(self._stream)
         came, self._came = self._came, 0
         self._uploads.count_refused(self._stream.ask, came)
 
 
 class UploadSession:
-    """One stream of one upload. `feed` its chunks, then `finish` for the receipt; `abandon` when the stream breaks."""
+    """Receives one stream of an upload.
+
+    Call `feed` for each chunk, then `finish` for the receipt; call `abandon` if the stream breaks.
+    """
 
     def __init__(
         self,
@@ -102,31 +105,42 @@ class UploadSession:
         self._counted = Counted()
 
     def start(self, checked: Ingest | None) -> None:
-        """Goes on from what is staged; `checked` is what an earlier stream has checked of it."""
+        """Continues from the staged bytes; `checked` is an earlier stream's check of them, or None."""
         self._refusing(partial(self._start, checked))
 
     def _start(self, checked: Ingest | None) -> None:
         held = self._ingest.start(self._staging, checked)
-        # What an earlier stream brought counts as it is, whether it was packed or not.
+        # Bytes from earlier streams count with their uncompressed size.
         self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
-            text = f"device {self._stream.ask['device']}: the upload goes on at byte {self._header.first_byte}"
-            raise RefusedError(Code.OUT_OF_STEP, f"{text}, the server has {held}; ask for its status")
+            text = f"device {self._stream.ask['device']}: the upload continues at byte {self._header.first_byte}"
+            raise RefusedError(
+                Code.OUT_OF_STEP, f"{text}, but the server has {held} bytes; request the upload's status"
+            )
 
     @property
     def held(self) -> int:
-        """Bytes of the upload that are staged."""
+        """Number of staged bytes of the upload."""
         return self._staging.length
 
     def feed(self, chunk: wire.AnyChunk) -> None:
-        """Takes a chunk."""
+        """Checks and stages a chunk.
+
+        Raises:
+            RefusedError: The chunk is invalid, or a newer stream has replaced this one.
+            StoreError: The disk is full.
+        """
         with self._stream.lock:
             self._assert_open()
             sent = self._refusing(lambda: self._ingest.feed(chunk), chunk)
             self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
 
     def finish(self) -> service_pb2.Receipt:
-        """Checks the whole, makes it durable, commits, and only then gives the receipt."""
+        """Checks the whole payload, makes it durable and commits the answer; returns the receipt.
+
+        Raises:
+            RefusedError: The payload is invalid or incomplete, or the ask no longer accepts answers.
+        """
         with self._stream.lock:
             self._assert_open()
             self._refusing(self._store)
@@ -144,7 +158,7 @@ class UploadSession:
         self._stream.stored = self._header.payload.data_bytes
 
     def abandon(self) -> None:
-        """Ends the session; what was staged stays for the next one."""
+        """Ends the session and keeps the staged bytes for the next one."""
         with self._stream.lock:
             if not self._abandoned:
                 self._staging.close()
@@ -154,18 +168,18 @@ class UploadSession:
 
     def _assert_open(self) -> None:
         if self._abandoned:
-            raise RefusedError(Code.OUT_OF_STEP, "another stream of the same upload has taken over")
+            raise RefusedError(Code.OUT_OF_STEP, "a newer stream of the same upload has replaced this one")
 
     def _refusing(self, step: Callable[[], T], chunk: wire.AnyChunk | None = None) -> T:
-        """Runs a step on a chunk; whatever goes wrong ends the session.
+        """Runs a step on a chunk and ends the session on any error.
 
-        On a refusal what was staged is thrown away, where going on is useless. Otherwise it stays, for the next stream
-        to go on from, and counts with the answer that it becomes.
+        A refusal that cannot be resumed discards the staged bytes and counts them as refused traffic. After any
+        other error they stay for the next stream.
         """
         try:
             return step()
         except RefusedError as refusal:
-            keep = refusal.code in GOES_ON
+            keep = refusal.code in RESUMABLE
             came = len(chunk.data) if chunk is not None else 0
             came += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
             self._end(keep=keep)
@@ -175,7 +189,7 @@ class UploadSession:
             raise
 
     def _end(self, *, keep: bool) -> None:
-        """Lets go of what is staged, and only then of the ask: a newer stream may be waiting for both."""
+        """Releases the staging area first and then the ask, because a newer stream may be waiting for both."""
         try:
             self._staging.close() if keep else self._staging.discard()
             if keep:

@@ -1,4 +1,4 @@
-"""Answers on their way in: one stream of one upload at a time, and a receipt once it is committed."""
+"""Receives devices' answers, one stream per ask at a time, and issues receipts once answers are committed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, other_question, receipt_of, record
+from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, other_ask, receipt_of, record
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
-from fleetdistill_server.intake.upload_session import GOES_ON, RepeatedUpload, Stream, UploadSession
+from fleetdistill_server.intake.upload_session import RESUMABLE, RepeatedUpload, Stream, UploadSession
 from fleetdistill_server.store.blobs import Staging
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
-_CHECKED_BYTES = 16 << 20  # of headers of uploads that wait for their next stream
+_CHECKED_BYTES = 16 << 20  # bound on the headers of interrupted uploads whose checks are kept in memory
 
 
 class Uploads:
-    """Takes answers of devices that have shown who they are.
+    """Receives the answers of authenticated devices.
 
     Attributes:
-        space: Room on the disk for uploads; None: nothing is refused before the disk itself does.
+        space: Disk space budget for uploads; None accepts uploads until the disk is full.
     """
 
     def __init__(
@@ -57,15 +57,19 @@ class Uploads:
         self._lock = threading.Lock()
 
     def begin(self, header: service_pb2.UploadHeader) -> UploadSession | RepeatedUpload:
-        """Checks an upload's header; the session takes its chunks.
+        """Checks an upload's header and returns the session that receives the chunks.
 
-        A session of the same upload that is still open elsewhere is ended: the newest stream wins.
+        Ends any other open session for the same ask: the newest stream replaces older ones.
+
+        Raises:
+            RefusedError: The device, the ask or the header is wrong, or a limit is reached.
+            NoSpaceError: The disk has no space for the upload.
         """
         run, device = self._sessions.authenticate(header.identity)
         self._limiter.begin_upload((run, device))
         ask = self._asked(run, device, header.name)
         stream = Stream(ask, _staging_key(ask, header.name.attempt))
-        stream.places.enter_context(self._limiter.open_call((run, device)))
+        stream.reservations.enter_context(self._limiter.open_call((run, device)))
         try:
             with stream.lock:
                 self._end_older(stream)
@@ -76,12 +80,12 @@ class Uploads:
         return stream.session
 
     def _end_older(self, stream: Stream) -> None:
-        """Makes a stream the one that counts for its ask, once the older one has let go of what is staged."""
+        """Registers a stream as the current one of its ask, after ending the ask's previous stream."""
         with self._lock:
             older = self._streams.get(stream.ask["id"])
             self._streams[stream.ask["id"]] = stream
         if older is not None:
-            older.places.close()
+            older.reservations.close()
             with older.lock:
                 session = older.session
             if session is not None:
@@ -95,14 +99,14 @@ class Uploads:
             ingest, staging = self._stage(stream, run, header)
         except RefusedError as refusal:
             self.forget(stream)
-            came = 0 if refusal.code in GOES_ON else header.payload.ByteSize()
+            came = 0 if refusal.code in RESUMABLE else header.payload.ByteSize()
             raise self.refuse(run, stream.ask, refusal, came) from refusal
         session = UploadSession(self, stream, run, header, ingest, staging)
         session.start(self.take_checked(stream.key))
         return session
 
     def _stage(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
-        """Checks an upload before its first byte, and opens what is staged of it."""
+        """Checks an upload's header, reserves limits and disk space, and opens the staging area."""
         ask, device = stream.ask, stream.ask["device"]
         if ask["status"] != "open":
             raise closed(ask)
@@ -110,30 +114,30 @@ class Uploads:
         _check_weight(device, header.samples, declared)
         contract, expects = self._sessions.contract(run), json.loads(ask["expects"])
         ingest = Ingest(device, header.payload, contract, expects, declared)
-        if header.name.attempt != 1:  # so at most two are ever staged, and the usual one need not look
+        if header.name.attempt != 1:  # bounds an ask to two staged attempts; the first needs no search
             self.discard_other_attempts(ask, stream.key)
         size = header.payload.data_bytes
-        stream.places.enter_context(self._limiter.hold_bytes((run, device), size))
+        stream.reservations.enter_context(self._limiter.hold_bytes((run, device), size))
         give_back = self.reserve(run, ask, stream.key, size)
-        stream.places.callback(lambda: give_back(stream.stored))
+        stream.reservations.callback(lambda: give_back(stream.stored))
         return ingest, self._store.blobs.stage(stream.key, header.payload.parts)
 
     def _declared_samples(self, run: str, device: str) -> int | None:
-        """What the device said at its last check-in; it may have fewer by now, not more."""
+        """Returns the number of samples from the device's last check-in, an upper bound for its answers."""
         row = self._store.devices.get(run, device)
         return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
 
     def forget(self, stream: Stream) -> None:
-        """Removes a stream that has ended."""
+        """Releases the reservations of an ended stream and removes it."""
         try:
-            stream.places.close()
+            stream.reservations.close()
         finally:
             with self._lock:
                 if self._streams.get(stream.ask["id"]) is stream:
                     del self._streams[stream.ask["id"]]
 
     def status(self, request: service_pb2.UploadStatusRequest) -> service_pb2.UploadStatusResponse:
-        """Tells how far an upload has come."""
+        """Returns an upload's receipt, or the offset of its first missing byte and whether the ask is open."""
         run, device = self._sessions.authenticate(request.identity)
         ask = self._asked(run, device, request.name)
         answer = service_pb2.UploadStatusResponse(ask_open=ask["status"] == "open")
@@ -148,7 +152,7 @@ class Uploads:
         return answer
 
     def discard_other_attempts(self, ask: Row, key: str) -> None:
-        """Deletes what other attempts to answer an ask have staged: it is one answer that a device may have here."""
+        """Deletes the staged bytes of all other attempts to answer an ask."""
         for one in self._store.blobs.staging():
             if one.key.startswith(_staging_key(ask, "")) and one.key != key:
                 came = self._store.blobs.staged(one.key)
@@ -156,10 +160,13 @@ class Uploads:
                 self.count_refused(ask, came)
 
     def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[int], None]:
-        """Sets room on the disk aside for an upload; returns what gives it back, told the bytes that are at rest now.
+        """Reserves disk space for an upload.
+
+        Returns:
+            A function that releases the reservation; call it with the number of bytes that are stored.
 
         Raises:
-            NoSpaceError: There is none; the first time in a row with an event.
+            NoSpaceError: The disk has no space for the upload. Records an event for the first of several in a row.
         """
         if self.space is None:
             return lambda stored: None
@@ -174,7 +181,7 @@ class Uploads:
         return reserved.release
 
     def keep_checked(self, key: str, checked: Ingest) -> None:
-        """Remembers of a stream that has ended what was checked, so that the next one need not read it all again."""
+        """Keeps an interrupted stream's checks, so that the next stream need not read the staged bytes again."""
         with self._lock:
             self._checked.pop(key, None)
             self._checked[key] = checked
@@ -182,7 +189,7 @@ class Uploads:
                 del self._checked[next(iter(self._checked))]
 
     def take_checked(self, key: str) -> Ingest | None:
-        """What `keep_checked` remembers of an upload, once."""
+        """Removes and returns the checks that `keep_checked` stored for an upload; None if there are none."""
         with self._lock:
             return self._checked.pop(key, None)
 
@@ -190,17 +197,21 @@ class Uploads:
         number = min(name.round, LARGEST_NUMBER)
         ask = self._store.asks.get(run, number, name.step_number, device)
         if ask is None:
-            text = f"device {device} was not asked step {name.step_number} of round {name.round}"
+            text = f"device {device} has no ask for step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
-        elif name.payload and name.payload != (ask["payload"] or b""):  # not final for the ask: its own answer may come
-            refusal = other_question(ask)
+        elif name.payload and name.payload != (ask["payload"] or b""):  # the ask stays open for its own answer
+            refusal = other_ask(ask)
         else:
             return ask
         self._refusals.note(run, number, device, refusal)
         raise refusal
 
     def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
-        """Commits a payload that is durable in the blobs; the receipt exists only after the commit."""
+        """Commits an answer whose payload is durable; returns the receipt, which exists only after the commit.
+
+        Raises:
+            RefusedError: The ask no longer accepts answers.
+        """
         row = self._commit(partial(record, run, ask, header, counted))
         if row is None:
             came = header.payload.ByteSize() + counted.sent.total()
@@ -210,13 +221,16 @@ class Uploads:
         return receipt_of(header.name, row)
 
     def refuse(self, run: str, ask: Row, refusal: RefusedError, came: int = 0) -> RefusedError:
-        """Notes a refusal; a final one puts the device out for the round, so that nobody waits for it.
+        """Records a refusal; a final one also closes the ask, so that the round does not wait for the device.
 
         Args:
-            run: The run.
+            run: Name of the run.
             ask: The ask whose answer is refused.
-            refusal: Why.
-            came: Bytes that have travelled in vain.
+            refusal: The error for the device.
+            came: Number of received bytes to count as refused traffic.
+
+        Returns:
+            `refusal`, for the caller to raise.
         """
         self._refusals.note(run, ask["round"], ask["device"], refusal)
         self.count_refused(ask, came)
@@ -226,20 +240,20 @@ class Uploads:
         return refusal
 
     def count_refused(self, ask: Row, came: int) -> None:
-        """Counts bytes that came for an ask and were not taken."""
+        """Counts bytes that were received for an ask and not stored."""
         if came:
-            with contextlib.suppress(StoreError):  # what is done with them is worth more than their count
+            with contextlib.suppress(StoreError):  # a failed count must not fail the call
                 self._commit(lambda store: store.history.add_refused_traffic(ask["id"], came))
 
 
 def _check_weight(device: str, samples: int, declared: int | None) -> None:
-    text = f"device {device}: the answer is weighted with {samples} samples"
+    text = f"device {device}: the answer has a weight of {samples} samples"
     if not 1 <= samples <= LARGEST_NUMBER:
-        raise RefusedError(Code.BAD_VALUE, f"{text}, must be 1 to 2**63 - 1")
+        raise RefusedError(Code.BAD_VALUE, f"{text}, expected 1 to 2**63 - 1")
     if declared is not None and samples > declared:
-        # One that was honest has data of after the backup that this server was restored from.
+        # If this server was restored from a backup, the device's declaration may be newer: it checks in again.
         details = {"check_in": "again"}
-        raise RefusedError(Code.BAD_VALUE, f"{text}, the device has declared {declared} samples", details)
+        raise RefusedError(Code.BAD_VALUE, f"{text}, but the device declared {declared} samples", details)
 
 
 def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:

@@ -73,7 +73,7 @@ def test_a_device_without_the_cuts_is_refused_at_check_in() -> None:
     kept_back = make_profile(
         features=[contract_pb2.NamedShape(name="a", shape=(8,))], allowed_columns=["features", "logits"]
     )
-    with pytest.raises(RefusedError, match="the app keeps back labels"):
+    with pytest.raises(RefusedError, match="the app does not allow labels"):
         check_profile(contract, kept_back)
 
 
