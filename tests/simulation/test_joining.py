@@ -178,7 +178,7 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that lost its last writes with the power: the server has the receipt, the device knows nothing of it."""
-    take_step = FedDKDDevice._take_step
+    take_step = FedDKDDevice._check_step
     lost: list[int] = []
 
     def forgetful(self: FedDKDDevice, ask: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
             self.load_state_dict({"round": 0, "step": 0, "teacher_logits": None})
         take_step(self, ask)
 
-    monkeypatch.setattr(FedDKDDevice, "_take_step", forgetful)
+    monkeypatch.setattr(FedDKDDevice, "_check_step", forgetful)
     store = run_in_memory(prepare(replace(SMALL, method="feddkd", rounds=2), tmp_path / "work"))
     (event,) = store.history.events(RUN, "declined")
     assert event["round"] == 1

@@ -45,7 +45,7 @@ class FedAvgDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Local cross-entropy training from the global model."""
+        """Algorithm 1, `ClientUpdate(k, w)`: local training from the global model."""
         import torch
         from torch.nn import functional
 
@@ -53,8 +53,8 @@ class FedAvgDevice(DeviceMethod):
         from fleetdistill.training.parameters import model_parameters, take_weights
 
         local = self.local
-        take_weights(local.model, ask.part("parameters", ModelParameters))
-        self.trained = train_epochs(
+        take_weights(local.model, ask.part("parameters", ModelParameters))  # w
+        self.trained = train_epochs(  # w <- w - eta * gradient, for each epoch and mini-batch
             local.model,
             local.data,
             epochs=self.config.local_epochs,
@@ -64,7 +64,8 @@ class FedAvgDevice(DeviceMethod):
             generator=torch.Generator().manual_seed(ask.seed),
             device=local.torch_device,
         )
-        return Answer(parts={"parameters": model_parameters(local.model)}, samples=len(local.data))
+        sent = model_parameters(local.model)  # return w
+        return Answer(parts={"parameters": sent}, samples=len(local.data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:

@@ -536,7 +536,8 @@ def test_own_and_proxy_rows_go_through_the_model_together_or_one_after_the_other
     for joint in (True, False):
         device, sizes = make_device(rows=20, knowledge=knowledge, joint_pass=joint, batch_size=10), list[int]()
         device.local.model.stages[0].register_forward_pre_hook(lambda _, x, sizes=sizes: sizes.append(len(x[0])))  # type: ignore[index, union-attr]
-        device._train(device._term(made_up(columns="logits embeddings" if knowledge != "full" else "logits")), 1)
+        received = made_up(columns="logits embeddings" if knowledge != "full" else "logits")
+        device.train_towards(device.regulariser(received), 1)
         assert set(sizes) == ({10 + PROXY} if joint else {10, PROXY})
         trained[joint] = torch.nn.utils.parameters_to_vector(device.local.model.parameters()).detach()
     assert_close(trained[True], trained[False])

@@ -367,6 +367,7 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     ids = np.array([3, 99, 1])  # 99 is not known here; 0, 2 and 4 have no teacher
     values = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9]], np.float32)
     teacher = device.teacher(RefinedKnowledge(valid=True, sample_ids=ids, values=values))
+    assert teacher is not None
     assert teacher.valid.tolist() == [False, True, False, True, False]
     assert teacher.probs[3].argmax() == 0
     assert teacher.probs[1].argmax() == 2

@@ -18,7 +18,7 @@ from fleetdistill.errors import WireError
 from fleetdistill.knowledge import Array, ProxyKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.cdkt.config import CDKTConfig
-from fleetdistill.methods.cdkt.transfer import Knowledge, proxy_batches, with_labels
+from fleetdistill.methods.cdkt.transfer import Distance, Knowledge, proxy_batches, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TensorData, extract, train_steps
@@ -39,12 +39,15 @@ class CDKTDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Eq. (8) over the local epochs, then one pass over the proxy set in eval mode."""
-        self._train(self._term(ask.part("knowledge", ProxyKnowledge)), ask.seed)
-        return Answer(parts={"knowledge": self._knowledge()}, samples=len(self.local.data))
+        """Algorithm 1, the device's lines of a round."""
+        received = ask.part("knowledge", ProxyKnowledge)  # message 1: z_s and h_s
+        term = self.regulariser(received) if self.config.exchange else self._control()  # alpha * R_n
+        self.train_towards(term, ask.seed)  # eqs. (4) and (8)
+        sent = self._knowledge()  # message 2: z_n and h_n
+        return Answer(parts={"knowledge": sent}, samples=len(self.local.data))
 
-    def _train(self, term: Term | None, seed: int) -> None:
-        """Eq. (4): each private mini-batch with the next proxy mini-batch, both in one pass of the model."""
+    def train_towards(self, term: Term | None, seed: int) -> None:
+        """Eqs. (4) and (8): each private mini-batch with the next proxy mini-batch; None for cross-entropy alone."""
         self.trained = train_steps(
             self.local.model,
             len(self.local.data),
@@ -72,12 +75,12 @@ class CDKTDevice(DeviceMethod):
                 yield functional.cross_entropy(self.local.model(inputs[rows_b]), labels[rows_b])
                 return
             proxy_b = next(batches).to(where)
-            own, logits, embeddings = self._say(inputs[rows_b], shared[proxy_b])
+            own, logits, embeddings = self._forward(inputs[rows_b], shared[proxy_b])
             yield functional.cross_entropy(own, labels[rows_b]) + term(logits, embeddings, proxy_b)
 
         return losses
 
-    def _say(self, own_x: Tensor, proxy_x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, own_x: Tensor, proxy_x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logits for both mini-batches, and embeddings for the proxy's where a term needs them."""
         model, first = self.local.model, len(own_x)
         own = None if self.config.joint_pass else model(own_x)
@@ -87,42 +90,53 @@ class CDKTDevice(DeviceMethod):
             return own, logits, embeddings
         return logits[:first], logits[first:], None if embeddings is None else embeddings[first:]
 
-    def _term(self, sent: ProxyKnowledge) -> Term | None:
-        """alpha * R_n of eq. (8); the control's cross-entropy on the proxy labels; None: local training alone."""
-        labels = self._proxy.labels.to(self.local.torch_device)
-        if not self.config.exchange:
-            weight = self.config.control_weight
-            return lambda logits_bc, embeddings_bf, proxy_b: (
-                weight * functional.cross_entropy(logits_bc, labels[proxy_b])
-            )
-        if not sent.valid or not self.config.alpha:
+    def regulariser(self, received: ProxyKnowledge) -> Term | None:
+        """alpha * R_n of eq. (8); None if alpha is 0 or the server sent no knowledge.
+
+        Raises:
+            WireError: The knowledge is about another proxy set than the device's.
+        """
+        if not received.valid or not self.config.alpha:
             return None
-        distance = self.config.distance(self.config.device_metric)
-        logits_pc, embeddings_pf = self._rows(sent, "logits"), self._rows(sent, "embeddings")
-        outcomes_pc = None if logits_pc is None else distance.outcomes(logits_pc)
-        if outcomes_pc is not None and self.config.label_average:
-            outcomes_pc = with_labels(outcomes_pc, labels)
-        knowledge, alpha = Knowledge(outcomes_pc, embeddings_pf), self.config.alpha
+        self._check_proxy_set(received)  # guard
+        distance, alpha = self.config.distance(self.config.device_metric), self.config.alpha
+        knowledge = self._knowledge_of(received, distance)  # z^_s and h_s
         return lambda logits_bc, embeddings_bf, proxy_b: (
             alpha * distance.regulariser(knowledge, proxy_b, logits_bc, embeddings_bf)
         )
 
-    def _rows(self, sent: ProxyKnowledge, column: str) -> Tensor | None:
-        """A column of the server's knowledge, float32 `[P, ...]`. Raises WireError if it is about other rows."""
-        values: Array | None = getattr(sent, column)
-        if sent.proxy_digest != self.local.proxy_digest or (values is not None and len(values) != len(self._proxy)):
-            raise WireError(f"the server's {column} are about another proxy set than the device's")
+    def _control(self) -> Term:
+        """The control's cross-entropy on the labels of the proxy set, times `control_weight`."""
+        labels, weight = self._proxy.labels.to(self.local.torch_device), self.config.control_weight
+        return lambda logits_bc, embeddings_bf, proxy_b: weight * functional.cross_entropy(logits_bc, labels[proxy_b])
+
+    def _check_proxy_set(self, received: ProxyKnowledge) -> None:
+        columns = {"logits": received.logits, "embeddings": received.embeddings}
+        for name, values in columns.items():
+            rows = len(self._proxy) if values is None else len(values)
+            if received.proxy_digest != self.local.proxy_digest or rows != len(self._proxy):
+                raise WireError(f"the server's {name} are about another proxy set than the device's")
+
+    def _knowledge_of(self, received: ProxyKnowledge, distance: Distance) -> Knowledge:
+        """The server's outcomes, averaged with the labels (section 3.3), and its embeddings, both in float32."""
+        logits_pc, embeddings_pf = self._tensor(received.logits), self._tensor(received.embeddings)
+        outcomes_pc = None if logits_pc is None else distance.outcomes(logits_pc)
+        if outcomes_pc is not None and self.config.label_average:
+            outcomes_pc = with_labels(outcomes_pc, self._proxy.labels.to(self.local.torch_device))
+        return Knowledge(outcomes_pc, embeddings_pf)
+
+    def _tensor(self, values: Array | None) -> Tensor | None:
         return None if values is None else torch.from_numpy(values.astype("float32")).to(self.local.torch_device)
 
     def _knowledge(self) -> ProxyKnowledge:
         """Message 2: L_n and H_n on the whole proxy set, in its order."""
         (outcomes, embeddings), model, inputs = self.config.up, self.local.model, self._proxy.inputs
-        say: dict[str, Callable[[Tensor], Tensor]] = {
-            "logits": model,
-            "embeddings": lambda x: logits_and_embedding(model, x)[1],
-        }
-        wanted = {"logits": outcomes, "embeddings": embeddings}
-        columns = {name: extract(say[name], inputs, model=model).numpy() for name, want in wanted.items() if want}
+        forward: dict[str, Callable[[Tensor], Tensor]] = {}
+        if outcomes:
+            forward["logits"] = model
+        if embeddings:
+            forward["embeddings"] = lambda x: logits_and_embedding(model, x)[1]
+        columns = {name: extract(function, inputs, model=model).numpy() for name, function in forward.items()}
         return ProxyKnowledge(valid=bool(columns), proxy_digest=self.local.proxy_digest, **columns)
 
     @property

@@ -88,7 +88,7 @@ class AveragedDevice(DeviceMethod):
         self._freeze(ask)
         features = self.features_of_data().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
-        sent = to_wire(self._moments(rows), variances=not self.config.means_only)
+        sent = to_wire(self._moments(rows), variances=not self.config.means_only)  # line summary
         clipped = int((rows != features).any(axis=1).sum())
         too_small = 0 if sent.labels else len(self.local.data.labels.unique())
         notes = {"rows_clipped": clipped, "classes_too_small": too_small}
@@ -107,8 +107,8 @@ class AveragedDevice(DeviceMethod):
     @answers("agree")
     def agree(self, ask: Ask) -> Answer:
         """Soft predictions of the general predictor on the round's drawn rows."""
-        lesson = self._take_classes(ask)
-        drawn, _ = self.draw(lesson)
+        lesson = self._take_classes(ask)  # line merge, made by the server
+        drawn, _ = self.draw(lesson)  # line draw
         logits = extract(self.local.taps.predict, drawn, model=self.local.model)
         values = soft_targets(logits, self.config.temperature).numpy()
         sent = SoftPredictions(noise_seed=lesson.draw_seed, values=values)
@@ -117,15 +117,20 @@ class AveragedDevice(DeviceMethod):
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
         """From R0 on: the general predictor on own and drawn rows together, the personal one on own rows."""
-        lesson = self._take_classes(ask)
+        lesson = self._take_classes(ask)  # line merge, made by the server
+        self._take_agreed(ask)
+        features = self.features_of_data()
+        self._set_rate(lesson.learning_rate)
+        drawn = self.drawn(lesson, ask.seed)  # line draw
+        self.trained = self._learn_general(features, drawn, ask.seed)  # line general
+        undone = self.learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))  # with a guard
+        return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
+
+    def _take_agreed(self, ask: Ask) -> None:
+        """Keeps the soft predictions on drawn rows if the ask has them; a copy, because their file is deleted later."""
         if "agreed" in ask.parts:
             agreed = ask.part("agreed", SoftPredictions)
             self.agreed = (agreed.noise_seed, np.array(agreed.values))
-        features = self.features_of_data()
-        self._set_rate(lesson.learning_rate)
-        self.trained = self._learn_general(features, self.drawn(lesson, ask.seed), ask.seed)
-        undone = self.learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))
-        return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _load_extractor(self, ask: Ask) -> None:
         take_weights(self.local.taps.extractor, ask.part("extractor", ModelParameters))
@@ -147,20 +152,26 @@ class AveragedDevice(DeviceMethod):
     def _take_classes(self, ask: Ask) -> Lesson:
         """The plan, and the fleet's classes where they come along; else those that it names must be here already."""
         sent = self._sent_classes(ask) if "classes" in ask.parts else self.classes
-        if sent is None or self.personal is None:
+        self._check_summarised(ask, sent)  # guard
+        lesson = Lesson.of(ask)
+        if "classes" in ask.parts:
+            self.classes, self._merge = sent, lesson.merge
+        self._check_merge(ask, lesson)  # guard
+        return lesson
+
+    def _check_summarised(self, ask: Ask, classes: Mapping[int, ClassSummary] | None) -> None:
+        if classes is None or self.personal is None:
             raise WireError(
                 f"step {ask.step!r} came before the fleet's class statistics, is the state directory older? The server "
                 "asks for the summary again"
             )
-        lesson = Lesson.of(ask)
-        if "classes" in ask.parts:
-            self.classes, self._merge = sent, lesson.merge
+
+    def _check_merge(self, ask: Ask, lesson: Lesson) -> None:
         if lesson.merge != self._merge:
             raise CannotAnswer(
                 f"step {ask.step!r} is about class statistics {lesson.merge}, this device has {self._merge}: an answer "
                 "of its came to nothing, or server or device is older; the server sends them with the next ask"
             )
-        return lesson
 
     def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
         """Raises WireError for classes that are not the contract's, or of other features than this device's."""

@@ -91,19 +91,29 @@ def class_answers(
             all that the covariance holds of a row beyond its diagonal.
     """
     held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
-    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)
-    fleets = _personal(space, left_out, labels_n, classes)
-    alone = own_answer(own, rows_nd, labels_n, classes) if own is not None else None
-    own_kept = alone is not None and alone.hits.sum() > fleets.hits.sum()
+    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)  # 3.8
+    fleets = _personal(space, left_out, labels_n, classes)  # 3.9
+    local = own_answer(own, rows_nd, labels_n, classes) if own is not None else None
+    personal = _better(fleets, local)  # guard, 3.11
     figures = [
         _metric(LEAVE_ONE_OUT, left_out.argmax(axis=1) == labels_n, labels_n),
-        _metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n),
+        *_figures(fleets, local, labels_n),
     ]
-    if alone is not None:
-        figures.append(_metric(OWN_LEAVE_ONE_OUT, alone.hits, labels_n))
-        figures.append(Metric(name=OWN_KEPT, split=SPLIT, sum=float(own_kept), count=1))
-    personal = alone if alone is not None and own_kept else fleets
-    return ClassAnswers(general=space, personal=personal, own_kept=own_kept, figures=figures)
+    return ClassAnswers(general=space, personal=personal, own_kept=personal is local, figures=figures)
+
+
+def _better(fleets: PersonalAnswer, local: PersonalAnswer | None) -> PersonalAnswer:
+    """The one that gets more own rows right, left out; the fleet's where both get as many."""
+    return local if local is not None and local.hits.sum() > fleets.hits.sum() else fleets
+
+
+def _figures(fleets: PersonalAnswer, local: PersonalAnswer | None, labels_n: Array) -> list[Metric]:
+    found = [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
+    if local is not None:
+        own_kept = float(_better(fleets, local) is local)
+        found.append(_metric(OWN_LEAVE_ONE_OUT, local.hits, labels_n))
+        found.append(Metric(name=OWN_KEPT, split=SPLIT, sum=own_kept, count=1))
+    return found
 
 
 def own_answer(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalAnswer | None:

@@ -126,7 +126,8 @@ class DeviceStatistics:
 
     def summarise(self) -> Answer:
         """Means of own classes and their one covariance (3.3, 3.4): all that ever leaves of the rows."""
-        sent = to_wire(self.moments, self._config.rank, self._config.rows_per_direction)
+        moments = self.moments  # 3.3
+        sent = to_wire(moments, self._config.rank, self._config.rows_per_direction)  # 3.4
         too_small = 0 if sent.labels else len(np.unique(self.labels))
         return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
 
@@ -140,15 +141,19 @@ class DeviceStatistics:
     def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
         if "space" in ask.parts:
             space = ask.part("space", ClassSpace)
-            check_space(space, self.rows.shape[1], self._classes)
+            check_space(space, self.rows.shape[1], self._classes)  # guard
             self.space = copied(space)
-        elif self.plan is None or self.plan.merge != plan.merge:
+        else:
+            self._check_has_space(ask, plan.merge)  # guard
+        self.plan = plan
+
+    def _check_has_space(self, ask: Ask, merge: int) -> None:
+        if self.plan is None or self.plan.merge != merge:
             held = "none" if self.plan is None else self.plan.merge
             raise CannotAnswer(
-                f"step {ask.step!r} is about class space {plan.merge}, this device has {held}; the server sends it "
+                f"step {ask.step!r} is about class space {merge}, this device has {held}; the server sends it "
                 "with the next ask"
             )
-        self.plan = plan
 
     def _make_answers(self, plan: SpacePlan) -> ClassAnswers:
         assert self.space is not None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, WeightedPredictions
+from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, WeightedPredictions
 from fleetdistill.methods.base import (
     Answer,
     Ask,
@@ -55,28 +55,40 @@ class DaFKDDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Eqs. (9) and (3) over the local epochs; with it, predictions on samples of the generator as it was sent."""
-        adversarial = ask.setting("adversarial", bool)
-        if "parameters" in ask.parts:  # stays away from a device whose classifier is its own
-            take_weights(self.local.model, ask.part("parameters", ModelParameters))
-        take_weights(self.generator, ask.part("generator", Generator).parameters)
-        shared = self.samples(ask) if self.config.lagged else None
-        self._train(ask.seed, adversarial=adversarial)
-        parts: dict[str, Kind] = {}
-        if self.config.upload_model:
-            parts["parameters"] = model_parameters(self.local.model)
-        parts["generator"] = Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
-        if shared is not None:
-            parts["predictions"] = self._predictions(shared, ask)
-        elif not self.config.exact:
-            parts["discriminator"] = self._discriminator()
+        """Algorithm 1, the device's lines of a round, in one of three variants."""
+        if self.config.lagged:
+            parts = self._lagged_round(ask)
+        elif self.config.exact:
+            parts = self._exact_round(ask)
+        else:
+            parts = self._sent_round(ask)
         return Answer(parts=parts, samples=len(self.local.data))
+
+    def _sent_round(self, ask: Ask) -> Parts:
+        """The paper's: the discriminator is sent to the server."""
+        self._load_global(ask)  # message 1: w_t and theta^g_t
+        self._train(ask)  # eqs. (9) and (3)
+        return {**self._weights(), "discriminator": self._discriminator()}  # message 2
+
+    def _lagged_round(self, ask: Ask) -> Parts:
+        """The discriminator stays here; predictions on samples of theta^g_t are sent instead."""
+        self._load_global(ask)  # message 1: w_t and theta^g_t
+        samples = self.samples(ask)  # of theta^g_t
+        self._train(ask)  # eqs. (9) and (3)
+        return {**self._weights(), "predictions": self._predictions(samples, ask)}  # message 2
+
+    def _exact_round(self, ask: Ask) -> Parts:
+        """The discriminator stays here; predictions on samples of theta^g_{t+1} follow in step `predict`."""
+        self._load_global(ask)  # message 1: w_t and theta^g_t
+        self._train(ask)  # eqs. (9) and (3)
+        return self._weights()  # message 2
 
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
         """The second exchange of `exact`: predictions on samples of the round's mean generator."""
-        take_weights(self.generator, ask.part("generator", Generator).parameters)
-        return Answer(parts={"predictions": self._predictions(self.samples(ask), ask)}, samples=len(self.local.data))
+        take_weights(self.generator, ask.part("generator", Generator).parameters)  # theta^g_{t+1}
+        predictions = self._predictions(self.samples(ask), ask)  # message 2b
+        return Answer(parts={"predictions": predictions}, samples=len(self.local.data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
@@ -84,9 +96,15 @@ class DaFKDDevice(DeviceMethod):
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 
-    # --- training
+    # --- steps of the rounds
 
-    def _train(self, seed: int, *, adversarial: bool) -> None:
+    def _load_global(self, ask: Ask) -> None:
+        """Takes the generator, and the classifier unless the device runs one of its own."""
+        if "parameters" in ask.parts:
+            take_weights(self.local.model, ask.part("parameters", ModelParameters))
+        take_weights(self.generator, ask.part("generator", Generator).parameters)
+
+    def _train(self, ask: Ask) -> None:
         judged, discriminator_optimizer = self.ready()
         judged.discriminator.train()
         self.generator.train()
@@ -96,8 +114,8 @@ class DaFKDDevice(DeviceMethod):
             discriminator_optimizer,
             self.generator,
             self.data,
-            seed=seed,
-            adversarial=adversarial,
+            seed=ask.seed,
+            adversarial=ask.setting("adversarial", bool),
         )
         self.trained = train_steps(
             self.local.model,
@@ -106,7 +124,7 @@ class DaFKDDevice(DeviceMethod):
             batch_size=self.config.batch_size,
             optimizer=make_local_optimizer(self.config, self.local.model.parameters()),
             losses=training.losses,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(ask.seed),
             device=self.local.torch_device,
         )
 
@@ -129,6 +147,12 @@ class DaFKDDevice(DeviceMethod):
         ).to(self.local.torch_device)
 
     # --- what is sent
+
+    def _weights(self) -> dict[str, Kind]:
+        """The classifier, with `upload_model`, and the generator."""
+        model = {"parameters": model_parameters(self.local.model)} if self.config.upload_model else {}
+        generator = Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
+        return {**model, "generator": generator}
 
     def _discriminator(self) -> Discriminator:
         sharing = self.config.sharing

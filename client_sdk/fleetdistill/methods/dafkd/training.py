@@ -56,24 +56,29 @@ class AdversarialTraining:
         self._data = data
         self._random = torch.Generator().manual_seed(derive_seed(seed, "noise"))
         stop = config.gan_stop_epoch
-        self._epochs = 0.0 if not adversarial else math.inf if stop is None else stop
+        self._adversarial_epochs = 0.0 if not adversarial else math.inf if stop is None else stop
 
     def losses(self, epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
-        """What one mini-batch minimises; everything but the classifier's own step is taken here."""
+        """Loss of the classifier's step on one mini-batch; the steps of the other two networks are taken here."""
         x, labels_b = self._data.inputs[rows_b], self._data.labels[rows_b]
-        if epoch >= self._epochs:
+        if epoch >= self._adversarial_epochs:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
             return
-        fake = self._generate(len(x)).detach()
+        fake = self._generate(len(x)).detach()  # samples of theta^g
         if self._judged.sharing:
-            yield self.joint_loss(x, labels_b, fake)
+            yield self.joint_loss(x, labels_b, fake)  # eq. (9)
             self._step_discriminator()  # its gradient is of the same backward pass
         else:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
-            loss = self.discriminator_loss(self._judged.discriminator(x), x, fake)
-            _finite(loss, "discriminator").backward()
-            self._step_discriminator()
-        self.step_generator(len(x))
+            self._train_discriminator(x, fake)  # eq. (2)
+        self.step_generator(len(x))  # eq. (3)
+
+    def _train_discriminator(self, x: Tensor, fake: Tensor) -> None:
+        """One step of a discriminator that shares no layer with the classifier."""
+        loss = self.discriminator_loss(self._judged.discriminator(x), x, fake)
+        _check_finite(loss, "discriminator")  # guard
+        loss.backward()
+        self._step_discriminator()
 
     def joint_loss(self, x: Tensor, labels_b: Tensor, fake: Tensor) -> Tensor:
         """Eq. (9): the classifier's loss and lambda_adv times the discriminator's, on one pass of the real samples."""
@@ -102,7 +107,8 @@ class AdversarialTraining:
         with frozen_batch_norm(self._judged):
             loss = generator_loss(self._judged.judge(self._generate(count)), self._config.generator_loss)
         self._generator_optimizer.zero_grad(set_to_none=True)
-        _finite(loss, "generator").backward(inputs=list(self._generator.parameters()))
+        _check_finite(loss, "generator")  # guard
+        loss.backward(inputs=list(self._generator.parameters()))
         self._generator_optimizer.step()
 
     def _generate(self, count: int) -> Tensor:
@@ -115,9 +121,8 @@ class AdversarialTraining:
         return generator(noise_bd.to(device), labels_b)  # type: ignore[no-any-return]  # a module's call
 
 
-def _finite(loss: Tensor, name: str) -> Tensor:
+def _check_finite(loss: Tensor, name: str) -> None:
     if not bool(loss.isfinite()):
         raise KnowledgeError(
             f"the {name}'s loss is {loss.item()}; its learning rate ({name}_lr) or lambda_adv is probably too large"
         )
-    return loss

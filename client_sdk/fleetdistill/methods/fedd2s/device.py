@@ -98,19 +98,26 @@ class FedD2SDevice(DeviceMethod):
 
     @answers("extract")
     def extract(self, ask: Ask) -> Answer:
-        """Message 2: H_1, H_l and the labels, in eval mode; before the first one a warm-up."""
-        plan = ask.part("plan", Plan).values
-        if not self._warmed_up and self.config.warmup_epochs:
-            self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), ask.seed)
-        self._warmed_up = True
-        knowledge = SampleKnowledge(
+        """Algorithm 1, the device's lines before the server's phase: its triplets, computed in eval mode."""
+        self._warm_up(ask.seed)  # guard
+        layer = self._layer(ask)  # message 1: l
+        knowledge = SampleKnowledge(  # message 2: H_1, H_l and the labels
             sample_ids=self._sample_ids,
-            features=self.columns_of(self._layer(ask)),
+            features=self.columns_of(layer),
             labels=self.local.data.labels.cpu().numpy().astype(np.int32),
         )
-        differ = plan.get("participation") != self.participations + 1
-        notes = {"participations_differ": int(differ)}
+        notes = {"participations_differ": int(self._participations_differ(ask))}
         return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
+
+    def _warm_up(self, seed: int) -> None:
+        """Trains on labels before the first upload: features of an untrained model teach the server little."""
+        if not self._warmed_up and self.config.warmup_epochs:
+            self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), seed)
+        self._warmed_up = True
+
+    def _participations_differ(self, ask: Ask) -> bool:
+        """Whether the server's count of this device's rounds differs from the device's own."""
+        return ask.part("plan", Plan).values.get("participation") != self.participations + 1
 
     def _layer(self, ask: Ask) -> int:
         """l of the round, from 1. Raises WireError if the model has no such layer."""
@@ -128,10 +135,11 @@ class FedD2SDevice(DeviceMethod):
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """Eqs. (12) and (13): the layers up to l towards the global network's knowledge, all towards the labels."""
-        layer = self._layer(ask)
-        distil, unknown = self.distillation(ask, layer)
-        self._train(phase_epochs(self.config), scheduled(self.config, distil, self._label_loss), ask.seed)
+        """Algorithm 1, the device's lines after the server's phase."""
+        layer = self._layer(ask)  # message 4: l
+        distil, unknown = self.distillation(ask, layer)  # J of eq. (12)
+        losses = scheduled(self.config, distil, self._label_loss)  # with Q of eq. (13)
+        self._train(phase_epochs(self.config), losses, ask.seed)
         self.participations += 1
         return Answer(parts={}, samples=len(self.local.data), notes={"unknown_ids": unknown})
 
@@ -152,23 +160,34 @@ class FedD2SDevice(DeviceMethod):
         return functional.cross_entropy(self.model(self._inputs[rows_b]), self._labels[rows_b])
 
     def distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
-        """J of eq. (12) on layers 1 to l, by what the server sent, and how many of its ids are not known here."""
+        """J of eq. (12) on layers 1 to l.
+
+        Returns:
+            The loss, or None if the server held its knowledge back; and the number of sample ids that the server sent
+            and the device does not have.
+
+        Raises:
+            WireError: The parts of the ask do not fit the layer or each other.
+        """
         if "features" in ask.parts:
-            sent = ask.part("features", SampleKnowledge)
-            name = self.model.stage_names[layer - 1]
-            if name not in sent.features:
-                raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
-            shape = self.model.stage_shapes(self._inputs.shape[1:])[name]
-            values, valid, unknown = self.own_rows(sent.sample_ids, sent.features[name], shape)
-            if self.config.distance == "mse":
-                return self._towards_features(layer, values, valid), unknown
-            return self._along_gradient(layer, values), unknown
+            return self._distillation_from_features(ask, layer)
         teacher = ask.part("teacher", RefinedKnowledge)
         if not teacher.valid or teacher.sample_ids is None or teacher.values is None:
             return None, 0
         values, valid, unknown = self.own_rows(teacher.sample_ids, teacher.values, (self.local.classes,))
         sent_head = ask.part("head", ModelParameters) if layer < len(self.model.stages) else None
         return self._through_head(layer, self._head(layer, sent_head), values, valid), unknown
+
+    def _distillation_from_features(self, ask: Ask, layer: int) -> tuple[Term, int]:
+        """J where numbers of the features' shape replace head and soft labels: `feature_grad`, and distance `mse`."""
+        sent, name = ask.part("features", SampleKnowledge), self.model.stage_names[layer - 1]
+        if name not in sent.features:
+            raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
+        shape = self.model.stage_shapes(self._inputs.shape[1:])[name]
+        values, valid, unknown = self.own_rows(sent.sample_ids, sent.features[name], shape)
+        if self.config.distance == "mse":
+            return self._towards_features(layer, values, valid), unknown
+        return self._along_gradient(layer, values), unknown
 
     def own_rows(self, sample_ids: Array, sent: Array, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
         """What was sent, by own row `[N, ...]`; which rows have something `[N]`; ids that are not known here."""

@@ -20,7 +20,7 @@ from fleetdistill.knowledge import CUT, Array, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import extract, train_epochs
+from fleetdistill.training.local_training import Loss, extract, train_epochs
 from fleetdistill.training.losses import distillation_loss, soft_targets
 
 
@@ -41,50 +41,64 @@ class FedDKCDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Eq. (1) over the local epochs, then one pass in eval mode for features and logits."""
-        teacher = self.teacher(ask.part("knowledge", RefinedKnowledge))
-        self._train(teacher, ask.seed)
+        """Algorithm 1, the device's lines of a round."""
+        received = ask.part("knowledge", RefinedKnowledge)  # message 1: z^S
+        teacher = self.teacher(received) or self._initial_teacher()
+        self._train(teacher, ask.seed)  # eq. (1)
+        sent = self.knowledge()  # message 2: H, z and y
         self._has_answered = True
-        knowledge = self.knowledge()
-        return Answer(
-            parts={"knowledge": knowledge}, samples=len(self.local.data), notes={"unknown_ids": teacher.unknown}
-        )
+        notes = {"unknown_ids": teacher.unknown if teacher else 0}
+        return Answer(parts={"knowledge": sent}, samples=len(self.local.data), notes=notes)
 
-    def teacher(self, knowledge: RefinedKnowledge) -> _Teacher:
-        shape = (len(self.local.data), self.local.classes)
+    def teacher(self, knowledge: RefinedKnowledge) -> _Teacher | None:
+        """Softmax of z^S / tau by own row; None if the server sent no logits.
+
+        Raises:
+            WireError: The logits do not have one row of C numbers for each sample id.
+        """
         if not knowledge.valid or knowledge.sample_ids is None or knowledge.values is None:
-            everywhere = self.config.initial_zero_knowledge and not self._has_answered  # later a guard held it back
-            return _Teacher(torch.full(shape, 1 / shape[1]), torch.full(shape[:1], everywhere), everywhere, 0)
+            return None
+        shape = (len(self.local.data), self.local.classes)
         check_rows(knowledge.sample_ids, knowledge.values, shape[1:])
         own_rows, rows = rows_by_id(self._sample_ids, knowledge.sample_ids)
         probs, valid = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.bool)
         values = torch.from_numpy(knowledge.values[rows].astype(np.float32))
         probs[own_rows] = soft_targets(values, self.config.temperature)
         valid[own_rows] = True
-        return _Teacher(probs, valid, True, len(knowledge.sample_ids) - len(rows))
+        return _Teacher(probs, valid, len(knowledge.sample_ids) - len(rows))
 
-    def _train(self, teacher: _Teacher, seed: int) -> None:
-        probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
+    def _initial_teacher(self) -> _Teacher | None:
+        """The paper's zero logits of round 1, a uniform teacher; None later, when a guard has held logits back."""
+        if not self.config.initial_zero_knowledge or self._has_answered:
+            return None
+        rows, classes = len(self.local.data), self.local.classes
+        return _Teacher(torch.full((rows, classes), 1 / classes), torch.ones(rows, dtype=torch.bool), 0)
 
-        def loss(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
-            own = functional.cross_entropy(logits_bc, labels_b)
-            if not teacher.known:  # round 1: plain cross-entropy
-                return own
-            theirs = distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
-            return own + self.config.beta * theirs
-
+    def _train(self, teacher: _Teacher | None, seed: int) -> None:
         self.trained = train_epochs(
             self.local.model,
             self.local.data,
             epochs=self.config.local_epochs,
             batch_size=self.config.batch_size,
             optimizer=self._optimizer,
-            loss=loss,
+            loss=_cross_entropy if teacher is None else self._loss(teacher),
             generator=torch.Generator().manual_seed(seed),
             device=self.local.torch_device,
         )
 
+    def _loss(self, teacher: _Teacher) -> Loss:
+        """Eq. (1): cross-entropy plus beta times the distillation loss on the rows that have a teacher."""
+        probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
+
+        def loss(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
+            own = _cross_entropy(logits_bc, labels_b, rows_b)
+            teachers = distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
+            return own + self.config.beta * teachers
+
+        return loss
+
     def knowledge(self) -> SampleKnowledge:
+        """Features at the cut, logits and labels of all own rows, in eval mode."""
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)
         return SampleKnowledge(
@@ -106,9 +120,18 @@ class FedDKCDevice(DeviceMethod):
 
 @dataclass(frozen=True)
 class _Teacher:
-    """The server's soft targets for own rows: `[N, C]`, which rows have one `[N]`, whether any, ids not known here."""
+    """Soft targets for the device's own rows.
+
+    Attributes:
+        probs: `[N, C]` float32; zeros for a row without a target.
+        valid: `[N]`, whether the row has a target.
+        unknown: Number of sample ids that the server sent and the device does not have.
+    """
 
     probs: Tensor
     valid: Tensor
-    known: bool
     unknown: int
+
+
+def _cross_entropy(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
+    return functional.cross_entropy(logits_bc, labels_b)

@@ -36,8 +36,8 @@ from fleetdistill.training.model import embedding_tap, in_mode, logits_and_embed
 from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
 
 _NO_ROUND = 0
-_JUDGING_ROWS = 64
-"""At least so many own rows, of those that a device has, tell in each step of a round how far the model is."""
+_COMPARED_ROWS = 64
+"""Least number of own rows whose loss is compared between the steps of a round; all rows where a device has fewer."""
 
 
 class FedDKDDevice(DeviceMethod):
@@ -59,7 +59,7 @@ class FedDKDDevice(DeviceMethod):
                 f"variant 'max' of FedDKD needs what the last layer reads, and {type(local.model).__name__} has no "
                 "embedding(x) that gives it; add this method"
             )
-        self._stays_here = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
+        self._own_tensors = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
         self._round, self._step = _NO_ROUND, 0
         self._teacher_logits: Tensor | None = None
 
@@ -69,25 +69,30 @@ class FedDKDDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Alg. 1, line 5: local training from the global model; the result is this round's teacher."""
+        """Algorithm 1, line 5: local training from the global model; the result is the round's teacher."""
+        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)  # w_k <- w
+        self._train(ask.setting("learning_rate", float), ask.seed)  # w_k
+        self._become_teacher(ask.round)
+        sent = model_parameters(self.local.model, without=self._own_tensors)  # message 2: w_k
+        return Answer(parts={"parameters": sent}, samples=len(self.local.data))
+
+    def _train(self, rate: float, seed: int) -> None:
         local, config = self.local, self.config
-        take_weights(local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
-        rate = ask.setting("learning_rate", float)
-        optimizer = make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters())
         inputs, labels = local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device)
         self.trained = train_steps(
             local.model,
             len(local.data),
             epochs=config.local_epochs,
             batch_size=config.batch_size,
-            optimizer=optimizer,
+            optimizer=make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters()),
             losses=lambda epoch, rows_b: [self.loss(inputs[rows_b], labels[rows_b])],
-            generator=torch.Generator().manual_seed(ask.seed),
+            generator=torch.Generator().manual_seed(seed),
             device=local.torch_device,
         )
-        self._round, self._step, self._teacher_logits = ask.round, 0, None
-        sent = model_parameters(local.model, without=self._stays_here)
-        return Answer(parts={"parameters": sent}, samples=len(local.data))
+
+    def _become_teacher(self, number: int) -> None:
+        """The local model is the teacher of a round from here on; `_NO_ROUND` ends that."""
+        self._round, self._step, self._teacher_logits = number, 0, None
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Cross-entropy; for FedDKD_MAX (Alg. 3) with the entropy term on the last layer's input."""
@@ -100,20 +105,28 @@ class FedDKDDevice(DeviceMethod):
 
     @answers("distil")
     def distil(self, ask: Ask) -> Answer:
-        """Alg. 2: the gradient of the distillation loss at the server's model, on a fresh mini-batch.
-
-        The loss beside it is of the same rows in each step of a round, so that the server sees what a step did and not
-        which rows were drawn.
+        """Algorithm 2: the gradient of the distillation loss at the server's model, on a fresh mini-batch.
 
         Raises:
-            CannotAnswer: The step is of a round that this device has no teacher of, or it is stale.
+            CannotAnswer: The device has no teacher of the round, or the step is stale.
         """
-        self._take_step(ask)
+        self._check_step(ask)  # guard
+        student = ask.part("parameters", ModelParameters)  # message 3: w
+        rows_b = self._mini_batch(ask.seed)
+        gradients, loss = self._gradient(student, rows_b)
+        loss = self._comparable_loss(student, loss, rows_b)  # for the server's divergence guard
+        arrays = {name: gradient.cpu().numpy() for name, gradient in gradients.items()}
+        sent = DistillationGradient(gradients=arrays, batch_size=len(rows_b), loss=loss)  # message 4
+        return Answer(parts={"gradient": sent}, samples=len(self.local.data), notes=self._clipping_note(len(rows_b)))
+
+    def _mini_batch(self, seed: int) -> Tensor:
+        """Positions of B~ own rows, drawn without replacement; of all rows where the device has fewer."""
+        order = torch.randperm(len(self.local.data), generator=torch.Generator().manual_seed(seed))
+        return order[: self.config.dkd_batch_size]
+
+    def _gradient(self, student: ModelParameters, rows_b: Tensor) -> tuple[dict[str, Tensor], float]:
         local, config = self.local, self.config
-        size = min(config.dkd_batch_size, len(local.data))
-        rows_b = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(ask.seed))[:size]
-        student = ask.part("parameters", ModelParameters)
-        gradients, loss = distillation_gradient(
+        return distillation_gradient(
             local.model,
             student,
             local.data.inputs[rows_b].to(local.torch_device),
@@ -121,25 +134,31 @@ class FedDKDDevice(DeviceMethod):
             config.temperature,
             training=config.dkd_student_mode == "train",
         )
-        if size < len(local.data) and math.isfinite(loss):
-            loss = self._judging_loss(student)
-        arrays = {name: gradient.cpu().numpy() for name, gradient in gradients.items()}
-        clipped = {"dkd_batch_clipped_to": size} if self._step == 1 and size < config.dkd_batch_size else {}
-        sent = DistillationGradient(gradients=arrays, batch_size=size, loss=loss)
-        return Answer(parts={"gradient": sent}, samples=len(local.data), notes=clipped)
 
-    def _judging_loss(self, student: ModelParameters) -> float:
-        """The student's loss on this round's judging rows, in eval mode, in nats; infinite where it has diverged."""
+    def _comparable_loss(self, student: ModelParameters, loss: float, rows_b: Tensor) -> float:
+        """The student's loss on rows that stay the same in all steps of a round, in eval mode, in nats.
+
+        The server compares it from step to step, which losses of different mini-batches would blur. A mini-batch of all
+        rows needs no second pass, and neither does a student whose loss is infinite.
+        """
         local, temperature = self.local, self.config.temperature
+        if len(rows_b) == len(local.data) or not math.isfinite(loss):
+            return loss
         order = torch.randperm(len(local.data), generator=torch.Generator().manual_seed(self._round))
-        rows_b = order[: max(self.config.dkd_batch_size, _JUDGING_ROWS)]
-        targets_bc = soft_targets(self.teacher_logits()[rows_b], temperature).to(local.torch_device)
+        same_b = order[: max(self.config.dkd_batch_size, _COMPARED_ROWS)]
+        targets_bc = soft_targets(self.teacher_logits()[same_b], temperature).to(local.torch_device)
         with torch.no_grad():
-            logits_bc = _student_logits(local.model, student, local.data.inputs[rows_b].to(local.torch_device))
+            logits_bc = _student_logits(local.model, student, local.data.inputs[same_b].to(local.torch_device))
             loss = float(soft_cross_entropy(logits_bc, targets_bc, temperature))
         return loss if math.isfinite(loss) else math.inf
 
-    def _take_step(self, ask: Ask) -> None:
+    def _clipping_note(self, size: int) -> Mapping[str, int]:
+        """In a round's first step, the mini-batch's size if it is smaller than `dkd_batch_size`."""
+        clipped = self._step == 1 and size < self.config.dkd_batch_size
+        return {"dkd_batch_clipped_to": size} if clipped else {}
+
+    def _check_step(self, ask: Ask) -> None:
+        """Accepts the step if the device has the round's teacher and has not answered it or a later one."""
         step = ask.setting("dkd_step", int)
         if ask.round != self._round:
             mine = f"its last local training was in round {self._round}" if self._round else "it has not trained yet"
@@ -162,15 +181,15 @@ class FedDKDDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """The end result: the global model becomes the device's; for FedDKD_BN with the batch-norm of its own."""
-        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._stays_here)
-        self._round, self._step, self._teacher_logits = _NO_ROUND, 0, None  # the model is no teacher any more
+        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)
+        self._become_teacher(_NO_ROUND)
         return Answer(parts={}, samples=len(self.local.data))
 
     def brought(self, ask: Ask) -> nn.Module | None:
         """The global model, for FedDKD_BN with the batch-norm of this device; None in the steps of a round."""
         if ask.step not in ("train", DELIVER):
             return None
-        return with_parameters(self.local.model, ask, without=self._stays_here)
+        return with_parameters(self.local.model, ask, without=self._own_tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Which round the model is the teacher of, the last step it was asked for, and what it says."""
