@@ -18,7 +18,7 @@ from support.secured import CALL_SECONDS, make_pki, person_credentials, secured_
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
-from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
+from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app

@@ -10,7 +10,7 @@ from support.class_statistics_fleet import (
 )
 
 from fleetdistill import Device
-from fleetdistill.methods.classstats.lesson import Lesson
+from fleetdistill.methods.classstats.drawn_rows import Lesson
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fleetdistill.knowledge import Metric, Metrics
-from fleetdistill.methods.classstats.class_answers import (
+from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,

@@ -21,8 +21,8 @@ from support.class_statistics_fleet import config_of as averaged_config
 from fleetdistill.knowledge import ClassStatistics, Plan, SharedStatistics
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedDevice
-from fleetdistill.methods.classstats.class_answers import class_answers
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
+from fleetdistill.methods.classstats.class_variants import class_answers
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.models import build_model

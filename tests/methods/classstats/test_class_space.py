@@ -23,14 +23,14 @@ from fleetdistill.knowledge import (
     ClassSpace,
 )
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.class_answers import (
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,
     PERSONAL_LEAVE_ONE_OUT,
     class_answers,
 )
-from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor

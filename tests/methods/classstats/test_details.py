@@ -20,8 +20,8 @@ from torch.testing import assert_close
 from fleetdistill.knowledge import Array, ClassStatistics, Kind, Parts, Plan, SoftPredictions
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.averaged import PERSONAL, AveragedDevice  # type: ignore[attr-defined]
+from fleetdistill.methods.classstats.drawn_rows import DrawnRows
 from fleetdistill.methods.classstats.gaussians import ClassSummary, draw, draw_classes, from_wire
-from fleetdistill.methods.classstats.lesson import DrawnRows
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import extract

@@ -35,11 +35,11 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.averaged import AveragedDevice
+from fleetdistill.methods.classstats.drawn_rows import Lesson
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     draw_classes,
 )
-from fleetdistill.methods.classstats.lesson import Lesson
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import extract
 

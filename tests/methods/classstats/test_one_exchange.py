@@ -22,10 +22,10 @@ from fleetdistill.knowledge import (
     Metrics,
 )
 from fleetdistill.methods.base import Answer, Ask
-from fleetdistill.methods.classstats.class_answers import (
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
 )
-from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.methods.classstats.exchange import SpacePlan
 from fleetdistill.methods.classstats.projection import project
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of

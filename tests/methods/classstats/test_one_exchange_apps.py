@@ -25,12 +25,12 @@ from fleetdistill.knowledge import (
     PERSONAL,
     Array,
 )
-from fleetdistill.methods.classstats.class_answers import (
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     PERSONAL_LEAVE_ONE_OUT,
 )
-from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed

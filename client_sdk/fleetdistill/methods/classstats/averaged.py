@@ -25,6 +25,7 @@ from fleetdistill.errors import CannotAnswer, WireError
 from fleetdistill.knowledge import PERSONAL, Array, ClassStatistics, ModelParameters, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
+from fleetdistill.methods.classstats.drawn_rows import DrawnRows, Lesson
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     clip,
@@ -35,7 +36,6 @@ from fleetdistill.methods.classstats.gaussians import (
     to_wire,
 )
 from fleetdistill.methods.classstats.kept_statistics import _check_statistics, packed, unpacked
-from fleetdistill.methods.classstats.lesson import DrawnRows, Lesson
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed

@@ -12,7 +12,7 @@ import numpy as np
 from fleetdistill.errors import CannotAnswer, DataError, WireError
 from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import Answer, Ask
-from fleetdistill.methods.classstats.class_answers import ClassAnswers, class_answers
+from fleetdistill.methods.classstats.class_variants import ClassAnswers, class_answers
 from fleetdistill.methods.classstats.config import _SMALLEST_SIDE, ClassStatsConfig
 from fleetdistill.methods.classstats.kept_space import copied
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire

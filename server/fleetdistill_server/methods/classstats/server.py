@@ -27,8 +27,8 @@ from fleetdistill.knowledge import (
     Parts,
     SharedStatistics,
 )
-from fleetdistill.methods.classstats.class_answers import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
