@@ -239,9 +239,9 @@ class TorchCompute:
         return Computed(answer, self.state(), replacement, delivered, scores)
 
     def _score_received(self, ask: Ask) -> dict[str, Counts]:
-        """Returns the scores of the fleet's model as the ask brings it; empty if it cannot be scored."""
+        """Returns the scores of the fleet model in the ask; empty if it cannot be scored."""
         wanted = any(data is not None for data in self._scored.values())
-        model = self.method.brought(ask) if wanted else None
+        model = self.method.fleet_model(ask) if wanted else None
         if model is None:
             return {}
         try:

@@ -212,7 +212,7 @@ class LightCompute:
         scores = self._score(found)
         self._best, replacement = self._judged(scores, list(found))
         figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
-        figures += allowed(self._own.made.figures, allow)
+        figures += allowed(self._own.current_variants.figures, allow)
         figures += _about(replacement, list(found))
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
@@ -221,7 +221,7 @@ class LightCompute:
 
     def _answers(self) -> dict[str, SpaceAnswer]:
         """Both of the last step."""
-        made = self._own.made
+        made = self._own.current_variants
         personal = made.personal
         return {
             GENERAL: SpaceAnswer(space=made.general),

@@ -179,7 +179,7 @@ class DeviceMethod:
         """
         return {GENERAL: self.local.model}
 
-    def brought(self, ask: Ask) -> torch.nn.Module | None:
+    def fleet_model(self, ask: Ask) -> torch.nn.Module | None:
         """The fleet's model as an ask brings it, complete on this device; None where it brings none, the default.
 
         It is what the device would be delivered if the run ended with the last completed round, and is scored before
@@ -212,11 +212,11 @@ def check_types(config: Any) -> None:
     for name, known in _types_of(config.__class__).items():
         value = getattr(config, name)
         if type(value) not in known:
-            expected = " or ".join(_TYPE_WORDS[one] for one in known if one in _TYPE_WORDS)
+            expected = " or ".join(_TYPE_NAMES[one] for one in known if one in _TYPE_NAMES)
             raise ConfigurationError(f"{name} is {value!r}, expected {expected}")
 
 
-_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 @functools.cache
@@ -227,7 +227,7 @@ def _types_of(config: Any) -> Mapping[str, tuple[type, ...]]:
     except NameError:  # an app's own configuration, of types that are not there at run time
         return {}
     found = {one.name: get_args(hints[one.name]) or (hints[one.name],) for one in fields(config)}
-    simple = {*_TYPE_WORDS, type(None)}
+    simple = {*_TYPE_NAMES, type(None)}
     return {name: (*kinds, int) if float in kinds else kinds for name, kinds in found.items() if simple >= set(kinds)}
 
 

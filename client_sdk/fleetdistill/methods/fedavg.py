@@ -75,6 +75,6 @@ class FedAvgDevice(DeviceMethod):
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 
-    def brought(self, ask: Ask) -> torch.nn.Module:
+    def fleet_model(self, ask: Ask) -> torch.nn.Module:
         """The global model: every ask brings it."""
         return with_parameters(self.local.model, ask)

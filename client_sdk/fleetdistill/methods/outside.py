@@ -70,7 +70,7 @@ def _load(declared: EntryPoint) -> None:
             loaded()
     except Exception as error:  # a package of others may fail in any way
         raise ConfigurationError(
-            f"method {declared.name!r} of {_package(declared)}: cannot load {declared.value!r}: {_words(error)}; "
+            f"method {declared.name!r} of {_package(declared)}: cannot load {declared.value!r}: {_describe(error)}; "
             "update or uninstall the package"
         ) from error
 
@@ -110,12 +110,12 @@ def _import(name: str, setting: str) -> None:
         import_module(name)
     except Exception as error:  # a module of others may fail in any way
         raise ConfigurationError(
-            f"{setting}: cannot import {name!r}: {_words(error)}; install its package, or run the command in the "
+            f"{setting}: cannot import {name!r}: {_describe(error)}; install its package, or run the command in the "
             "folder that has it"
         ) from error
     if len(registrations) > before:
         imported.add(name)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}").strip()

@@ -70,13 +70,13 @@ class JudgedClassifier(nn.Module):
             return cast(Tensor, _last_layer(self.classifier)(features))
         return cast(FeatureModel, self.classifier).predict(features)
 
-    def judge(self, generated: Tensor) -> Tensor:
+    def realness(self, generated: Tensor) -> Tensor:
         """The discriminator's logits `[batch]` of generated samples, `[batch, *input_shape]` or features."""
         if self.sharing and not self.feature_level:
             return cast(Tensor, self.discriminator(self.features(generated)))
         return cast(Tensor, self.discriminator(generated))
 
-    def answer(self, generated: Tensor) -> Tensor:
+    def classify_generated(self, generated: Tensor) -> Tensor:
         """The classifier's logits `[batch, classes]` of generated samples."""
         return self.classify(generated if self.feature_level else self.features(generated))
 

@@ -22,7 +22,7 @@ from fleetdistill.knowledge import ClassStatistics, Plan, SharedStatistics
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
-from fleetdistill.methods.classstats.class_variants import class_answers
+from fleetdistill.methods.classstats.class_variants import class_variants
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.models import build_model
@@ -316,10 +316,10 @@ def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
     assert all("left_out" not in plan for device, plan in told.items() if device != "a")
     half = rounds.halves["a"]._half
     own = half.own
-    found = class_answers(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
-    counted = class_answers(own.space, own.rows, own.labels, (0, 1), CLASSES, own.moments, 15)
+    found = class_variants(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
+    counted = class_variants(own.space, own.rows, own.labels, (0, 1), CLASSES, own.moments, 15)
     assert [one.sum for one in half.figures] == [one.sum for one in found.figures]
-    assert_array_equal(own.made.personal.hits, found.personal.hits)
+    assert_array_equal(own.current_variants.personal.hits, found.personal.hits)
     space = own.space
     taken_out = leave_one_out(space, coordinates(space, own.rows), own.labels, (0, 1), CLASSES)
     left_in = leave_one_out(space, coordinates(space, own.rows), own.labels, (), CLASSES)

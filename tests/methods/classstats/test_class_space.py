@@ -29,7 +29,7 @@ from fleetdistill.methods.classstats.class_variants import (
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,
     PERSONAL_LEAVE_ONE_OUT,
-    class_answers,
+    class_variants,
 )
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
@@ -64,13 +64,13 @@ def fleet_of_two_kinds() -> tuple[ClassSpace, Array, Array]:
 
 def test_a_device_of_another_kind_keeps_its_own_statistics() -> None:
     space, rows, labels = fleet_of_two_kinds()
-    found = class_answers(space, rows, labels, (), 2, moments_of(rows, labels))
+    found = class_variants(space, rows, labels, (), 2, moments_of(rows, labels))
     assert found.own_kept
     assert found.personal.space is not space
     figures = {one.name: one.sum / one.count for one in found.figures}
     assert figures[OWN_LEAVE_ONE_OUT] > figures[PERSONAL_LEAVE_ONE_OUT]
     assert figures[OWN_KEPT] == 1
-    without = class_answers(space, rows, labels, (), 2, None)
+    without = class_variants(space, rows, labels, (), 2, None)
     assert without.personal.space is space
     assert {one.name for one in without.figures} == {LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT}
 
@@ -78,7 +78,7 @@ def test_a_device_of_another_kind_keeps_its_own_statistics() -> None:
 def test_a_device_of_one_class_has_no_statistics_of_its_own_to_keep() -> None:
     space, rows, _ = fleet_of_two_kinds()
     labels = np.zeros(40, int)
-    found = class_answers(space, rows, labels, (0,), 2, moments_of(rows, labels))
+    found = class_variants(space, rows, labels, (0,), 2, moments_of(rows, labels))
     assert not found.own_kept
     assert OWN_LEAVE_ONE_OUT not in {one.name for one in found.figures}
 
@@ -92,7 +92,7 @@ def test_leave_one_out_predicts_the_accuracy_on_unseen_rows() -> None:
     parts = [moments_of(rows[start::2], labels[start::2]) for start in (0, 1)]
     merged = merge(parts)
     space = make_space(merged, shrinkage_rule(20, merged.df))
-    found = class_answers(space, rows[::2], labels[::2], range(4), 4, None).figures[0]
+    found = class_variants(space, rows[::2], labels[::2], range(4), 4, None).figures[0]
     accuracy = (logits(space, coordinates(space, others), 4).argmax(axis=1) == unseen).mean()
     naive = (logits(space, coordinates(space, rows), 4).argmax(axis=1) == labels).mean()
     assert found.sum / found.count == pytest.approx(accuracy, abs=0.05)
@@ -224,6 +224,6 @@ def test_leave_one_out_of_few_directions_is_no_pessimist(rows_each: int) -> None
     space = make_space(merged, shrinkage_rule(size, merged.df))
     others = generator.standard_normal((len(unseen), size)) + centres[unseen]
     accuracy = (logits(space, coordinates(space, others), classes).argmax(axis=1) == unseen).mean()
-    found = class_answers(space, parts[0], labels, range(classes), classes, moments[0], 15)
+    found = class_variants(space, parts[0], labels, range(classes), classes, moments[0], 15)
     assert found.figures[0].sum / found.figures[0].count > accuracy - 0.1
     assert not found.own_kept

@@ -35,7 +35,7 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.averaged import AveragedDevice
-from fleetdistill.methods.classstats.drawn_rows import Lesson
+from fleetdistill.methods.classstats.drawn_rows import RoundPlan
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     draw_classes,
@@ -137,7 +137,7 @@ def spoilt_parts(parts: Parts, spoil: str) -> Parts:
         ("label", r"fleet's classes are \[3, 4, 5, 6\], expected different ones in \[0, 4\)"),
         ("rows", r"soft predictions on drawn rows are \[3, 4\], expected \[40, 4\]"),
         ("columns", r"soft predictions on drawn rows are \[40, 2\], expected \[40, 4\]"),
-        *((name, f"the plan's {name} is None, expected") for name in Lesson.__annotations__),
+        *((name, f"the plan's {name} is None, expected") for name in RoundPlan.__annotations__),
     ],
 )
 def test_a_lesson_that_does_not_fit_is_refused_with_a_sentence(spoil: str, says: str) -> None:
@@ -255,7 +255,7 @@ def test_agreement_is_the_mean_and_holds_until_the_next_exchange() -> None:
             plans = [parts["plan"].values for step, _, parts in rounds.asked if step == "learn"]  # type: ignore[attr-defined]
             assert {plan["draw_seed"] for plan in plans} == {seed}
             ask = Ask(round=9, step="learn", seed=1, parts=rounds.asked[-1][2])
-            drawn = rounds.halves["a"].drawn(Lesson.of(ask), 1)
+            drawn = rounds.halves["a"].drawn(RoundPlan.of(ask), 1)
             assert drawn is not None
             assert drawn.soft is not None
             assert drawn.soft.shape == (10 * 4, CLASSES)
@@ -299,7 +299,7 @@ def test_the_servers_own_predictor_teaches_the_rows_that_hold_until_the_next_tim
         assert isinstance(plan, Plan)
         seeds.append(plan.values["draw_seed"])
         for half in rounds.halves.values():
-            drawn = half.drawn(Lesson.of(Ask(round=9, step="learn", seed=1, parts={"plan": plan})), 1)
+            drawn = half.drawn(RoundPlan.of(Ask(round=9, step="learn", seed=1, parts={"plan": plan})), 1)
             assert drawn is not None
             assert drawn.soft is not None
             logits = extract(rounds.server.predictor, drawn.features)

@@ -109,7 +109,7 @@ def test_the_joint_loss_is_equation_9() -> None:
     judged.eval()
     x, labels, fake = torch.rand(5, *SHAPE), torch.arange(5), torch.rand(6, *SHAPE)
     own = nn.functional.cross_entropy(device.local.model(x), labels)
-    against = adversarial_loss(judged.judge(x), judged.judge(fake))
+    against = adversarial_loss(judged.realness(x), judged.realness(fake))
     assert_close(training.joint_loss(x, labels, fake), own + 0.7 * against)
 
 

@@ -127,8 +127,8 @@ def test_a_classifier_is_judged_wherever_it_is_split(make: Any, sharing: bool) -
     size = 12 if isinstance(classifier, OwnSplit) else 16
     judged = JudgedClassifier(classifier, (size,), sharing=sharing, feature_level=False).eval()
     assert judged.features(x).shape == (3, size)
-    assert_close(judged.answer(x), classifier(x))
-    assert judged.judge(x).shape == (3,)
+    assert_close(judged.classify_generated(x), classifier(x))
+    assert judged.realness(x).shape == (3,)
     if sharing:
         assert parameter_count(judged.discriminator) == size + 1
     else:  # all layers but the last, which becomes one number

@@ -115,7 +115,7 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
     assert found is not None
     with torch.no_grad():
         heard = [half.ready()[0].eval() for half in devices.values()]
-        verdicts = torch.stack([one.judge(samples) for one in heard])
+        verdicts = torch.stack([one.realness(samples) for one in heard])
         logits = torch.stack([half.local.model(samples) for half in devices.values()])
     assert_close(found[1], ensemble(importance_weights(verdicts), logits, 1.0, "probs"), atol=1e-6, rtol=0)
 
@@ -143,7 +143,7 @@ def test_a_lagged_device_predicts_with_what_it_learned_on_samples_of_the_generat
     samples = server.samples(5)
     judged = device.ready()[0].eval()
     with torch.no_grad():
-        expected = judged.judge(samples).sigmoid()[:, None] * judged.answer(samples).softmax(1)
+        expected = judged.realness(samples).sigmoid()[:, None] * judged.classify_generated(samples).softmax(1)
     np.testing.assert_allclose(sent.values, expected.numpy(), atol=1e-6)
     assert sent.noise_seed == 5
 

@@ -25,17 +25,17 @@ from fleetdistill.errors import CannotAnswer, WireError
 from fleetdistill.knowledge import PERSONAL, Array, ClassStatistics, ModelParameters, SoftPredictions
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-from fleetdistill.methods.classstats.drawn_rows import DrawnRows, Lesson
+from fleetdistill.methods.classstats.drawn_rows import DrawnRows, RoundPlan
 from fleetdistill.methods.classstats.gaussians import (
     ClassSummary,
     clip,
     draw_classes,
     from_wire,
-    mean_alone,
     summarise,
     to_wire,
+    without_spread,
 )
-from fleetdistill.methods.classstats.kept_statistics import _check_statistics, packed, unpacked
+from fleetdistill.methods.classstats.kept_statistics import check_statistics, packed, unpacked
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.combined import CombinedModel
 from fleetdistill.seeds import derive_seed
@@ -102,28 +102,28 @@ class AveragedDevice(DeviceMethod):
             label: summarise(rows_nf[labels == label], self.config.rank, self.config.rows_per_direction)
             for label in np.flatnonzero(held >= self.config.min_samples).tolist()
         }
-        return {label: mean_alone(one) for label, one in classes.items()} if self.config.means_only else classes
+        return {label: without_spread(one) for label, one in classes.items()} if self.config.means_only else classes
 
     @answers("agree")
     def agree(self, ask: Ask) -> Answer:
         """Soft predictions of the general predictor on the round's drawn rows."""
-        lesson = self._take_classes(ask)  # line merge, made by the server
-        drawn, _ = self.draw(lesson)  # line draw
+        plan = self._take_classes(ask)  # line merge, made by the server
+        drawn, _ = self.draw(plan)  # line draw
         logits = extract(self.local.taps.predict, drawn, model=self.local.model)
         values = soft_targets(logits, self.config.temperature).numpy()
-        sent = SoftPredictions(noise_seed=lesson.draw_seed, values=values)
+        sent = SoftPredictions(noise_seed=plan.draw_seed, values=values)
         return Answer(parts={"predictions": sent}, samples=len(self.local.data))
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
         """From R0 on: the general predictor on own and drawn rows together, the personal one on own rows."""
-        lesson = self._take_classes(ask)  # line merge, made by the server
+        plan = self._take_classes(ask)  # line merge, made by the server
         self._take_agreed(ask)
         features = self.features_of_data()
-        self._set_rate(lesson.learning_rate)
-        drawn = self.drawn(lesson, ask.seed)  # line draw
+        self._set_rate(plan.learning_rate)
+        drawn = self.drawn(plan, ask.seed)  # line draw
         self.trained = self._learn_general(features, drawn, ask.seed)  # line general
-        undone = self.learn_personal(features, lesson.learning_rate, derive_seed(ask.seed, "personal"))  # with a guard
+        undone = self.learn_personal(features, plan.learning_rate, derive_seed(ask.seed, "personal"))  # with a guard
         return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _take_agreed(self, ask: Ask) -> None:
@@ -149,15 +149,15 @@ class AveragedDevice(DeviceMethod):
         shared = [] if self._personal_has_own_extractor else state_tensors(self.local.taps.extractor)
         return copy.deepcopy(self.local.model, {id(one): one for one in shared})
 
-    def _take_classes(self, ask: Ask) -> Lesson:
+    def _take_classes(self, ask: Ask) -> RoundPlan:
         """The plan, and the fleet's classes where they come along; else those that it names must be here already."""
         sent = self._sent_classes(ask) if "classes" in ask.parts else self.classes
         self._check_summarised(ask, sent)  # guard
-        lesson = Lesson.of(ask)
+        plan = RoundPlan.of(ask)
         if "classes" in ask.parts:
-            self.classes, self._merge = sent, lesson.merge
-        self._check_merge(ask, lesson)  # guard
-        return lesson
+            self.classes, self._merge = sent, plan.merge
+        self._check_merge(ask, plan)  # guard
+        return plan
 
     def _check_summarised(self, ask: Ask, classes: Mapping[int, ClassSummary] | None) -> None:
         if classes is None or self.personal is None:
@@ -166,17 +166,17 @@ class AveragedDevice(DeviceMethod):
                 "asks for the summary again"
             )
 
-    def _check_merge(self, ask: Ask, lesson: Lesson) -> None:
-        if lesson.merge != self._merge:
+    def _check_merge(self, ask: Ask, plan: RoundPlan) -> None:
+        if plan.merge != self._merge:
             raise CannotAnswer(
-                f"step {ask.step!r} is about class statistics {lesson.merge}, this device has {self._merge}: an answer "
+                f"step {ask.step!r} is about class statistics {plan.merge}, this device has {self._merge}: an answer "
                 "of its came to nothing, or server or device is older; the server sends them with the next ask"
             )
 
     def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
         """Raises WireError for classes that are not the contract's, or of other features than this device's."""
         sent = ask.part("classes", ClassStatistics)
-        _check_statistics(sent, prod(self._features_shape), self.local.classes)
+        check_statistics(sent, prod(self._features_shape), self.local.classes)
         return from_wire(sent)
 
     def features_of_data(self) -> Tensor:
@@ -186,11 +186,11 @@ class AveragedDevice(DeviceMethod):
 
     # --- drawn rows
 
-    def draw(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def draw(self, plan: RoundPlan) -> tuple[Tensor, Tensor]:
         if not self.classes:
             raise CannotAnswer("the fleet's class statistics have no class that rows could be drawn from")
         features, labels = draw_classes(
-            self.classes, self.config.drawn_rows, lesson.draw_seed, nonnegative=lesson.nonnegative
+            self.classes, self.config.drawn_rows, plan.draw_seed, nonnegative=plan.nonnegative
         )
         shape, where = self._features_shape, self.local.torch_device
         return torch.from_numpy(features).reshape(-1, *shape).to(where), torch.from_numpy(labels).to(where)
@@ -200,7 +200,7 @@ class AveragedDevice(DeviceMethod):
         first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
         return tuple(first.shape[1:])
 
-    def drawn(self, lesson: Lesson, seed: int) -> DrawnRows | None:
+    def drawn(self, plan: RoundPlan, seed: int) -> DrawnRows | None:
         """The round's rows, with the soft predictions for them where it has these; None where the fleet has no class.
 
         Raises:
@@ -208,9 +208,9 @@ class AveragedDevice(DeviceMethod):
         """
         if not self.classes:
             return None
-        features, labels = self.draw(lesson)
+        features, labels = self.draw(plan)
         soft = None
-        if self.agreed is not None and self.agreed[0] == lesson.draw_seed:
+        if self.agreed is not None and self.agreed[0] == plan.draw_seed:
             soft = torch.from_numpy(self.agreed[1].astype(np.float32)).to(features.device)
             if soft.shape != (len(labels), self.local.classes):
                 expected = [len(labels), self.local.classes]

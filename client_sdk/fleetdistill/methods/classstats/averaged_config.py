@@ -11,7 +11,7 @@ from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
-_MOST_RANK = 64
+MOST_RANK = 64
 _MOST_ROWS = 10_000
 _DROPPED_TO = 0.1
 _CHOICES = {
@@ -78,8 +78,8 @@ class AveragedConfig(LocalTraining):
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
-        if not 0 <= self.rank <= _MOST_RANK:
-            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
+        if not 0 <= self.rank <= MOST_RANK:
+            raise ConfigurationError(f"rank must be in [0, {MOST_RANK}], got {self.rank!r}")
         check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
         check_range("shrinkage", self.shrinkage, 0, 1)
         check_range("min_samples", self.min_samples, 2)

@@ -36,7 +36,7 @@ SPLIT = "train"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PersonalAnswer:
+class PersonalVariant:
     """softmax(logits / temperature + log prior) in a space (3.9).
 
     Attributes:
@@ -53,7 +53,7 @@ class PersonalAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ClassAnswers:
+class ClassVariants:
     """Both answers of a device.
 
     Attributes:
@@ -64,12 +64,12 @@ class ClassAnswers:
     """
 
     general: ClassSpace
-    personal: PersonalAnswer
+    personal: PersonalVariant
     own_kept: bool
     figures: list[Metric]
 
 
-def class_answers(
+def class_variants(
     space: ClassSpace,
     rows_nd: Array,
     labels_n: Array,
@@ -77,7 +77,7 @@ def class_answers(
     classes: int,
     own: Moments | None,
     rows_per_direction: int = 1,
-) -> ClassAnswers:
+) -> ClassVariants:
     """Both answers from the fleet's space (3.8, 3.9, 3.11).
 
     Args:
@@ -93,21 +93,21 @@ def class_answers(
     held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
     left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)  # 3.8
     fleets = _personal(space, left_out, labels_n, classes)  # 3.9
-    local = own_answer(own, rows_nd, labels_n, classes) if own is not None else None
+    local = local_variant(own, rows_nd, labels_n, classes) if own is not None else None
     personal = _better(fleets, local)  # guard, 3.11
     figures = [
         _metric(LEAVE_ONE_OUT, left_out.argmax(axis=1) == labels_n, labels_n),
         *_figures(fleets, local, labels_n),
     ]
-    return ClassAnswers(general=space, personal=personal, own_kept=personal is local, figures=figures)
+    return ClassVariants(general=space, personal=personal, own_kept=personal is local, figures=figures)
 
 
-def _better(fleets: PersonalAnswer, local: PersonalAnswer | None) -> PersonalAnswer:
+def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalVariant:
     """The one that gets more own rows right, left out; the fleet's where both get as many."""
     return local if local is not None and local.hits.sum() > fleets.hits.sum() else fleets
 
 
-def _figures(fleets: PersonalAnswer, local: PersonalAnswer | None, labels_n: Array) -> list[Metric]:
+def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: Array) -> list[Metric]:
     found = [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
     if local is not None:
         own_kept = float(_better(fleets, local) is local)
@@ -116,7 +116,7 @@ def _figures(fleets: PersonalAnswer, local: PersonalAnswer | None, labels_n: Arr
     return found
 
 
-def own_answer(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalAnswer | None:
+def local_variant(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalVariant | None:
     """A personal answer from the device's own statistics; None where they make no space (fewer than two classes)."""
     try:
         space = make_space(own, shrinkage_rule(own.dimensions, own.df))
@@ -126,11 +126,11 @@ def own_answer(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> P
     return _personal(space, left_out, labels_n, classes)
 
 
-def _personal(space: ClassSpace, left_out_nc: Array, labels_n: Array, classes: int) -> PersonalAnswer:
+def _personal(space: ClassSpace, left_out_nc: Array, labels_n: Array, classes: int) -> PersonalVariant:
     prior = class_prior(labels_n, classes)
     temperature = best_temperature(left_out_nc, labels_n, prior)
     hits = (left_out_nc / temperature + np.log(prior)).argmax(axis=1) == labels_n
-    return PersonalAnswer(space=space, temperature=temperature, prior=prior, hits=hits)
+    return PersonalVariant(space=space, temperature=temperature, prior=prior, hits=hits)
 
 
 def _metric(name: str, hits_n: Array, labels_n: Array) -> Metric:

@@ -16,7 +16,7 @@ SCATTERING = "scattering"
 _MOST_RANK = 512
 _MOST_IMAGES = 100_000
 _DIMENSIONS = (8, 2048)
-_SMALLEST_SIDE = 8
+SMALLEST_SIDE = 8
 _CHOICES = {
     "features": (SCATTERING, "model"),
     "covariance": ("shared",),

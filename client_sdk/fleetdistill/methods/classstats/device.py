@@ -68,7 +68,7 @@ class ClassStatsDevice(DeviceMethod):
     def learn(self, ask: Ask) -> Answer:
         """As `DeviceStatistics`; then trains what is wanted (3.10)."""
         answer = self.own.learn(ask)
-        self.figures = self.own.made.figures
+        self.figures = self.own.current_variants.figures
         if self.config.predictor == "trained":
             self._train_predictor(ask.seed)
         if self.config.own_network == "taught":
@@ -104,7 +104,7 @@ class ClassStatsDevice(DeviceMethod):
     def variants(self) -> Mapping[str, torch.nn.Module]:
         """Once there is a space: the general answer, the personal one, and the app's network where it is taught."""
         own = {OWN: self.local.model} if self._taught else {}
-        made = self.own.answers
+        made = self.own.variants
         if made is None:
             return own
         trained, personal = self._predictor, made.personal
@@ -128,7 +128,7 @@ class ClassStatsDevice(DeviceMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         self.own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
-        self.own.answers_again()
+        self.own.remake_variants()
         self._taught, self._predictor = state["taught"], None
         if state["predictor"] is not None:
             self._predictor = make_predictor(self.local.predictor, self.local.classes - 1, self.local.classes)

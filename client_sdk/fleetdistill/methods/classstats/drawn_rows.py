@@ -15,7 +15,7 @@ from fleetdistill.methods.base import Ask, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class RoundPlan:
     """What the server's plan says of a round.
 
     Attributes:
@@ -31,7 +31,7 @@ class Lesson:
     learning_rate: float
 
     @classmethod
-    def of(cls, ask: Ask) -> Lesson:
+    def of(cls, ask: Ask) -> RoundPlan:
         """Raises WireError for a plan that lacks something, or says it in another type."""
         values = ask.part("plan", Plan).values
         expected = {"draw_seed": int, "nonnegative": bool, "merge": int, "learning_rate": float}

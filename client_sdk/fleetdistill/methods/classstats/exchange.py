@@ -12,8 +12,8 @@ import numpy as np
 from fleetdistill.errors import CannotAnswer, DataError, WireError
 from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import Answer, Ask
-from fleetdistill.methods.classstats.class_variants import ClassAnswers, class_answers
-from fleetdistill.methods.classstats.config import _SMALLEST_SIDE, ClassStatsConfig
+from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
+from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig
 from fleetdistill.methods.classstats.kept_space import copied
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 
@@ -81,8 +81,8 @@ def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
     """Raises DataError for inputs that scattering is not made for, with the way out."""
     way_out = "take features = 'model' with an extractor of your own, or 'identity' for vectors"
-    if len(input_shape) != 3 or min(input_shape[1:]) < _SMALLEST_SIDE:
-        text = f"scattering needs images of at least {_SMALLEST_SIDE} pixels a side, got inputs {list(input_shape)}"
+    if len(input_shape) != 3 or min(input_shape[1:]) < SMALLEST_SIDE:
+        text = f"scattering needs images of at least {SMALLEST_SIDE} pixels a side, got inputs {list(input_shape)}"
         raise DataError(f"{text}; {way_out}")
     low, high = float(inputs.min()), float(inputs.max())
     if low < 0 or high > 1:
@@ -112,7 +112,7 @@ class DeviceStatistics:
         self.labels = labels
         self.space: ClassSpace | None = None
         self.plan: SpacePlan | None = None
-        self.answers: ClassAnswers | None = None
+        self.variants: ClassVariants | None = None
 
     @cached_property
     def rows(self) -> Array:
@@ -135,7 +135,7 @@ class DeviceStatistics:
         """Takes the fleet's space, and makes both answers of it (3.6 to 3.11)."""
         plan = SpacePlan.of(ask)
         self._take_space(ask, plan)
-        found = self._make_answers(plan)
+        found = self._make_variants(plan)
         return Answer(parts={}, samples=len(self.labels), notes={"own_statistics_kept": int(found.own_kept)})
 
     def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
@@ -155,10 +155,10 @@ class DeviceStatistics:
                 "with the next ask"
             )
 
-    def _make_answers(self, plan: SpacePlan) -> ClassAnswers:
+    def _make_variants(self, plan: SpacePlan) -> ClassVariants:
         assert self.space is not None
         own = self.moments
-        self.answers = class_answers(
+        self.variants = class_variants(
             self.space,
             self.rows,
             self.labels,
@@ -167,13 +167,13 @@ class DeviceStatistics:
             own if self._config.own_statistics_guard else None,
             self._config.rows_per_direction,
         )
-        return self.answers
+        return self.variants
 
     def restore(self, space: ClassSpace | None, plan: Mapping[str, Any] | None) -> None:
         """Takes up a space and its plan that were kept; the answers are made of them when they are asked for."""
         self.space = space
         self.plan = None if plan is None else SpacePlan(**{**plan, "left_out": tuple(plan.get("left_out", ()))})
-        self.answers = None
+        self.variants = None
 
     @property
     def space_and_plan(self) -> tuple[ClassSpace, SpacePlan]:
@@ -183,13 +183,13 @@ class DeviceStatistics:
         return self.space, self.plan
 
     @property
-    def made(self) -> ClassAnswers:
+    def current_variants(self) -> ClassVariants:
         """The answers of the last step that has made them."""
-        assert self.answers is not None
-        return self.answers
+        assert self.variants is not None
+        return self.variants
 
-    def answers_again(self) -> ClassAnswers | None:
+    def remake_variants(self) -> ClassVariants | None:
         """The answers; after `restore` they are made anew. None before there is a space."""
-        if self.answers is None and self.plan is not None:
-            return self._make_answers(self.plan)
-        return self.answers
+        if self.variants is None and self.plan is not None:
+            return self._make_variants(self.plan)
+        return self.variants

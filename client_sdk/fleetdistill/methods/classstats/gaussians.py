@@ -170,7 +170,7 @@ def draw_classes(
     return np.concatenate(drawn), np.repeat(np.array(labels, dtype=np.int64), rows)
 
 
-def mean_alone(summary: ClassSummary) -> ClassSummary:
+def without_spread(summary: ClassSummary) -> ClassSummary:
     """The same class without its spread, as a prototype: every row drawn from it is its mean."""
     size = len(summary.mean)
     return replace(summary, directions=np.zeros((0, size)), variance=np.zeros(size))

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fleetdistill.errors import WireError
 from fleetdistill.knowledge import Array, ClassStatistics
-from fleetdistill.methods.classstats.averaged_config import _MOST_RANK
+from fleetdistill.methods.classstats.averaged_config import MOST_RANK
 
 
-def _check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
+def check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
     """Raises WireError for statistics that are not of F = `size` features and of the run's classes, or not finite."""
     known = len(sent.labels)
     if len(set(sent.labels)) != known or any(not 0 <= label < classes for label in sent.labels):
@@ -27,8 +27,8 @@ def _check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
         if array is None and name in ("directions", "variances"):
             continue
         found = None if array is None else array.shape
-        if found != shape or rank > _MOST_RANK or not np.isfinite(array).all():
-            text = f"expected finite numbers of {list(shape)}, at most {_MOST_RANK} directions"
+        if found != shape or rank > MOST_RANK or not np.isfinite(array).all():
+            text = f"expected finite numbers of {list(shape)}, at most {MOST_RANK} directions"
             raise WireError(f"the {name} of the fleet's classes have shape {found and list(found)}, {text}")
 
 

@@ -88,9 +88,9 @@ class SpaceHead(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Logits `[batch, C]`."""
-        return self.answer(z @ self.directions - self.origin)
+        return self.logits(z @ self.directions - self.origin)
 
-    def answer(self, v: Tensor) -> Tensor:
+    def logits(self, v: Tensor) -> Tensor:
         """Logits `[batch, C]` of coordinates `[batch, C - 1]`."""
         logits: Tensor = self.predictor(v)
         return logits / self.temperature + self.log_prior
@@ -142,7 +142,7 @@ class SpaceModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `[batch, C]` of inputs `[batch, *input_shape]`."""
-        return self.above.answer(self.coordinates(x))
+        return self.above.logits(self.coordinates(x))
 
     def coordinates(self, x: Tensor) -> Tensor:
         """Coordinates `[batch, C - 1]` of inputs."""

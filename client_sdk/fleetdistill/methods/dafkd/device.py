@@ -168,14 +168,14 @@ class DaFKDDevice(DeviceMethod):
     def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
         """u = f * s, in eval mode; the discriminator stays here."""
         judged, _ = self.ready()
-        verdict_m = extract(judged.judge, samples) if self.config.correlation else None
-        probs_mc = soft_targets(extract(judged.answer, samples), self.config.temperature)
-        values = weighted_predictions(verdict_m, probs_mc).float().numpy()
+        realness_m = extract(judged.realness, samples) if self.config.correlation else None
+        probs_mc = soft_targets(extract(judged.classify_generated, samples), self.config.temperature)
+        values = weighted_predictions(realness_m, probs_mc).float().numpy()
         return WeightedPredictions(noise_seed=ask.setting("noise_seed", int), values=values)
 
     # --- state
 
-    def brought(self, ask: Ask) -> torch.nn.Module | None:
+    def fleet_model(self, ask: Ask) -> torch.nn.Module | None:
         """The global classifier; None where it stays away from a device whose classifier is its own."""
         return with_parameters(self.local.model, ask) if "parameters" in ask.parts else None
 

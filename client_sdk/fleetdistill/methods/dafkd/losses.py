@@ -52,11 +52,11 @@ def generator_loss(fake_b: Tensor, kind: str) -> Tensor:
     return functional.softplus(-fake_b).mean()
 
 
-def gradient_penalty(judge: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix_b: Tensor) -> Tensor:
+def gradient_penalty(discriminator: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix_b: Tensor) -> Tensor:
     """Mean of (|df/dx| - 1)^2 at points between real and generated samples; keeps the discriminator smooth.
 
     Args:
-        judge: Samples to the discriminator's logits `[batch]`.
+        discriminator: Samples to the discriminator's logits `[batch]`.
         real, fake: `[batch, ...]`, of one shape.
         mix_b: `[batch]` in [0, 1], how much of each point is real.
 
@@ -65,22 +65,22 @@ def gradient_penalty(judge: Callable[[Tensor], Tensor], real: Tensor, fake: Tens
     """
     mix = mix_b.view(-1, *[1] * (real.ndim - 1))
     between = (mix * real + (1 - mix) * fake).detach().requires_grad_()
-    (slope,) = torch.autograd.grad(judge(between).sigmoid().sum(), between, create_graph=True)
+    (slope,) = torch.autograd.grad(discriminator(between).sigmoid().sum(), between, create_graph=True)
     return cast(Tensor, (slope.flatten(1).norm(dim=1) - 1).square().mean())
 
 
-def weighted_predictions(verdict_m: Tensor | None, probs_mc: Tensor) -> Tensor:
+def weighted_predictions(realness_m: Tensor | None, probs_mc: Tensor) -> Tensor:
     """A device's predictions times its own importance: u = f(x) * s(x), what it sends instead of its discriminator.
 
     A row of u sums to f, so that the server needs no other weight.
 
     Args:
-        verdict_m: The discriminator's logits `[M]`; None where all devices count alike (f = 1).
+        realness_m: The discriminator's logits `[M]`; None where all devices count alike (f = 1).
         probs_mc: Soft predictions `[M, classes]`, rows on the simplex.
 
     Returns:
         `[M, classes]` float64, at least 0.
     """
-    if verdict_m is None:
+    if realness_m is None:
         return probs_mc.double()
-    return verdict_m.double().sigmoid().clamp_min(LEAST_IMPORTANCE)[:, None] * probs_mc.double()
+    return realness_m.double().sigmoid().clamp_min(LEAST_IMPORTANCE)[:, None] * probs_mc.double()

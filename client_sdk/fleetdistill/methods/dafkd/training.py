@@ -91,10 +91,10 @@ class AdversarialTraining:
     def discriminator_loss(self, real_b: Tensor, real: Tensor, fake: Tensor) -> Tensor:
         """Eq. (2), with the penalty where it is wanted; generated samples leave batch-norm statistics alone."""
         with frozen_batch_norm(self._judged, self._config.freeze_batch_norm):
-            loss = adversarial_loss(real_b, self._judged.judge(fake))
+            loss = adversarial_loss(real_b, self._judged.realness(fake))
             if self._config.gradient_penalty > 0:
                 mix_b = torch.rand(len(real), generator=self._random).to(real.device)
-                slope = gradient_penalty(self._judged.judge, real, fake[: len(real)], mix_b)
+                slope = gradient_penalty(self._judged.realness, real, fake[: len(real)], mix_b)
                 loss = loss + self._config.gradient_penalty * slope
         return loss
 
@@ -105,7 +105,7 @@ class AdversarialTraining:
     def step_generator(self, count: int) -> None:
         """Eq. (3) on fresh noise; discriminator and classifier are frozen, their statistics too."""
         with frozen_batch_norm(self._judged):
-            loss = generator_loss(self._judged.judge(self._generate(count)), self._config.generator_loss)
+            loss = generator_loss(self._judged.realness(self._generate(count)), self._config.generator_loss)
         self._generator_optimizer.zero_grad(set_to_none=True)
         _check_finite(loss, "generator")  # guard
         loss.backward(inputs=list(self._generator.parameters()))

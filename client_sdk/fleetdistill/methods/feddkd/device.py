@@ -185,7 +185,7 @@ class FedDKDDevice(DeviceMethod):
         self._become_teacher(_NO_ROUND)
         return Answer(parts={}, samples=len(self.local.data))
 
-    def brought(self, ask: Ask) -> nn.Module | None:
+    def fleet_model(self, ask: Ask) -> nn.Module | None:
         """The global model, for FedDKD_BN with the batch-norm of this device; None in the steps of a round."""
         if ask.step not in ("train", DELIVER):
             return None

@@ -28,7 +28,7 @@ from fleetdistill.knowledge import (
     Weights,
 )
 from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-from fleetdistill.methods.classstats.gaussians import clip, from_wire, mean_alone, shrink, to_wire
+from fleetdistill.methods.classstats.gaussians import clip, from_wire, shrink, to_wire, without_spread
 from fleetdistill.methods.classstats.kept_statistics import packed, unpacked
 from fleetdistill.models import MODELS
 from fleetdistill.seeds import derive_seed
@@ -283,7 +283,7 @@ class AveragedServer(ServerMethod):
         while True:
             classes = shrink(whole, self.config.shrinkage)
             if self.config.means_only:
-                classes = {label: mean_alone(one) for label, one in classes.items()}
+                classes = {label: without_spread(one) for label, one in classes.items()}
             at_fault = too_large(whole, limit, notes) or too_large(classes, limit, notes)
             at_fault = at_fault or self.own.untrainable(classes, notes) or self.own.unrecognised(classes, least, notes)
             if not at_fault:

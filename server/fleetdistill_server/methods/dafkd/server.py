@@ -244,7 +244,7 @@ class DaFKDServer(ServerMethod):
         """a_k `[M]` and logits `[M, classes]` of one device; None with an event where they are not finite."""
         load_parameters(self.member.classifier, answer.part("parameters", ModelParameters))
         load_parameters(self.member.discriminator, answer.part("discriminator", Discriminator).parameters)
-        realness_m, logits_mc = extract(self.member.judge, samples), extract(self.member.answer, samples)
+        realness_m, logits_mc = extract(self.member.realness, samples), extract(self.member.classify_generated, samples)
         if not bool(realness_m.isfinite().all() and logits_mc.isfinite().all()):
             text = f"the model of {answer.device} is not finite on generated samples and does not teach"
             notes.event("member-left-out", text, answer.device)
@@ -308,7 +308,7 @@ class DaFKDServer(ServerMethod):
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
             with frozen_batch_norm(student, self.config.freeze_batch_norm):
-                logits_bc = student.answer(samples[rows_b])
+                logits_bc = student.classify_generated(samples[rows_b])
             return [distillation_loss(logits_bc, teacher_bc[rows_b], self.config.temperature)]
 
         train_steps(
