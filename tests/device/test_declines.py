@@ -125,7 +125,7 @@ def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
                 patch.setattr("fleetdistill.wire.payload.DTYPES", {})
                 device.step(0)
         assert events[-1].kind == "dropped"
-        expected = "has no handler for step 'dream'; is the SDK older than the server?"
+        expected = "has no handler for step 'dream'; update the SDK if it is older than the server"
         assert (expected if newer == "a step" else "has unknown element type") in events[-1].text
         fleet.ask("d")
         device.step(0)

@@ -128,7 +128,7 @@ def test_bounds_that_allow_nothing_are_refused(tmp_path: Path, changes: dict[str
         ({"batch_size": -1}, "batch_size must be >= 1, got -1"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast', expected a number"),
         ({"nesterov": 1}, "nesterov is 1, expected true or false"),
-        ({"optimizer": True}, "optimizer is True, expected a text"),
+        ({"optimizer": True}, "optimizer is True, expected a string"),
         ({"target_peak": 7.0}, "7"),
     ],
 )

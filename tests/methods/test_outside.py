@@ -116,7 +116,7 @@ def test_serve_check_covers_imports(with_fedprox: None, tmp_path: Path) -> None:
 WRONG_MODULES = {
     "not_there": "cannot import 'not_there': ModuleNotFoundError: No module named 'not_there'; install its package, or",
     "silent": "module 'silent' registers no method; call fleetdistill.methods.register and",
-    "../silent.py": "'../silent.py' is no module; name one as in Python's import, package.module",
+    "../silent.py": "'../silent.py' is not a module name; write it as in Python's import, package.module",
 }
 
 

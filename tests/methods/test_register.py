@@ -45,9 +45,9 @@ def test_a_name_that_is_taken_is_refused(registered: None, name: str) -> None:
     class OtherServer(counting_server.CountingServer):
         pass
 
-    with pytest.raises(ConfigurationError, match=f"there is a method '{name}' already"):
+    with pytest.raises(ConfigurationError, match=f"method '{name}' is already registered"):
         methods.register(name, counting.CountingConfig, Other)
-    with pytest.raises(ConfigurationError, match=f"there is a method '{name}' already"):
+    with pytest.raises(ConfigurationError, match=f"method '{name}' is already registered"):
         server_methods.register(name, OtherServer)
 
 
@@ -55,7 +55,10 @@ def test_a_configuration_that_is_no_local_training_is_refused(registered: None) 
     class Foreign:
         pass
 
-    with pytest.raises(ConfigurationError, match=r"method 'foreign', Foreign, is no LocalTraining.*let it inherit"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"Foreign, the configuration of method 'foreign', is not a LocalTraining; let it inherit",
+    ):
         methods.register("foreign", Foreign, counting.CountingDevice)
     with pytest.raises(ConfigurationError, match="unknown method"):
         methods.config_class("foreign")

@@ -1,8 +1,8 @@
-"""The table of methods, device side. Each is a file or a folder of its name, with a configuration and a device half.
+"""The table of methods, device side: the configuration and the device half of each.
 
-A method of others comes from `register`, which an app or its modules call, or from an installed package that declares
-it (`fleetdistill.methods.outside`). A contract only names a method, so a server can never make a device import code
-that is not installed there for this purpose.
+A built-in method is a file or a folder of the same name. An app adds a method with `register`, or installs a package
+that declares one (`fleetdistill.methods.outside`). A contract contains only the method's name, so a server cannot make
+a device import other code.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "feddkd": ("feddkd.config:FedDKDConfig", "feddkd.device:FedDKDDevice"),
     }
 )
-"""Each built-in method: where its configuration and its device half are, as `module:class`."""
+"""Configuration and device half of each built-in method, as `module:class`."""
 
 registered: dict[str, tuple[type[Any], type[DeviceMethod]]] = {}
 
 
 def register(method: str, config: type[Any], device: type[DeviceMethod]) -> None:
-    """Adds a method of the app's own to this process; `fleetdistill_server.methods.register` adds its server half.
+    """Registers a method for this process; `fleetdistill_server.methods.register` registers its server half.
 
     Args:
-        method: Its name in run.toml and in the contract.
-        config: A frozen dataclass of settings that inherits `LocalTraining`, which has what else is asked of it.
-        device: Its device half.
+        method: Name in run.toml and in the contract.
+        config: Frozen dataclass of the method's settings; a subclass of `LocalTraining`.
+        device: Device half.
 
     Raises:
-        ConfigurationError: Another method has the name, or the configuration inherits something else.
+        ConfigurationError: The name belongs to another method, or `config` is not a subclass of `LocalTraining`.
     """
     if not issubclass(config, LocalTraining):
         raise ConfigurationError(
-            f"the configuration of method {method!r}, {config.__name__}, is no LocalTraining, which the rest of the "
-            "system asks about rounds and rates; let it inherit fleetdistill.methods.local.LocalTraining"
+            f"{config.__name__}, the configuration of method {method!r}, is not a LocalTraining; let it inherit "
+            "fleetdistill.methods.local.LocalTraining, which defines the settings that all methods share"
         )
     if method in METHODS or registered.get(method, (config, device)) != (config, device):
-        raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
+        raise ConfigurationError(f"method {method!r} is already registered; register yours under another name")
     registered[method] = (config, device)
     note_registration(device)
     note_registration(config)
 
 
 def known_methods() -> list[str]:
-    """Names of all methods that this process can have: built-in, registered, and of installed packages; sorted."""
+    """Returns the sorted names of the built-in and registered methods and of those that installed packages declare."""
     return sorted({*METHODS, *registered, *installed_methods()})
 
 
 def is_registered(method: str) -> bool:
-    """Whether a method from outside is registered, after a look at the installed packages.
+    """Returns whether a method that is not built in is registered; loads the installed package that declares it.
 
     Raises:
-        ConfigurationError: An installed package declares it and does not register it.
+        ConfigurationError: An installed package declares the method and does not register it.
     """
     if method not in METHODS and method not in registered:
         load_installed(method, registered.__contains__)
@@ -81,35 +81,39 @@ def is_registered(method: str) -> bool:
 
 
 def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type[Any]:
-    """The configuration class of a method, of the form that some settings choose.
+    """Returns the configuration class of a method.
 
     Args:
-        method: Its name.
-        settings: What is given of its settings; without them the method's usual form.
+        method: Name of the method.
+        settings: Settings that select one of the method's forms; None or empty for its default form.
 
     Raises:
-        ConfigurationError: The method is unknown, or it has no such form.
+        ConfigurationError: The method is unknown, or the settings do not select a form.
     """
-    usual: type[LocalTraining] = _half(method, 0)
-    return usual.form(settings or {})
+    default: type[LocalTraining] = _half(method, 0)
+    return default.form(settings or {})
 
 
 def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
-    """The device half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
-    usual: type[DeviceMethod] = _half(method, 1)
-    return usual if config is None else usual.form(config)
+    """Returns the device half of a method, for the form of a configuration or for the default form.
+
+    Raises:
+        ConfigurationError: The method is unknown.
+    """
+    default: type[DeviceMethod] = _half(method, 1)
+    return default if config is None else default.form(config)
 
 
 def config_to_plan(config: Any) -> Plan:
-    """A configuration as it travels in the contract; settings that are None stay out."""
+    """Returns the contract's form of a configuration; settings that are None are left out."""
     return Plan(values={name: value for name, value in asdict(config).items() if value is not None})
 
 
 def config_from_plan(method: str, plan: Plan) -> Any:
-    """The configuration that a contract carries, by the constructor: the server has spelled every setting out.
+    """Returns the configuration in a contract, in which the server has set every setting explicitly.
 
     Raises:
-        ConfigurationError: The contract has settings that this SDK does not know.
+        ConfigurationError: The contract has a setting that this SDK does not support, or a value out of its range.
     """
     try:
         return config_class(method, plan.values)(**plan.values)
@@ -120,10 +124,10 @@ def config_from_plan(method: str, plan: Plan) -> Any:
 
 
 def config_of_contract(contract: contract_pb2.Contract) -> Any:
-    """The configuration of a run, held against its number of classes too.
+    """Returns the configuration in a contract, also checked against the contract's number of classes.
 
     Raises:
-        ConfigurationError: The method or a setting is unknown here, or a value is out of its range.
+        ConfigurationError: The SDK does not support the method or a setting, or a value is out of its range.
     """
     found = config_from_plan(contract.method, Plan.read(contract.config))
     found.for_classes(len(contract.classes))

@@ -1,10 +1,10 @@
-"""The device half of a method: a class with one handler a step, and the device's state.
+"""Base class of a method's device half, which has one handler for each step of a round.
 
     class FedDKCDevice(DeviceMethod):
         @answers("train")
         def train(self, ask: Ask) -> Answer: ...
 
-A handler runs under the ask's own seed and with the run's thread count, so it gives the same answer each time.
+A handler runs with the ask's seed and the run's thread count, so that a repeated ask gives the same answer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One question to this device.
+    """A request of the server to one device, for one step of a round.
 
     Attributes:
         round: Number of the round, from 1.
-        step: Name of the step, which chose the handler.
-        seed: Seed of the handler's random numbers; torch's global generator is seeded with it already.
-        parts: What came along.
+        step: Name of the step; selects the handler.
+        seed: Seed of the handler's random numbers. torch's global generator already has it when the handler starts.
+        parts: The ask's payload, by name.
     """
 
     round: int
@@ -58,14 +58,14 @@ class Ask:
     parts: Parts = field(default_factory=dict)
 
     def part(self, name: str, kind: type[PartKind]) -> PartKind:
-        """The part of that name. Raises WireError if it is missing or of another kind."""
+        """Returns a part of the payload. Raises WireError if it is missing or of another kind."""
         found = self.parts.get(name)
         if not isinstance(found, kind):
             raise WireError(f"step {self.step!r}: part {name!r} is {type(found).__name__}, expected {kind.__name__}")
         return found
 
     def setting(self, name: str, kind: type[Setting]) -> Setting:
-        """A value of the part `plan`. Raises WireError if it is missing or of another type."""
+        """Returns a value of the part `plan`. Raises WireError if it is missing or of another type."""
         value = self.part("plan", Plan).values.get(name)
         if type(value) is not kind:
             raise WireError(f"step {self.step!r}: the plan's {name} is {value!r}, expected {kind.__name__}")
@@ -81,9 +81,9 @@ class Answer:
     """The reply to an ask.
 
     Attributes:
-        parts: What goes to the server.
-        samples: Local samples behind it, the weight in averages, at least 1.
-        notes: Counts for the app's callback, such as rows whose ids were not known.
+        parts: Payload for the server, by name.
+        samples: Number of local samples behind the answer, at least 1; its weight in averages.
+        notes: Counts for the app's callback, such as the number of unknown sample ids; they are not sent.
     """
 
     parts: Parts
@@ -93,17 +93,18 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What a device half works on.
+    """The device's model and data, as a device half uses them.
 
     Attributes:
         model: The local model, on `torch_device`.
+        taps: The same module as a `FeatureModel`, which gives its features at the cut.
         data: The private training data.
-        classes: C of the contract.
-        torch_device: Where handlers compute.
-        proxy: The run's proxy set, where it has one. It is there when a handler runs, not yet in `__init__`.
-        proxy_digest: SHA-256 that names the proxy set.
-        predictor: Of class statistics with `predictor = "trained"`: a name of `fleetdistill.models.PREDICTORS`, or a
-            function that makes one.
+        classes: Number of classes in the contract.
+        torch_device: Device on which handlers compute.
+        proxy: The run's proxy set; None for a run without one. Handlers can use it, `__init__` cannot yet.
+        proxy_digest: SHA-256 digest of the proxy set's payload; empty without a proxy set.
+        predictor: Predictor for class statistics with `predictor = "trained"`: a key of
+            `fleetdistill.models.PREDICTORS`, or a function that builds a module.
     """
 
     model: torch.nn.Module
@@ -121,7 +122,7 @@ _F = TypeVar("_F", bound=Handler)
 
 
 def answers(step: str) -> Callable[[_F], _F]:
-    """Marks the handler of a step."""
+    """Returns a decorator that makes a method of a device half the handler of a step."""
 
     def mark(handler: _F) -> _F:
         handler.answers_step = step  # type: ignore[attr-defined]
@@ -131,21 +132,21 @@ def answers(step: str) -> Callable[[_F], _F]:
 
 
 class DeviceMethod:
-    """Base of all device halves.
+    """Base class of all device halves.
 
     Args:
         config: The method's configuration, from the contract.
-        local: Model and data.
+        local: The device's model and data.
     """
 
     own_variant: ClassVar[str] = GENERAL
-    """Name, among the variants that the app has, of the model that it gave."""
+    """Name of the variant that is the app's own model."""
 
     trained: TrainingReport | None = None
-    """What a handler's training did; its mean loss goes to the server beside the answer, as the papers have it."""
+    """Report of the last handler's training; its mean loss is sent with the answer, as in the papers."""
 
     figures: Sequence[Metric] = ()
-    """What else a handler found out about own rows; it goes to the server as the figures of test data do."""
+    """Further metrics that the last handler computed on the device's own rows; sent like metrics on test data."""
 
     def __init__(self, config: Any, local: Local) -> None:
         self.config = config
@@ -153,50 +154,50 @@ class DeviceMethod:
 
     @classmethod
     def form(cls, config: Any) -> type[DeviceMethod]:
-        """The device half of this configuration, for a method of several forms."""
+        """Returns the device half for the form that the configuration has."""
         return cls
 
     @classmethod
     def metrics_steps(cls, config: Any) -> Sequence[str]:
-        """Steps whose answer ends a round for the device, one of them in each round: metrics are measured after it."""
+        """Returns the steps after which metrics are measured: one of them is the device's last step of each round."""
         raise NotImplementedError
 
     def handle(self, ask: Ask) -> Answer:
-        """Calls the handler of the ask's step. Raises WireError if there is none."""
+        """Calls the handler of the ask's step. Raises WireError if the step has no handler."""
         for name in dir(type(self)):
             handler = getattr(type(self), name)
             if getattr(handler, "answers_step", None) == ask.step:
                 return handler(self, ask)  # type: ignore[no-any-return]
         raise WireError(
-            f"{type(self).__name__} has no handler for step {ask.step!r}; is the SDK older than the server?"
+            f"{type(self).__name__} has no handler for step {ask.step!r}; update the SDK if it is older than the server"
         )
 
     def variants(self) -> Mapping[str, torch.nn.Module]:
-        """Variants of the app's model by name, inputs to logits; the first is in use unless another proves better.
+        """Returns the variants of the app's model by name, each a module from inputs to logits.
 
-        By default the local model alone. They may share layers with it and with each other. Once there is one of a
-        name, it stays; there may be none at first.
+        The first variant is in use unless another one scores better. The default is the local model alone. Variants
+        may share layers. The result may be empty at first; a name that it has once contained stays.
         """
         return {GENERAL: self.local.model}
 
     def fleet_model(self, ask: Ask) -> torch.nn.Module | None:
-        """The fleet's model as an ask brings it, complete on this device; None where it brings none, the default.
+        """Returns the fleet's model that an ask contains, or None, the default, if it contains no model.
 
-        It is what the device would be delivered if the run ended with the last completed round, and is scored before
-        the ask is answered. A model of its own: the local one does not change.
+        The result is a new model, complete on this device; the local model does not change. The device would receive
+        this model if the run ended with the last completed round. It is scored before the ask is handled.
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """State beyond the model's, kept between rounds: dicts, lists, numbers, strings and tensors."""
+        """Returns the state to keep between rounds besides the model's: dicts, lists, numbers, strings and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
 
 
 _BEYOND = 3.4e38
-"""What float32 does not hold, and torch raises errors of its own for."""
+"""Upper limit of settings: torch raises its own errors for numbers that float32 cannot represent."""
 
 
 def check_range(name: str, value: float, low: float, high: float = _BEYOND, *, open_low: bool = False) -> None:
@@ -208,7 +209,7 @@ def check_range(name: str, value: float, low: float, high: float = _BEYOND, *, o
 
 
 def check_types(config: Any) -> None:
-    """Raises ConfigurationError for a setting of another type than it has; a whole number is a number."""
+    """Raises ConfigurationError for a setting of the wrong type; an integer is accepted for a float."""
     for name, known in _types_of(config.__class__).items():
         value = getattr(config, name)
         if type(value) not in known:
@@ -216,15 +217,15 @@ def check_types(config: Any) -> None:
             raise ConfigurationError(f"{name} is {value!r}, expected {expected}")
 
 
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 @functools.cache
 def _types_of(config: Any) -> Mapping[str, tuple[type, ...]]:
-    """Types of each setting that is a number, a text or a flag; an app's own configuration may have others."""
+    """Returns the accepted types of each number, string or flag; settings of other types are left out."""
     try:
         hints = get_type_hints(config)
-    except NameError:  # an app's own configuration, of types that are not there at run time
+    except NameError:  # an app's configuration may use types that exist only for type checkers
         return {}
     found = {one.name: get_args(hints[one.name]) or (hints[one.name],) for one in fields(config)}
     simple = {*_TYPE_NAMES, type(None)}
@@ -244,10 +245,10 @@ def check_share(name: str, value: float) -> None:
 
 
 def with_parameters(model: torch.nn.Module, ask: Ask, *, without: frozenset[str] = frozenset()) -> torch.nn.Module:
-    """A copy of a model with the `parameters` of an ask; tensors named in `without` stay the model's.
+    """Returns a copy of a model with the `parameters` of an ask; tensors named in `without` are the model's.
 
     Raises:
-        WireError: The ask brings no model parameters, or others than the model has.
+        WireError: The ask contains no model parameters, or parameters that do not fit the model.
     """
     from fleetdistill.training.parameters import take_weights
 

@@ -1,4 +1,4 @@
-"""FedAvg: what both halves agree on, and what the device does. The yardstick of every comparison.
+"""FedAvg: configuration and device half. The baseline of every comparison.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
 """
@@ -21,16 +21,16 @@ __all__ = ["FedAvgConfig", "FedAvgDevice"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgConfig(LocalTraining):
-    """Settings of FedAvg: those of local training, with the paper's C as `participation_ratio`.
+    """Settings of FedAvg: those of local training. `participation_ratio` is the paper's C.
 
-    The optimiser starts afresh in each round.
+    Each round starts with a new optimiser.
     """
 
     learning_rate: float = 0.02
     weight_decay: float = 0.0
 
     def for_classes(self, classes: int) -> FedAvgConfig:
-        """The same settings; none depends on the number of classes."""
+        """Returns this configuration: no setting depends on the number of classes."""
         return self
 
 
@@ -69,12 +69,12 @@ class FedAvgDevice(DeviceMethod):
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
-        """The end result: the global model becomes the device's."""
+        """Loads the final global model into the device's model."""
         from fleetdistill.training.parameters import take_weights
 
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 
     def fleet_model(self, ask: Ask) -> torch.nn.Module:
-        """The global model: every ask brings it."""
+        """Returns the global model, which every ask contains."""
         return with_parameters(self.local.model, ask)

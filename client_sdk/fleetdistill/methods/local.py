@@ -1,4 +1,4 @@
-"""The settings of local training that methods share, and the optimiser that they describe."""
+"""Settings of local training that all methods share, and the optimiser that they configure."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ __all__ = ["LocalTraining", "make_local_optimizer"]
 
 OPTIMIZERS = ("sgd", "adam")
 ROBUST = ("gross", "strict", "off")
-"""How far the server distrusts single devices; `off` takes everything as it is sent."""
+"""How strictly the server limits devices that are far from the others; `off` accepts everything unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
-    """How devices train on their own data, and how many a round takes; configurations of methods inherit it.
+    """Settings of training on the devices' own data; the base class of every method's configuration.
 
-    `from_settings` makes one of what an operator writes. The constructor takes values that are spelled out: `paper` is
-    then a record of how they came about and changes none of them.
+    `from_settings` builds a configuration from an operator's settings. The constructor takes every value as given:
+    `paper` then only records that the paper's values were chosen.
 
     Attributes:
-        local_epochs: Passes over the device's samples in a round.
-        batch_size: Rows of a mini-batch.
+        local_epochs: Passes over the device's samples in a round, at least 1.
+        batch_size: Rows of a mini-batch, at least 1.
         optimizer: `sgd` or `adam`.
-        learning_rate, weight_decay: Of that optimiser.
-        momentum: Of `sgd`, in [0, 1).
-        nesterov: Whether this momentum is Nesterov's.
-        participation_ratio: Part of the present devices that a round takes, in (0, 1]; at least one device.
-        robust: What the server does about devices that are far from the others: `gross` bounds their weight and leaves
-            out what no honest device sends, `strict` tests class statistics more narrowly, `off` does nothing.
+        learning_rate: Learning rate of the optimiser, above 0.
+        momentum: Momentum of `sgd`, in [0, 1).
+        nesterov: Whether `sgd` uses Nesterov momentum.
+        weight_decay: Weight decay of the optimiser, at least 0.
+        participation_ratio: Share of the present devices that a round asks, in (0, 1]; at least one device.
+        robust: How the server treats devices that are far from the others: `gross` bounds their weight and leaves
+            out values that no honest device sends, `strict` also tests class statistics more narrowly, `off` accepts
+            everything.
     """
 
     keeps_optimizer: ClassVar[bool] = False
-    """Whether a device's optimiser, with its momentum, lives on from round to round; if not, each has a new one."""
+    """Whether a device keeps its optimiser, with its momentum, between rounds; otherwise each round has a new one."""
 
     usual_rounds: ClassVar[int] = 30
-    """Rounds of a simulated run unless told otherwise; 1 for a method that has nothing to do in later ones."""
+    """Default number of rounds of a simulation; 1 for a method that completes in one round."""
 
     local_epochs: int = 2
     batch_size: int = 32
@@ -66,57 +68,57 @@ class LocalTraining:
 
     @classmethod
     def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """The configuration class of the form that these settings choose, for a method of several forms.
+        """Returns the configuration class of the form that the settings select, for a method with several forms.
 
         Raises:
-            ConfigurationError: There is no such form.
+            ConfigurationError: The settings do not select a form.
         """
         return cls
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """The configurations of the method's other forms, by the settings that choose them, as in run.toml."""
+        """Returns the configuration classes of the method's other forms, by the settings that select them."""
         return {}
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any]) -> Self:
-        """The configuration of an operator's settings: what is given wins, with `paper` true over the paper's values.
+        """Returns the configuration for an operator's settings.
 
         Args:
-            given: Settings by name; those that are left out take the paper's values or else our defaults.
+            given: Settings by name. A setting left out has our default or, with `paper` true, the paper's value.
 
         Raises:
             ConfigurationError: A value is out of its range.
-            TypeError: There is no such setting.
+            TypeError: A setting is unknown.
         """
         papers = {"robust": "off", **cls.paper_values(given)} if given.get("paper") is True else {}
         return cls(**{**papers, **given})
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's values of settings that we deviate in; a method's configuration says them of itself.
+        """Returns the paper's values of the settings whose defaults differ from the paper.
 
-        `robust` is off with all of them: no paper here knows it.
+        `from_settings` adds `robust = "off"`, because none of the papers has it.
 
         Args:
-            given: What the operator gives, for values that depend on it.
+            given: The operator's settings, for values that depend on them.
         """
         return {}
 
     def check_rounds(self, rounds: int) -> None:
-        """Raises ConfigurationError for a run of too few rounds to be of use; by default none is. 0: it has no end."""
+        """Raises ConfigurationError if a run has too few rounds for the method; 0 rounds are a run without an end."""
 
     def cross_entropy_epochs(self, participation: int) -> int:
-        """Passes towards its labels that a device makes in its n-th round, from 1: what controls must match."""
+        """Returns the epochs on labels in a device's n-th round, counted from 1; controls train for as many."""
         return self.local_epochs
 
     def local_rate(self, number: int) -> float:
-        """Learning rate of local training in a round, numbered from 1: what controls must match too."""
+        """Returns the learning rate of local training in a round, counted from 1; controls use the same rate."""
         return self.learning_rate
 
 
 def make_local_optimizer(config: LocalTraining, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimiser of a configuration, fresh."""
+    """Returns a new optimiser for the parameters, as the configuration sets it."""
     import torch
 
     from fleetdistill.training.local_training import make_optimizer

@@ -1,13 +1,13 @@
-"""Methods from outside this package: those of installed packages, and modules that an operator or an app names.
+"""Methods that are not built in: from installed packages, and from modules that an operator or an app names.
 
 An installed package declares a method as an entry point:
 
     [project.entry-points."fleetdistill.methods"]
     fedprox = "my_package.fedprox"
 
-The name is the method's; the value is a module that calls `register`, or a function in one that does. It is imported
-when this process needs a method of exactly that name. A contract only names a method, so a server chooses among what
-is installed on a device, and can never make it import anything else.
+The name is the method's name. The value is a module that calls `register`, or a function that does. It is imported
+when this process needs a method of exactly that name. A contract contains only the method's name, so a server can
+select among the methods that are installed on a device, but cannot make the device import other code.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 
 GROUP = "fleetdistill.methods"
-"""The entry points' group."""
+"""Entry-point group of methods."""
 
 registrations: list[str] = []
-"""Module of each half that was registered in this process, server halves included."""
+"""Module of each device half, server half and configuration registered in this process, in order."""
 imported: set[str] = set()
-"""Modules that have registered something while `import_modules` imported them."""
+"""Modules whose import by `import_modules` has registered a method."""
 
 
 def note_registration(half: type) -> None:
-    """Notes that a class was registered, for `import_modules` to see."""
+    """Records the registration of a class, so that `import_modules` can check that a module registers a method."""
     registrations.append(half.__module__)
 
 
 def installed_methods() -> list[str]:
-    """Names of the methods that installed packages declare, sorted; nothing is imported."""
+    """Returns the sorted names of the methods that installed packages declare, without importing any of them."""
     return sorted({one.name for one in entry_points(group=GROUP)})
 
 
 def load_installed(method: str, is_registered: Callable[[str], bool]) -> None:
-    """Imports the installed package that declares a method, if one does; it registers the method.
+    """Imports the installed package that declares a method, which registers it; does nothing if no package does.
 
     Args:
-        method: Exactly as a package declares it.
-        is_registered: Whether a method of a name is registered by now.
+        method: Name of the method, exactly as the package declares it.
+        is_registered: Returns whether a method of a given name is registered.
 
     Raises:
-        ConfigurationError: Several packages declare it, or the one that does cannot be imported or registers something
-            else.
+        ConfigurationError: Several packages declare the method, or its package cannot be imported or does not register
+            it.
     """
     found = {one.value: one for one in entry_points(group=GROUP, name=method)}
     if len(found) > 1:
@@ -68,7 +68,7 @@ def _load(declared: EntryPoint) -> None:
         loaded = declared.load()
         if callable(loaded):
             loaded()
-    except Exception as error:  # a package of others may fail in any way
+    except Exception as error:  # another author's package may raise anything
         raise ConfigurationError(
             f"method {declared.name!r} of {_package(declared)}: cannot load {declared.value!r}: {_describe(error)}; "
             "update or uninstall the package"
@@ -80,15 +80,16 @@ def _package(declared: EntryPoint) -> str:
 
 
 def import_modules(modules: Iterable[str], setting: str) -> None:
-    """Imports modules that register methods. This runs their code: take names from your own configuration only, never
-    from the other end of a link.
+    """Imports modules that register methods.
+
+    Importing a module runs its code: take names only from local configuration, never from a message of the other side.
 
     Args:
-        modules: As in `import`, such as `my_package.fedprox`.
-        setting: What named them, for messages.
+        modules: Names as in `import`, such as `my_package.fedprox`.
+        setting: The setting that names the modules, for error messages.
 
     Raises:
-        ConfigurationError: A module cannot be imported, or registers nothing.
+        ConfigurationError: A module cannot be imported, or does not register a method.
     """
     names = list(modules)
     for name in names:
@@ -104,14 +105,16 @@ def import_modules(modules: Iterable[str], setting: str) -> None:
 
 def _import(name: str, setting: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigurationError(f"{setting}: {name!r} is no module; name one as in Python's import, package.module")
+        raise ConfigurationError(
+            f"{setting}: {name!r} is not a module name; write it as in Python's import, package.module"
+        )
     before = len(registrations)
     try:
         import_module(name)
-    except Exception as error:  # a module of others may fail in any way
+    except Exception as error:  # another author's module may raise anything
         raise ConfigurationError(
             f"{setting}: cannot import {name!r}: {_describe(error)}; install its package, or run the command in the "
-            "folder that has it"
+            "folder that contains it"
         ) from error
     if len(registrations) > before:
         imported.add(name)

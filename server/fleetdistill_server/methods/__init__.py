@@ -42,7 +42,7 @@ def register(method: str, server: type[ServerMethod]) -> None:
         ConfigurationError: Another method has the name.
     """
     if method in SERVER_METHODS or registered.get(method, server) is not server:
-        raise ConfigurationError(f"there is a method {method!r} already; register yours under another name")
+        raise ConfigurationError(f"method {method!r} is already registered; register yours under another name")
     registered[method] = server
     note_registration(server)
 

@@ -574,17 +574,17 @@ def test_the_control_trains_on_the_proxy_labels_and_sends_nothing() -> None:
 
 
 def test_knowledge_about_other_rows_stops_the_device() -> None:
-    with pytest.raises(WireError, match="the server's logits are about another proxy set"):
+    with pytest.raises(WireError, match="the server's logits belong to another proxy set"):
         make_device().handle(ask(made_up(rows=PROXY - 1, columns="logits")))
     foreign = dataclasses.replace(made_up(columns="logits"), proxy_digest=b"x" * 32)
-    with pytest.raises(WireError, match="about another proxy set"):
+    with pytest.raises(WireError, match="belong to another proxy set"):
         make_device().handle(ask(foreign))
 
 
 def test_a_device_without_its_proxy_set_says_so() -> None:
     device = make_device()
     device.local = dataclasses.replace(device.local, proxy=None)
-    with pytest.raises(WireError, match="the run gave this device no proxy set"):
+    with pytest.raises(WireError, match="CDKT-FL needs a proxy set, but the server sent none"):
         device.handle(ask(NOTHING))
 
 

@@ -20,7 +20,7 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
             {"upload_model": False, "discriminator_location": "device", "ensemble_space": "logits"},
             "upload_model=false needs device-side importance and ensemble_space='probs'",
         ),
-        ({"discriminator_location": "device", "ensemble_space": "logits"}, "use ensemble_space='probs'"),
+        ({"discriminator_location": "device", "ensemble_space": "logits"}, "set ensemble_space = 'probs'"),
         ({"sync": "later"}, "unknown sync 'later', expected one of lagged, exact"),
         ({"generator_level": "pixel"}, "unknown generator_level"),
         ({"generator_loss": "hinge"}, "unknown generator_loss"),

@@ -1,1 +1,1 @@
-"""CDKT-FL: its configuration and the device half."""
+"""CDKT-FL: configuration and device half."""

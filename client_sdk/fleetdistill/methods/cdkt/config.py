@@ -1,4 +1,4 @@
-"""CDKT-FL: its settings."""
+"""Settings of CDKT-FL."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CDKTConfig(LocalTraining):
-    """Settings of CDKT-FL beside those of local training. Names and ranges are those of the paper where it has them.
+    """Settings of CDKT-FL in addition to those of local training, with the paper's names and ranges.
 
     Attributes:
-        knowledge: What devices send and the server learns from: `full` outcomes, `rep` embeddings, `repfull` both.
-            Embeddings need models with one embedding size F; outcomes fit any models.
-        server_metric, device_metric: The paper's d of each side: `kl`, `js` or `norm2`. Its KL-N is kl and norm2.
-        alpha: Weight of the device's regulariser, at least 0. With KL, alpha * temperature**2 multiplies the rate; the
-            two norms have no such factor and need an alpha some ten times as large.
-        beta: Weight of the server's regulariser, at least 0; 0 trains the server on the proxy labels alone.
-        temperature: The paper's tau of KL, above 0.
-        outcome_space: What is averaged and compared as outcome: `probs` or `logits`.
-        norm2_reduction: `mean_l2` is the mean of the rows' norms, `frobenius` one norm over a mini-batch.
-        label_average: Average collective outcomes, and the server's on the device, with the proxy labels.
-        device_knowledge: What a device learns from: `auto` is the paper's (outcomes, and embeddings beside them unless
-            `knowledge` is full), or `outcome`, `embedding`, `both`.
-        aggregation: Average over devices alike (`uniform`) or by their samples (`samples`).
-        global_epochs: The server's passes over the proxy set in a round, the paper's R, at least 1.
-        min_server_steps: More passes where these would be fewer steps than this, at least 1.
-        server_learning_rate: The paper's kappa. Momentum, weight decay and batch size are the devices'.
-        exchange: False is the method's control: nothing is exchanged, and devices train on their own samples and on
-            the labels of the proxy set, the server on these labels alone.
-        control_weight: Weight of the proxy labels in that control, at least 0.
-        teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
-        joint_pass: A device's own and its proxy mini-batch go through the model together, so that batch-norm trains on
-            what it is later asked about; otherwise one after the other.
-        paper: The paper's values of all settings that are not given, and where it has none the authors': outcomes and
-            embeddings, KL-N with its weights and rates, outcomes as logits, norms over the mini-batch, two passes,
-            `global_epochs` as they are, no guard.
+        knowledge: Columns that devices send and the server learns from: `full` (outcomes), `rep` (embeddings) or
+            `repfull` (both). Embeddings need models of one embedding size F; outcomes fit any models.
+        server_metric: The paper's distance d on the server: `kl`, `js` or `norm2`.
+        device_metric: The paper's d on the devices. The paper's KL-N is `kl` on the server and `norm2` on the devices.
+        alpha: Weight of the device's regulariser, at least 0. With `kl`, alpha * temperature**2 multiplies the learning
+            rate; the norms have no such factor and need an alpha about ten times as large.
+        beta: Weight of the server's regulariser, at least 0; with 0 the server learns from the proxy labels alone.
+        temperature: The paper's tau for `kl`, above 0.
+        outcome_space: Space in which outcomes are averaged and compared: `probs` or `logits`.
+        norm2_reduction: `mean_l2` takes the mean of the rows' norms, `frobenius` one norm over a mini-batch.
+        label_average: Whether outcomes are averaged with the proxy labels, on the server and on the devices.
+        device_knowledge: Columns that a device learns from: `outcome`, `embedding`, `both`, or `auto` for the paper's
+            choice: outcomes, and embeddings too unless `knowledge` is `full`.
+        aggregation: Mean over devices: `uniform`, or weighted by `samples`.
+        global_epochs: The paper's R, the server's passes over the proxy set in a round, at least 1.
+        min_server_steps: Least number of the server's steps in a round, at least 1; it makes more passes to reach it.
+        server_learning_rate: The paper's kappa, above 0. Momentum, weight decay and batch size are the devices'.
+        exchange: False runs the method's control without an exchange of knowledge. Devices then train on their own
+            samples and on the labels of the proxy set, the server on these labels alone.
+        control_weight: Weight of the proxy labels in the control, at least 0.
+        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        joint_pass: Whether a device's own and its proxy mini-batch are one forward pass, so that batch-norm sees both;
+            otherwise two.
+        paper: Use the paper's, or else the authors', values for all other settings: outcomes and embeddings, KL-N with
+            its weights and rates, outcomes as logits, norms over the mini-batch, two forward passes and no guard.
     """
 
     batch_size: int = 20
@@ -94,12 +94,12 @@ class CDKTConfig(LocalTraining):
             check_range(name, getattr(self, name), 1)
 
     def for_classes(self, classes: int) -> CDKTConfig:
-        """The same settings; none depends on the number of classes."""
+        """Returns this configuration: no setting depends on the number of classes."""
         return self
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; weights and rates are those of the authors' notes for Fashion-MNIST with all devices."""
+        """Returns the paper's values; weights and rates are the authors' for Fashion-MNIST with all devices."""
         return {
             "learning_rate": 0.03,
             "knowledge": "repfull",
@@ -114,24 +114,24 @@ class CDKTConfig(LocalTraining):
         }
 
     def server_epochs(self, proxy_samples: int) -> int:
-        """Passes over P proxy samples: `global_epochs`, or as many as make `min_server_steps` steps of ceil(P / B)."""
+        """Returns the passes over P proxy samples: `global_epochs`, or more to make `min_server_steps` steps."""
         steps_of_a_pass = math.ceil(proxy_samples / self.batch_size)
         return max(self.global_epochs, math.ceil(self.min_server_steps / steps_of_a_pass))
 
     @property
     def up(self) -> tuple[bool, bool]:
-        """Whether outcomes and whether embeddings travel to the server, and are its terms."""
+        """Whether outcomes, and whether embeddings, are sent to the server."""
         return self.exchange and self.knowledge != "rep", self.exchange and self.knowledge != "full"
 
     @property
     def down(self) -> tuple[bool, bool]:
-        """Whether outcomes and whether embeddings travel to the devices, and are their terms."""
+        """Whether outcomes, and whether embeddings, are sent to the devices."""
         both = self.knowledge != "full" if self.device_knowledge == "auto" else self.device_knowledge == "both"
         outcomes, embeddings = self.device_knowledge != "embedding", both or self.device_knowledge == "embedding"
         return self.exchange and outcomes, self.exchange and embeddings
 
     def distance(self, metric: str) -> Distance:
-        """The paper's D with this metric: `server_metric` or `device_metric`."""
+        """Returns the paper's D for `server_metric` or `device_metric`."""
         from fleetdistill.methods.cdkt.transfer import Distance
 
         return Distance(metric, self.temperature, self.outcome_space, self.norm2_reduction)

@@ -1,9 +1,9 @@
-"""CDKT-FL: what both halves agree on, and what the device does.
+"""Device half of CDKT-FL.
 
 Le et al., CDKT-FL: Cross-Device Knowledge Transfer using Proxy Dataset in Federated Learning, 2022 and 2024. Server and
-devices hold a small labelled proxy set. A device sends what its model says about it, outcomes or embeddings or both,
-and trains towards its own labels and towards what the server's model says about it. Nothing about its own samples
-leaves the device, and the models may differ.
+devices have the same small labelled proxy set. A device trains on its own labels and towards the server model's outputs
+for the proxy set, then sends its own model's outputs for it: outcomes, embeddings or both. It sends nothing about its
+own samples, and the models may differ.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fleetdistill.training.local_training import TensorData, extract, train_step
 from fleetdistill.training.model import logits_and_embedding
 
 Term = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
-"""(logits [b, c], embeddings [b, f] or None, proxy rows [b]) -> what a proxy mini-batch adds to the loss, a scalar."""
+"""(logits [b, c], embeddings [b, f] or None, proxy rows [b]) -> the proxy mini-batch's term of the loss, a scalar."""
 
 
 class CDKTDevice(DeviceMethod):
-    """Device half: trains towards its labels and the server's knowledge, answers with its own about the proxy set."""
+    """Device half: trains on its labels and the server's knowledge, and sends its own knowledge of the proxy set."""
 
     config: CDKTConfig
 
@@ -47,7 +47,12 @@ class CDKTDevice(DeviceMethod):
         return Answer(parts={"knowledge": sent}, samples=len(self.local.data))
 
     def train_towards(self, term: Term | None, seed: int) -> None:
-        """Eqs. (4) and (8): each private mini-batch with the next proxy mini-batch; None for cross-entropy alone."""
+        """Trains the local model: eqs. (4) and (8), each private mini-batch with the next proxy mini-batch.
+
+        Args:
+            term: The proxy mini-batch's term of the loss; None for cross-entropy on own samples alone.
+            seed: Seed of the mini-batches.
+        """
         self.trained = train_steps(
             self.local.model,
             len(self.local.data),
@@ -67,7 +72,7 @@ class CDKTDevice(DeviceMethod):
             len(proxy),
             self.config.batch_size,
             torch.Generator().manual_seed(seed),
-            smallest=1 if self.config.joint_pass else 2,  # batch-norm has no variance of one row
+            smallest=1 if self.config.joint_pass else 2,  # batch-norm cannot compute a variance of one row
         )
 
         def losses(epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
@@ -81,7 +86,7 @@ class CDKTDevice(DeviceMethod):
         return losses
 
     def _forward(self, own_x: Tensor, proxy_x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits for both mini-batches, and embeddings for the proxy's where a term needs them."""
+        """Returns the logits of both mini-batches, and the proxy mini-batch's embeddings or None if they are unused."""
         model, first = self.local.model, len(own_x)
         own = None if self.config.joint_pass else model(own_x)
         x = proxy_x if own is not None else torch.cat([own_x, proxy_x])
@@ -91,10 +96,10 @@ class CDKTDevice(DeviceMethod):
         return logits[:first], logits[first:], None if embeddings is None else embeddings[first:]
 
     def regulariser(self, received: ProxyKnowledge) -> Term | None:
-        """alpha * R_n of eq. (8); None if alpha is 0 or the server sent no knowledge.
+        """Returns alpha * R_n of eq. (8), or None if alpha is 0 or the server sent no knowledge.
 
         Raises:
-            WireError: The knowledge is about another proxy set than the device's.
+            WireError: The knowledge belongs to another proxy set than the device's.
         """
         if not received.valid or not self.config.alpha:
             return None
@@ -106,7 +111,7 @@ class CDKTDevice(DeviceMethod):
         )
 
     def _control(self) -> Term:
-        """The control's cross-entropy on the labels of the proxy set, times `control_weight`."""
+        """Returns the control's term: cross-entropy on the labels of the proxy set, times `control_weight`."""
         labels, weight = self._proxy.labels.to(self.local.torch_device), self.config.control_weight
         return lambda logits_bc, embeddings_bf, proxy_b: weight * functional.cross_entropy(logits_bc, labels[proxy_b])
 
@@ -115,10 +120,13 @@ class CDKTDevice(DeviceMethod):
         for name, values in columns.items():
             rows = len(self._proxy) if values is None else len(values)
             if received.proxy_digest != self.local.proxy_digest or rows != len(self._proxy):
-                raise WireError(f"the server's {name} are about another proxy set than the device's")
+                raise WireError(
+                    f"the server's {name} belong to another proxy set than the device's; the server is faulty or of "
+                    "another version"
+                )
 
     def _knowledge_of(self, received: ProxyKnowledge, distance: Distance) -> Knowledge:
-        """The server's outcomes, averaged with the labels (section 3.3), and its embeddings, both in float32."""
+        """Returns the server's outcomes, averaged with the labels, and its embeddings, both in float32."""
         logits_pc, embeddings_pf = self._tensor(received.logits), self._tensor(received.embeddings)
         outcomes_pc = None if logits_pc is None else distance.outcomes(logits_pc)
         if outcomes_pc is not None and self.config.label_average:
@@ -129,7 +137,7 @@ class CDKTDevice(DeviceMethod):
         return None if values is None else torch.from_numpy(values.astype("float32")).to(self.local.torch_device)
 
     def _knowledge(self) -> ProxyKnowledge:
-        """Message 2: L_n and H_n on the whole proxy set, in its order."""
+        """Returns message 2: the columns z_n and h_n of the whole proxy set, in its order, in eval mode."""
         (outcomes, embeddings), model, inputs = self.config.up, self.local.model, self._proxy.inputs
         forward: dict[str, Callable[[Tensor], Tensor]] = {}
         if outcomes:
@@ -142,5 +150,7 @@ class CDKTDevice(DeviceMethod):
     @property
     def _proxy(self) -> TensorData:
         if self.local.proxy is None:
-            raise WireError("the run gave this device no proxy set, which CDKT-FL needs; is the server older?")
+            raise WireError(
+                "CDKT-FL needs a proxy set, but the server sent none to this device; update the server if it is older"
+            )
         return self.local.proxy

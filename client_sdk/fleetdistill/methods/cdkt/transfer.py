@@ -1,7 +1,7 @@
-"""How CDKT-FL compares what two models say about the proxy set: outcomes, their correction by labels, and distances.
+"""Distances between two models' outputs for the proxy set, and the correction of outcomes by labels, in CDKT-FL.
 
-Both halves use it, each with its own metric. Shapes: `p` proxy samples, `b` rows of a mini-batch, `c` classes, `f`
-numbers of an embedding.
+Server and devices use these functions, each with its own metric. Shape suffixes: `p` proxy samples, `b` rows of a
+mini-batch, `c` classes, `f` numbers of an embedding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from fleetdistill.training.losses import distillation_loss, euclidean_distance, 
 
 
 def with_labels(outcomes_pc: Tensor, labels_p: Tensor) -> Tensor:
-    """z̄ = ½ (z + y): averages outcomes with the one-hot labels, which corrects models that are wrong (section 3.3).
+    """Returns z̄ = ½ (z + y), the mean of outcomes and one-hot labels, which corrects wrong models.
 
-    Where the outcomes are probabilities the true class always wins. Returns `[p, c]` in the outcomes' type.
+    If the outcomes are probabilities, the true class always has the largest one. The paper has this step between
+    eqs. (6) and (7).
+
+    Args:
+        outcomes_pc: Outcomes z, `[p, c]`, any float dtype.
+        labels_p: Labels y, `[p]` int64.
+
+    Returns:
+        `[p, c]` in the dtype of `outcomes_pc`.
     """
     truth_pc = functional.one_hot(labels_p, outcomes_pc.shape[1]).to(outcomes_pc)
     return (outcomes_pc + truth_pc) / 2
@@ -27,26 +35,26 @@ def with_labels(outcomes_pc: Tensor, labels_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What one side learns towards, by proxy row: outcomes z̄ `[p, c]`, embeddings h̄ `[p, f]`; None for a term off."""
+    """Targets of a regulariser by proxy row: outcomes z̄ `[p, c]` and embeddings h̄ `[p, f]`; None leaves a term out."""
 
     outcomes_pc: Tensor | None
     embeddings_pf: Tensor | None
 
     def to(self, device: torch.device) -> Knowledge:
-        """The same, in float32 on a device."""
+        """Returns a copy in float32 on a device."""
         moved = (None if one is None else one.float().to(device) for one in (self.outcomes_pc, self.embeddings_pf))
         return Knowledge(*moved)
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The paper's D of one side, and the space that outcomes are compared in.
+    """The paper's distance D of one side.
 
     Attributes:
         metric: `kl`, `js` or `norm2`.
-        temperature: The paper's τ; only KL has one.
+        temperature: The paper's τ, above 0; used by `kl` alone.
         outcome_space: `probs` compares and averages softmax(logits / τ), `logits` the logits themselves.
-        norm2_reduction: `mean_l2` is the mean of the rows' norms, `frobenius` one norm over the mini-batch.
+        norm2_reduction: `mean_l2` takes the mean of the rows' norms, `frobenius` one norm over the mini-batch.
     """
 
     metric: str
@@ -55,18 +63,18 @@ class Distance:
     norm2_reduction: str = "mean_l2"
 
     def outcomes(self, logits: Tensor) -> Tensor:
-        """z: what is averaged over devices and with labels, `[..., c]`, in the type of the logits."""
+        """Returns the outcomes z of logits, `[..., c]` in the logits' dtype."""
         return self._soft(logits) if self.outcome_space == "probs" else logits
 
     def between_outcomes(self, teacher_bc: Tensor, logits_bc: Tensor) -> Tensor:
-        """D(z̄, z): teacher outcomes against a student's logits, a scalar."""
+        """Returns D(z̄, z), a scalar, for teacher outcomes `[b, c]` and a student's logits `[b, c]`."""
         if self.metric == "norm2":
             return self._norm2(teacher_bc, self.outcomes(logits_bc))
         probs_bc = teacher_bc if self.outcome_space == "probs" else self._soft(teacher_bc)
         return self._divergence(probs_bc, logits_bc)
 
     def between_embeddings(self, teacher_bf: Tensor, embeddings_bf: Tensor) -> Tensor:
-        """D(h̄, h), a scalar; KL and JS read embeddings as scores over their F numbers."""
+        """Returns D(h̄, h), a scalar; `kl` and `js` treat the F numbers of an embedding as logits."""
         if self.metric == "norm2":
             return self._norm2(teacher_bf, embeddings_bf)
         return self._divergence(self._soft(teacher_bf), embeddings_bf)
@@ -74,12 +82,13 @@ class Distance:
     def regulariser(
         self, knowledge: Knowledge, rows_b: Tensor, logits_bc: Tensor, embeddings_bf: Tensor | None
     ) -> Tensor:
-        """ℛ of eqs. (6) and (8) over a proxy mini-batch: the terms that there is knowledge for, with equal weight.
+        """Returns ℛ of eqs. (6) and (8) for a proxy mini-batch: the sum of the terms that have targets.
 
         Args:
-            knowledge: What to learn towards, a constant.
-            rows_b: Which proxy samples the student was shown.
-            logits_bc, embeddings_bf: What it says about them.
+            knowledge: Targets, constants.
+            rows_b: Positions of the mini-batch's rows in the proxy set, `[b]`.
+            logits_bc: The student's logits.
+            embeddings_bf: The student's embeddings; None leaves their term out.
         """
         total = logits_bc.new_zeros(())
         if knowledge.outcomes_pc is not None:
@@ -101,9 +110,14 @@ class Distance:
 
 
 def proxy_batches(samples: int, batch_size: int, generator: torch.Generator, *, smallest: int = 1) -> Iterator[Tensor]:
-    """Mini-batches of proxy rows without end: every row once, then shuffled anew; a rest below `smallest` is left out.
+    """Yields mini-batches of proxy rows without end, in passes that are shuffled anew.
 
-    Where there are fewer than `smallest` samples or rows in a batch, batches are as large as they can be.
+    Args:
+        samples: Number of proxy samples, at least 1.
+        batch_size: Rows of a mini-batch, at least 1.
+        generator: Source of the order.
+        smallest: Least rows of a mini-batch; a smaller last one of a pass is left out. At most `samples` and
+            `batch_size` apply.
     """
     smallest = min(smallest, samples, batch_size)
     while True:

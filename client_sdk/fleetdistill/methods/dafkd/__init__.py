@@ -1,1 +1,1 @@
-"""DaFKD: its configuration, the device half, and the training of generator and discriminator."""
+"""DaFKD: configuration, device half, and the training of generator and discriminator."""

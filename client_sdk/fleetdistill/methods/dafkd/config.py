@@ -1,4 +1,4 @@
-"""DaFKD: its settings."""
+"""Settings of DaFKD."""
 
 from __future__ import annotations
 
@@ -25,50 +25,55 @@ _CHOICES = {
 }
 _PAPERS_GENERATOR = "embedding_generator"
 _DEFAULT_GENERATORS = {"input": "dafkd_generator", "feature": "feature_generator"}
-# What is made of them is as large; more would fill a device's memory.
+# Tensors have as many numbers or rows; larger ones could fill a device's memory.
 _MOST_NOISE, _MOST_SAMPLES = 4096, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DaFKDConfig(LocalTraining):
-    """Settings of DaFKD beside those of local training. Names and ranges are those of the specification.
+    """Settings of DaFKD in addition to those of local training.
 
     Attributes:
         participation_ratio: The paper's r.
-        sharing: The discriminator shares all layers but the last with the classifier; otherwise it is a network of its
-            own.
-        correlation: Devices count by their discriminators; otherwise all alike (the "no correlation" ablation).
-        discriminator_location: `server` sends the discriminator; `device` keeps it and sends weighted predictions.
-        sync: With the discriminator on the device, `lagged` predicts on samples of the generator from before the
-            round, `exact` on those of the round's mean, in a second exchange.
-        upload_model: Devices send their classifiers. False needs `discriminator_location = "device"`; the global
-            classifier then learns from predictions alone, and devices may run classifiers of their own.
-        generator_level: The generator makes inputs, or features where the last layer reads them.
-        generator: A name of `fleetdistill.models.GENERATORS`; None means `dafkd_generator`, as in the authors' code, or
+        sharing: Whether the discriminator shares all layers but the last with the classifier; otherwise it is a
+            separate network.
+        correlation: Whether the discriminators weight the devices' predictions; otherwise all devices have the same
+            weight (the paper's "no correlation" ablation).
+        discriminator_location: `server`: devices send their discriminators. `device`: devices keep them and send
+            weighted predictions.
+        sync: With the discriminator on the device, `lagged` predicts on samples of the generator at the start of the
+            round, `exact` on samples of the round's mean generator, in a second exchange.
+        upload_model: Whether devices send their classifiers. False needs `discriminator_location = "device"`: the
+            global classifier then learns from predictions alone, and devices may run different classifiers.
+        generator_level: `input`: the generator makes inputs. `feature`: it makes inputs of the last layer.
+        generator: A key of `fleetdistill.models.GENERATORS`. None means `dafkd_generator`, as in the authors' code, or
             at feature level `feature_generator`, as in the paper.
-        label_condition: The generator is told a label; None means at feature level only.
-        noise_dim: The paper's d, numbers in one noise vector, 1 to 4,096.
+        label_condition: Whether the generator has a label as an input; None means at feature level only.
+        noise_dim: The paper's d, numbers of a noise vector, 1 to 4,096.
         generator_loss: `nonsaturating`, or the paper's `minimax`.
-        lambda_adv: Weight of the discriminator's loss beside the classifier's, at least 0. The authors' code has 2.
-        gradient_penalty: Weight of the penalty on the discriminator's slope, at least 0. The authors' code has 0.3.
-        generator_lr: Learning rate of the generator's Adam, which starts afresh in each round, above 0.
-        discriminator_lr: Of the discriminator's Adam, which goes on from round to round, above 0.
-        adversarial_weight_decay: Of both, at least 0.
-        gan_stop_round: Rounds in which generator and discriminator are trained, at least 0; None for all.
-        gan_stop_epoch: Local epochs in which they are trained, at least 0; None for all.
+        lambda_adv: Weight of the discriminator's loss in eq. (9), at least 0. The authors' code has 2.
+        gradient_penalty: Weight of the discriminator's gradient penalty, at least 0. The authors' code has 0.3.
+        generator_lr: Learning rate of the generator's Adam, above 0; each round has a new optimiser.
+        discriminator_lr: Learning rate of the discriminator's Adam, above 0; a device keeps its optimiser.
+        adversarial_weight_decay: Weight decay of both, at least 0.
+        gan_stop_round: Number of rounds that train generator and discriminator, at least 0; None for all.
+        gan_stop_epoch: Number of local epochs that train generator and discriminator, at least 0; None for all.
         aggregation: Mean of classifiers and generators over devices: `uniform`, or weighted by `samples`.
-        kd_samples: The paper's M, generated samples to distil on, 1 to 100,000.
-        kd_epochs: Passes over them in a round, at least 0.
+        kd_samples: The paper's M, number of generated samples to distil on, 1 to 100,000.
+        kd_epochs: Passes over the generated samples in a round, at least 0.
         kd_lr: Learning rate of the server's distillation, above 0; optimiser and weight decay are the devices'.
         temperature: τ of the distillation, above 0.
-        ensemble_space: The server averages probabilities (the paper's eq. 8) or logits (the authors' code).
-        kd_start_round: First completed round, from 1, whose end is distilled: a young generator teaches nothing.
-        maturity_guard: Do not distil while the ensemble sees fewer than half of the classes in the generated samples;
-            with more than ten classes fewer than half of those that it has in view, or fewer than five.
-        freeze_batch_norm: Generated samples do not enter the statistics of batch-norm layers.
-        paper: The paper's values of all settings that are not given: its generator, minimax loss, distillation from the
-            first round on, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001
-            everywhere and `kd_lr` 0.01.
+        ensemble_space: The ensemble is the mean of probabilities, `probs` (the paper's eq. 8), or of `logits` (the
+            authors' code).
+        kd_start_round: First completed round after which the server distils, at least 1; samples of an untrained
+            generator teach nothing.
+        maturity_guard: Whether the server skips distillation while the ensemble recognises too few classes in the
+            generated samples: fewer than half of the classes or, with more than ten, fewer than half of those in view
+            or fewer than five.
+        freeze_batch_norm: Whether generated samples are kept out of the statistics of batch-norm layers.
+        paper: Use the paper's values for all other settings: its generator, minimax loss, distillation from the first
+            round, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001 and
+            `kd_lr` 0.01.
     """
 
     local_epochs: int = 5
@@ -127,17 +132,21 @@ class DaFKDConfig(LocalTraining):
     def _check_variant(self) -> None:
         on_device = self.discriminator_location == "device"
         if self.feature_level and not self.sharing:
-            raise ConfigurationError("feature-level generator needs sharing")
+            raise ConfigurationError(
+                "feature-level generator needs sharing; set sharing = true or generator_level = 'input'"
+            )
         if not self.upload_model and not (on_device and self.ensemble_space == "probs"):
             raise ConfigurationError(
-                "upload_model=false needs device-side importance and ensemble_space='probs'; "
-                "set discriminator_location = 'device'"
+                "upload_model=false needs device-side importance and ensemble_space='probs'; set "
+                "discriminator_location = 'device' and ensemble_space = 'probs'"
             )
         if on_device and self.ensemble_space != "probs":
-            raise ConfigurationError("discriminator_location='device' sends probabilities: use ensemble_space='probs'")
+            raise ConfigurationError(
+                "discriminator_location='device' sends probabilities; set ensemble_space = 'probs'"
+            )
 
     def for_classes(self, classes: int) -> DaFKDConfig:
-        """The same settings with the generator filled in."""
+        """Returns this configuration with the defaults of `generator` and `label_condition` filled in."""
         return replace(
             self,
             generator=self.generator or _DEFAULT_GENERATORS[self.generator_level],
@@ -146,7 +155,7 @@ class DaFKDConfig(LocalTraining):
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; its EMNIST alone has 40 epochs. At feature level the generator is the paper's by default."""
+        """Returns the paper's values; for EMNIST the paper has 40 epochs. The feature-level default is the paper's."""
         of_images = {"generator": _PAPERS_GENERATOR, "label_condition": True}
         return {
             **(of_images if given.get("generator_level", cls.generator_level) == "input" else {}),
@@ -162,15 +171,15 @@ class DaFKDConfig(LocalTraining):
 
     @property
     def feature_level(self) -> bool:
-        """Whether generated samples are features."""
+        """Whether the generator makes features instead of inputs."""
         return self.generator_level == "feature"
 
     @property
     def exact(self) -> bool:
-        """Whether devices predict in an exchange of its own, on samples of the round's mean generator."""
+        """Whether devices predict in a second exchange, on samples of the round's mean generator."""
         return self.discriminator_location == "device" and self.sync == "exact"
 
     @property
     def lagged(self) -> bool:
-        """Whether devices predict in the exchange in which they train, on samples of the generator from before."""
+        """Whether devices predict in the training exchange, on samples of the generator at the start of the round."""
         return self.discriminator_location == "device" and self.sync == "lagged"

@@ -1,10 +1,9 @@
-"""DaFKD: what both halves agree on, and what the device does.
+"""Device half of DaFKD.
 
-Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023. A device trains the global classifier on
-its own data, and with it a discriminator that tells its own data from generated ones, and the global generator. On
-generated samples the server lets each device's predictions count as much as its discriminator recognises the sample,
-and distils them into the mean of the classifiers. The discriminator is sent, or stays and weighs predictions that are
-sent instead (`discriminator_location`).
+Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023. A device trains the global classifier and
+the global generator on its own data, and a discriminator between its own and generated samples. The server weights the
+devices' predictions on generated samples by their discriminators and distils them into the mean of the classifiers.
+With `discriminator_location = "device"` a device keeps its discriminator and sends weighted predictions.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fleetdistill.training.parameters import model_parameters, take_weights
 
 
 class DaFKDDevice(DeviceMethod):
-    """Device half: trains classifier, discriminator and generator against each other, on its own data."""
+    """Device half: trains classifier, discriminator and generator on the device's own data."""
 
     config: DaFKDConfig
 
@@ -65,41 +64,41 @@ class DaFKDDevice(DeviceMethod):
         return Answer(parts=parts, samples=len(self.local.data))
 
     def _sent_round(self, ask: Ask) -> Parts:
-        """The paper's: the discriminator is sent to the server."""
+        """The paper's variant: sends the discriminator."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return {**self._weights(), "discriminator": self._discriminator()}  # message 2
 
     def _lagged_round(self, ask: Ask) -> Parts:
-        """The discriminator stays here; predictions on samples of theta^g_t are sent instead."""
+        """Keeps the discriminator and sends predictions on samples of theta^g_t."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         samples = self.samples(ask)  # of theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return {**self._weights(), "predictions": self._predictions(samples, ask)}  # message 2
 
     def _exact_round(self, ask: Ask) -> Parts:
-        """The discriminator stays here; predictions on samples of theta^g_{t+1} follow in step `predict`."""
+        """Keeps the discriminator; step `predict` sends predictions on samples of theta^g_{t+1}."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return self._weights()  # message 2
 
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
-        """The second exchange of `exact`: predictions on samples of the round's mean generator."""
+        """Second exchange of `exact`: predicts on samples of the round's mean generator."""
         take_weights(self.generator, ask.part("generator", Generator).parameters)  # theta^g_{t+1}
         predictions = self._predictions(self.samples(ask), ask)  # message 2b
         return Answer(parts={"predictions": predictions}, samples=len(self.local.data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
-        """The end result: the global classifier becomes the device's."""
+        """Loads the final global classifier into the device's model."""
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 
     # --- steps of the rounds
 
     def _load_global(self, ask: Ask) -> None:
-        """Takes the generator, and the classifier unless the device runs one of its own."""
+        """Loads the global generator, and the global classifier unless the device runs a different one."""
         if "parameters" in ask.parts:
             take_weights(self.local.model, ask.part("parameters", ModelParameters))
         take_weights(self.generator, ask.part("generator", Generator).parameters)
@@ -129,9 +128,9 @@ class DaFKDDevice(DeviceMethod):
         )
 
     def ready(self) -> tuple[JudgedClassifier, torch.optim.Optimizer]:
-        """Classifier with discriminator, and the latter's optimiser; both are new in the device's first round.
+        """Returns the classifier with its discriminator, and the discriminator's optimiser.
 
-        New weights come from torch's global generator, which the ask's seed has set.
+        The device's first round creates both, with weights from torch's global generator, which has the ask's seed.
         """
         if self._own is None:
             judged = self._new_judged()
@@ -149,7 +148,7 @@ class DaFKDDevice(DeviceMethod):
     # --- what is sent
 
     def _weights(self) -> dict[str, Kind]:
-        """The classifier, with `upload_model`, and the generator."""
+        """Returns the generator and, with `upload_model`, the classifier."""
         model = {"parameters": model_parameters(self.local.model)} if self.config.upload_model else {}
         generator = Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
         return {**model, "generator": generator}
@@ -161,12 +160,12 @@ class DaFKDDevice(DeviceMethod):
         return Discriminator(parameters=parameters, shares_extractor=sharing)
 
     def samples(self, ask: Ask) -> Tensor:
-        """The round's distillation samples, by the seed that the server sent."""
+        """Returns the round's distillation samples `[M, ...]` for the seed in the ask's plan."""
         seed = ask.setting("noise_seed", int)
         return distillation_samples(self.generator, seed, self.config.kd_samples, self.local.torch_device)
 
     def _predictions(self, samples: Tensor, ask: Ask) -> WeightedPredictions:
-        """u = f * s, in eval mode; the discriminator stays here."""
+        """Returns u = f * s on samples `[M, ...]`, in eval mode."""
         judged, _ = self.ready()
         realness_m = extract(judged.realness, samples) if self.config.correlation else None
         probs_mc = soft_targets(extract(judged.classify_generated, samples), self.config.temperature)
@@ -176,18 +175,18 @@ class DaFKDDevice(DeviceMethod):
     # --- state
 
     def fleet_model(self, ask: Ask) -> torch.nn.Module | None:
-        """The global classifier; None where it stays away from a device whose classifier is its own."""
+        """Returns the global classifier, or None for a device that runs a different one."""
         return with_parameters(self.local.model, ask) if "parameters" in ask.parts else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The discriminator, which is the device's own for the whole run, and its optimiser."""
+        """Returns the state of the device's discriminator and of its optimiser; None before the first round."""
         if self._own is None:
             return {"discriminator": None, "optimizer": None}
         judged, optimizer = self._own
         return {"discriminator": judged.discriminator.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores discriminator and optimiser, or that there are none yet."""
+        """Restores a state that `state_dict` returned."""
         self._own = None
         if state["discriminator"] is not None:
             judged, optimizer = self.ready()

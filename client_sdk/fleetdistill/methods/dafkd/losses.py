@@ -1,7 +1,7 @@
-"""Losses of a discriminator and of the generator that it judges, in the stable form with logits.
+"""Losses of DaFKD's discriminator and generator, in their numerically stable form with logits.
 
-A discriminator's logit a(x) says how likely x is a sample of the device's own data: f(x) = sigmoid(a(x)), one half
-where it cannot tell. For a fixed generator with density p_g its best answer is p / (p + p_g).
+A discriminator's logit a(x) gives the probability f(x) = sigmoid(a(x)) that x is a sample of the device's own data. For
+own data of density p and a fixed generator of density p_g, the optimal f is p / (p + p_g).
 
 References:
     Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, section 3.
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 LEAST_IMPORTANCE = 1e-12
-"""What f counts for at least where it multiplies predictions, so that they do not vanish in float32."""
+"""Lower bound of f where it multiplies predictions, so that they do not underflow in float32."""
 
 
 def adversarial_loss(real_b: Tensor, fake_b: Tensor) -> Tensor:
-    """Eq. (2): -log f for real and -log(1 - f) for generated samples, the mean over all of them together.
+    """Returns the discriminator's loss, eq. (2): the mean of -log f of real and -log(1 - f) of generated samples.
 
     Args:
         real_b: The discriminator's logits of real samples, `[real]`.
-        fake_b: Its logits of generated samples, `[generated]`; at least one of the two is not empty.
+        fake_b: The discriminator's logits of generated samples, `[generated]`. One of the two may be empty.
 
     Returns:
         A scalar, at least 0.
@@ -35,13 +35,13 @@ def adversarial_loss(real_b: Tensor, fake_b: Tensor) -> Tensor:
 
 
 def generator_loss(fake_b: Tensor, kind: str) -> Tensor:
-    """Eq. (3) as something to minimise: small where the discriminator takes generated samples for real ones.
+    """Returns the generator's loss, eq. (3) as a minimisation: small if the discriminator accepts generated samples.
 
-    The paper maximises -log(1 - f) (`minimax`), whose gradient vanishes where the discriminator is sure and which has
-    no lower bound as a loss. `nonsaturating` minimises -log f, whose gradient is largest there.
+    The paper maximises -log(1 - f) (`minimax`). Its gradient vanishes where the discriminator is certain, and as a loss
+    it has no lower bound. `nonsaturating` minimises -log f, whose gradient is largest there.
 
     Args:
-        fake_b: The discriminator's logits of generated samples, `[batch]`, with the graph to the generator.
+        fake_b: The discriminator's logits of generated samples, `[batch]`, with the generator's autograd graph.
         kind: `nonsaturating` or `minimax`.
 
     Returns:
@@ -53,15 +53,19 @@ def generator_loss(fake_b: Tensor, kind: str) -> Tensor:
 
 
 def gradient_penalty(discriminator: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix_b: Tensor) -> Tensor:
-    """Mean of (|df/dx| - 1)^2 at points between real and generated samples; keeps the discriminator smooth.
+    """Returns the mean of (|df/dx| - 1)^2 at points between real and generated samples.
+
+    The penalty keeps the discriminator smooth. The norm is over all numbers of a sample; in the authors' code it is
+    over channels only.
 
     Args:
-        discriminator: Samples to the discriminator's logits `[batch]`.
-        real, fake: `[batch, ...]`, of one shape.
-        mix_b: `[batch]` in [0, 1], how much of each point is real.
+        discriminator: Function from samples to the discriminator's logits `[batch]`.
+        real: Real samples, `[batch, ...]`.
+        fake: Generated samples, in the shape of `real`.
+        mix_b: Share of the real sample in each point, `[batch]` in [0, 1].
 
     Returns:
-        A scalar, at least 0. The norm is over all numbers of a sample; the authors' code takes it over channels only.
+        A scalar, at least 0.
     """
     mix = mix_b.view(-1, *[1] * (real.ndim - 1))
     between = (mix * real + (1 - mix) * fake).detach().requires_grad_()
@@ -70,13 +74,13 @@ def gradient_penalty(discriminator: Callable[[Tensor], Tensor], real: Tensor, fa
 
 
 def weighted_predictions(realness_m: Tensor | None, probs_mc: Tensor) -> Tensor:
-    """A device's predictions times its own importance: u = f(x) * s(x), what it sends instead of its discriminator.
+    """Returns a device's predictions weighted by its discriminator, u = f(x) * s(x).
 
-    A row of u sums to f, so that the server needs no other weight.
+    A device sends u instead of its discriminator. A row of u sums to f, so the server needs no other weight.
 
     Args:
-        realness_m: The discriminator's logits `[M]`; None where all devices count alike (f = 1).
-        probs_mc: Soft predictions `[M, classes]`, rows on the simplex.
+        realness_m: The discriminator's logits a(x), `[M]`; None gives all devices the same weight (f = 1).
+        probs_mc: Soft predictions s(x), `[M, classes]`; each row sums to 1.
 
     Returns:
         `[M, classes]` float64, at least 0.

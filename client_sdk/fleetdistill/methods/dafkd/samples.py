@@ -1,4 +1,4 @@
-"""DaFKD: the generator, and the samples that it gives a device."""
+"""Generator of DaFKD, and its distillation samples."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fleetdistill.training.portable_noise import portable_noise
 
 
 def make_generator(config: DaFKDConfig, shape: tuple[int, ...], classes: int) -> NoiseGenerator:
-    """The generator of a configuration that is complete for its number of classes, with fresh weights.
+    """Returns a generator with new weights.
 
     Args:
-        config: As `for_classes` gives it.
-        shape: Shape of one sample: an input, or the features that the last layer reads.
-        classes: C of the contract.
+        config: A configuration that `for_classes` returned.
+        shape: Shape of one sample: an input, or an input of the last layer.
+        classes: Number of classes in the contract.
     """
     assert config.generator is not None
     labels = classes if config.label_condition else 0
@@ -26,9 +26,18 @@ def make_generator(config: DaFKDConfig, shape: tuple[int, ...], classes: int) ->
 
 
 def distillation_samples(generator: NoiseGenerator, noise_seed: int, count: int, device: torch.device) -> Tensor:
-    """The samples `[count, *shape]` that a seed names: the same for every device and the server, in eval mode.
+    """Returns the generator's samples for a noise seed, in eval mode: the same on every device and on the server.
 
     A generator with labels gets label i modulo C for sample i.
+
+    Args:
+        generator: On `device`.
+        noise_seed: Seed of the portable noise, in [0, 2**64).
+        count: Number of samples, at least 1.
+        device: Device to compute on.
+
+    Returns:
+        `[count, *shape]` float32, on `device`.
     """
     noise_md = torch.from_numpy(portable_noise(noise_seed, count, generator.noise_dim))
     rows = torch.arange(count)

@@ -1,4 +1,4 @@
-"""DaFKD's training on a device: classifier and discriminator together, then the generator, mini-batch by mini-batch."""
+"""DaFKD's training on a device: for each mini-batch classifier and discriminator together, then the generator."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fleetdistill.training.model import frozen_batch_norm
 
 
 def adam(config: DaFKDConfig, module: torch.nn.Module, learning_rate: float) -> torch.optim.Adam:
-    """The optimiser of a discriminator or a generator, fresh."""
+    """Returns a new optimiser for a discriminator or a generator."""
     return torch.optim.Adam(module.parameters(), lr=learning_rate, weight_decay=config.adversarial_weight_decay)
 
 
 class AdversarialTraining:
-    """One round's training of a device; `losses` goes into `train_steps`, which steps the classifier's optimiser.
+    """A device's training in one round. `train_steps` takes `losses` and steps the classifier's optimiser.
 
     Args:
         config: The method's settings.
         judged: Classifier and discriminator.
-        discriminator_optimizer: It goes on from round to round.
-        generator: The global generator; it gets a fresh optimiser.
-        data: The device's samples, on the device where training is.
-        seed: Of all noise that is drawn here.
-        adversarial: Whether discriminator and generator are trained at all.
+        discriminator_optimizer: Optimiser of the discriminator, kept from round to round.
+        generator: The global generator; each round has a new optimiser for it.
+        data: The device's samples, on the device that computes.
+        seed: Seed of the noise.
+        adversarial: Whether discriminator and generator are trained in this round.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AdversarialTraining:
         self._adversarial_epochs = 0.0 if not adversarial else math.inf if stop is None else stop
 
     def losses(self, epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
-        """Loss of the classifier's step on one mini-batch; the steps of the other two networks are taken here."""
+        """Yields the loss of the classifier's step on one mini-batch, and steps the other two networks."""
         x, labels_b = self._data.inputs[rows_b], self._data.labels[rows_b]
         if epoch >= self._adversarial_epochs:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
@@ -74,14 +74,14 @@ class AdversarialTraining:
         self.step_generator(len(x))  # eq. (3)
 
     def _train_discriminator(self, x: Tensor, fake: Tensor) -> None:
-        """One step of a discriminator that shares no layer with the classifier."""
+        """Takes the step of a discriminator that does not share layers with the classifier."""
         loss = self.discriminator_loss(self._judged.discriminator(x), x, fake)
         _check_finite(loss, "discriminator")  # guard
         loss.backward()
         self._step_discriminator()
 
     def joint_loss(self, x: Tensor, labels_b: Tensor, fake: Tensor) -> Tensor:
-        """Eq. (9): the classifier's loss and lambda_adv times the discriminator's, on one pass of the real samples."""
+        """Returns eq. (9): the classifier's loss plus lambda_adv times the discriminator's, from one forward pass."""
         features = self._judged.features(x)
         own = functional.cross_entropy(self._judged.classify(features), labels_b)
         real = features if self._judged.feature_level else x
@@ -89,7 +89,10 @@ class AdversarialTraining:
         return own + self._config.lambda_adv * against
 
     def discriminator_loss(self, real_b: Tensor, real: Tensor, fake: Tensor) -> Tensor:
-        """Eq. (2), with the penalty where it is wanted; generated samples leave batch-norm statistics alone."""
+        """Returns eq. (2), plus the gradient penalty with a weight above 0.
+
+        With `freeze_batch_norm`, generated samples do not change batch-norm statistics.
+        """
         with frozen_batch_norm(self._judged, self._config.freeze_batch_norm):
             loss = adversarial_loss(real_b, self._judged.realness(fake))
             if self._config.gradient_penalty > 0:
@@ -103,7 +106,7 @@ class AdversarialTraining:
         self._discriminator_optimizer.zero_grad(set_to_none=True)
 
     def step_generator(self, count: int) -> None:
-        """Eq. (3) on fresh noise; discriminator and classifier are frozen, their statistics too."""
+        """Takes the generator's step, eq. (3), on new noise; the other networks and their statistics are frozen."""
         with frozen_batch_norm(self._judged):
             loss = generator_loss(self._judged.realness(self._generate(count)), self._config.generator_loss)
         self._generator_optimizer.zero_grad(set_to_none=True)
@@ -112,7 +115,7 @@ class AdversarialTraining:
         self._generator_optimizer.step()
 
     def _generate(self, count: int) -> Tensor:
-        """As many samples as the mini-batch has, but at least two, for the generator's batch-norm."""
+        """Returns `count` generated samples, but at least two, because the generator has batch-norm."""
         device, generator = self._data.labels.device, self._generator
         noise_bd = torch.randn(max(count, 2), generator.noise_dim, generator=self._random)
         labels_b = None
@@ -124,5 +127,6 @@ class AdversarialTraining:
 def _check_finite(loss: Tensor, name: str) -> None:
     if not bool(loss.isfinite()):
         raise KnowledgeError(
-            f"the {name}'s loss is {loss.item()}; its learning rate ({name}_lr) or lambda_adv is probably too large"
+            f"the {name}'s loss is {loss.item()}; its learning rate ({name}_lr) or lambda_adv is probably too large, "
+            "lower it"
         )
