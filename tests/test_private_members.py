@@ -11,13 +11,13 @@ MOST = 50
 """Fewer is better: look for a public way first."""
 REASONS = {
     "spoils what the product has no switch for, to see that a test of it can fail": (
-        *("_asked", "_check_values", "_fits", "_request", "_due", "_check_unique", "_take_step", "_FULL"),
+        *("_asked", "_check_values", "_fits", "_request", "_due", "_check_unique", "_check_step", "_FULL"),
     ),
     "lowers a bound that no test can reach": ("_max_answer_bytes", "_max_bytes", "_storage", "_downloads"),
     "an app never gets what computes for it": ("_check_in",),
     "puts another link or event sink under a device that runs": ("_session", "_sender", "_guard", "_stopped", "_api"),
     "a device that is asked and never answers": ("_handler",),
-    "halts an engine or a training between two of its steps": ("_close", "_train", "_term", "_store"),
+    "halts an engine or a training between two of its steps": ("_close", "_train", "_store"),
     "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded", "_responses"),
     "nothing may be left in memory, which has no public view": (
         *("_streams", "_staging", "_states", "_thread", "_jobs", "_calls"),

@@ -10,14 +10,14 @@ from support.class_statistics_fleet import (
 )
 
 from fleetdistill import Device
-from fleetdistill.methods.classstats.drawn_rows import Lesson
+from fleetdistill.methods.classstats.drawn_rows import RoundPlan
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated
 
 
-def lesson_of(seed: int) -> Lesson:
-    return Lesson(draw_seed=seed, nonnegative=True, merge=1, learning_rate=0.01)
+def lesson_of(seed: int) -> RoundPlan:
+    return RoundPlan(draw_seed=seed, nonnegative=True, merge=1, learning_rate=0.01)
 
 
 def lessons(rounds: Rounds) -> list[tuple[str, list[str]]]:
