@@ -213,7 +213,7 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
         def next_ask(self, identity: Any, wait_seconds: float) -> Any:
             self.asked.set()
             assert self.interrupted.wait(PATIENCE_SECONDS), "nobody interrupted the poll"
-            raise LinkError("the question for work was cancelled")
+            raise LinkError("the request for work was cancelled")
 
         def interrupt(self) -> None:
             self.interrupted.set()

@@ -208,7 +208,7 @@ def test_other_data_than_the_digest_names_are_refused_and_not_kept(tmp_path: Pat
     payload = make_payload(50)
     server = Server(payload)
     server.payloads[payload.sha256] = make_payload(51)
-    with pytest.raises(WireError, match=r"a download has SHA-256 .*, asked for"):
+    with pytest.raises(WireError, match=r"a download has SHA-256 .*, expected"):
         fetch(tmp_path, server, payload)
     assert names(tmp_path) == []
 
@@ -222,7 +222,7 @@ def test_more_data_than_announced_are_refused_at_once(tmp_path: Path) -> None:
         chunk.crc32c = google_crc32c.value(chunk.data)
 
     server.spoil = more
-    with pytest.raises(WireError, match=f"a download goes on after its {payload.data_bytes} bytes"):
+    with pytest.raises(WireError, match=f"a download has more than its {payload.data_bytes} bytes"):
         fetch(tmp_path, server, payload)
     assert names(tmp_path) == []
 
@@ -242,7 +242,8 @@ def test_a_download_that_the_disk_has_no_room_for_is_said_and_leaves_nothing(
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-        with pytest.raises(NoRoomError, match=f"a download of {payload.data_bytes} bytes .*, the disk has 100 free"):
+        text = f"a download needs {payload.data_bytes} more bytes, but the disk has 100 bytes free"
+        with pytest.raises(NoRoomError, match=text):
             fetch(tmp_path, server, payload)
     server.spoil = lambda chunk: _full_disk()
     with pytest.raises(NoRoomError, match="cannot be used: "):

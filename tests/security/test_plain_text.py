@@ -13,7 +13,7 @@ from support.secured import make_pki, secured_front
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, LinkError
-from fleetdistill.link.tls_probe import speaks_tls
+from fleetdistill.link.tls_probe import accepts_tls
 
 
 def plain_device(port: int, state_dir: Path) -> Device:
@@ -26,19 +26,19 @@ def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: 
         for port in (front.port, front.enrol_port):
             with (
                 plain_device(port, tmp_path / str(port)) as device,
-                pytest.raises(ConfigurationError, match="this server speaks TLS: give enrolment="),
+                pytest.raises(ConfigurationError, match=r"requires TLS: pass .* as Device\(enrolment="),
             ):
                 device.run()
 
 
 def test_a_server_that_is_away_or_speaks_no_tls_is_not_taken_for_one(tmp_path: Path) -> None:
     port = free_port()
-    assert not speaks_tls(f"127.0.0.1:{port}")
-    assert not speaks_tls("no port at all")
+    assert not accepts_tls(f"127.0.0.1:{port}")
+    assert not accepts_tls("no port at all")
     with plain_device(port, tmp_path) as device, pytest.raises(LinkError, match="cannot be reached"):
         device.step(0)
     with socket.create_server(("127.0.0.1", port)) as server:
         answering = threading.Thread(target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"))
         answering.start()
-        assert not speaks_tls(f"127.0.0.1:{port}")
+        assert not accepts_tls(f"127.0.0.1:{port}")
         answering.join()

@@ -109,10 +109,10 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     state = tmp_path / "state"
     with_token = enrolment_of(brief_front, state, make_token(store, brief_front))
     wait_for_expiry(with_token.current())
-    with pytest.raises(RefusedError, match=r"the certificate has expired.*ask the operator for a token") as found:
+    with pytest.raises(RefusedError, match=r"the certificate has expired.*request a token from the operator") as found:
         enrolment_of(brief_front, state, None).current()
     assert found.value.code == "expired"
-    with pytest.raises(RefusedError, match="the certificate has expired, and the enrolment token is used") as found:
+    with pytest.raises(RefusedError, match="the certificate has expired; the enrolment token is used") as found:
         with_token.current()
     assert found.value.code == "expired"
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))

@@ -1,4 +1,4 @@
-"""The connection to a server: gRPC, downloads, enrolment. Imports `state` and `wire`."""
+"""The connection to a server: gRPC, downloads and enrolment. Imports `state` and `wire`."""
 
 from fleetdistill.link.base import Link
 

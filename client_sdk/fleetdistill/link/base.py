@@ -1,4 +1,4 @@
-"""What a device needs of the way to its server. `grpc_link` goes over the network, simulation stays in memory."""
+"""`Link`, the protocol of a device's connection to the server: gRPC in production, in memory in a simulation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ __all__ = ["Link"]
 
 
 class Link(Protocol):
-    """The calls of `DeviceService`. Each raises `RefusedError` or `LinkError`, never anything of the transport.
+    """Calls of the server's `DeviceService`.
+
+    Every call raises `RefusedError` or `LinkError`, never an exception of the transport.
 
     Attributes:
-        remote: True where the server needs heartbeats while the device computes.
+        remote: Whether the device must send heartbeats while it computes.
     """
 
     remote: bool
@@ -23,10 +25,10 @@ class Link(Protocol):
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
     ) -> service_pb2.CheckInResponse:
-        """Introduces the device; without a profile only asks for the contract."""
+        """Checks the device in; without a profile it only returns the contract."""
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
-        """Asks for work, waiting at most `wait_seconds`."""
+        """Requests work; waits for it for at most `wait_seconds`."""
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         """Renews the device's lease."""
@@ -40,18 +42,18 @@ class Link(Protocol):
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
-        """Asks how far an upload has come."""
+        """Returns the status of an upload: its receipt, or the number of bytes received."""
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
-        """Sends an answer; returns the server's durable yes."""
+        """Sends an answer; returns its receipt, which the server issues once the answer is durable."""
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
     ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[AnyChunk]]:
-        """Fetches a payload from `first_byte` on."""
+        """Returns the header of a payload and its chunks from `first_byte` on."""
 
     def interrupt(self) -> None:
-        """Ends a `next_ask` that waits in another thread, or in this one below a signal handler."""
+        """Cancels a pending `next_ask`. Thread-safe; may be called from a signal handler."""
 
     def close(self) -> None:
         """Releases the connection."""

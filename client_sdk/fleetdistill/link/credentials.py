@@ -1,9 +1,9 @@
-"""Who one side is on TLS: a key, its certificate, and the CAs that it trusts, in a directory.
+"""TLS credentials in a directory: a key, its certificate, and the trusted CAs.
 
-    identity.pem   the private key, then its certificate and what leads from that to a CA; 0600, replaced whole
-    ca.pem         the CA certificates to trust
+    identity.pem   the private key and its certificate chain; mode 0600, replaced atomically
+    ca.pem         the trusted CA certificates
 
-A device keeps both in the folder `tls` of its state directory, a person gets them from `fleetdistill pki issue`.
+A device stores both in the folder `tls` of its state directory; operators get them from `fleetdistill pki issue`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-
 
 @dataclass(frozen=True)
 class Credentials:
-    """What opens a TLS channel, all PEM. Its text shows no key.
+    """Credentials of a TLS channel, in PEM. The representation does not show the key.
 
     Attributes:
-        key: The private key.
-        chain: Its certificate and what leads to a CA; empty before a device is enrolled.
-        authorities: CA certificates to trust.
+        key: Private key.
+        chain: Certificate chain; empty before a device is enrolled.
+        authorities: Trusted CA certificates.
     """
 
     key: bytes
@@ -44,25 +44,25 @@ class Credentials:
         return f"Credentials({len(self.chain)} bytes of certificates, key not shown)"
 
     def channel(self) -> Any:
-        """Credentials of a gRPC channel."""
+        """Returns the credentials of a gRPC channel."""
         return grpc.ssl_channel_credentials(self.authorities, self.key, self.chain)
 
 
 def is_enrolled(state_dir: Path) -> bool:
-    """Whether a state directory has a device's key: it speaks TLS and nothing else."""
+    """Returns whether a state directory has a device's key; such a device uses TLS only."""
     return (state_dir / DEVICE_FOLDER / IDENTITY).exists()
 
 
 def split(pem: bytes) -> tuple[bytes, bytes]:
-    """The private key and the certificates of a file."""
+    """Returns the private key and the certificates in a PEM file."""
     return b"".join(_KEY.findall(pem)), b"".join(_CERTIFICATE.findall(pem))
 
 
 def load_credentials(directory: Path) -> Credentials:
-    """Reads a directory's identity.
+    """Loads the credentials in a directory.
 
     Raises:
-        ConfigurationError: A file is missing or holds no key or certificate.
+        ConfigurationError: A file is missing, or has no key or certificate.
     """
     try:
         key, chain = split((directory / IDENTITY).read_bytes())
@@ -70,14 +70,16 @@ def load_credentials(directory: Path) -> Credentials:
     except OSError as error:
         raise ConfigurationError(f"the identity in {directory} cannot be read: {in_words(error)}") from error
     if not (key and chain and _CERTIFICATE.search(authorities)):
-        raise ConfigurationError(f"{directory}: {IDENTITY} must hold a key and a certificate, {AUTHORITIES} a CA's")
+        raise ConfigurationError(
+            f"{directory}: {IDENTITY} must contain a key and a certificate, and {AUTHORITIES} the certificate of a CA"
+        )
     return Credentials(key, chain, authorities)
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that only its owner can read, whole or not at all, and durably. Raises OSError."""
+    """Writes a file with mode 0600 atomically and durably. Raises OSError."""
     temporary = path.with_name(path.name + ".new")
-    temporary.unlink(missing_ok=True)  # one left by a crash might be readable to others
+    temporary.unlink(missing_ok=True)  # a file left by a crash might be readable by others
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
     rename_durably(temporary, path)

@@ -1,10 +1,10 @@
-"""Fetching payloads: checked chunk by chunk into a file, resumed where a broken connection or a dead process left off.
+"""Downloads of payloads: each chunk is checked, and an interrupted download resumes, also after a restart.
 
-    <digest>.part       a download under way: it may be cut off anywhere, and is verified as a whole before it is used
-    <digest>.payload    a whole payload
+    <digest>.part       an incomplete download, truncated at any byte; verified as a whole before use
+    <digest>.payload    a complete payload
 
-Both are the length of the header (8 bytes, little-endian), the header, and the data. Nothing here is fsynced: what a
-power cut damages does not match its digest, is thrown away and fetched again.
+Both contain the header's length (8 bytes, little-endian), the header, and the data. Nothing is fsynced: a file damaged
+by a power cut does not match its digest, and is deleted and downloaded again.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 DOWNLOADS = "downloads"
-"""Folder of the state directory."""
+"""Folder in the state directory."""
 ATTEMPTS = 5
 PAUSE_SECONDS = 0.2
 _LENGTH_BYTES = 8
 
 
 def download(link: Link, identity: service_pb2.Identity, sha256: bytes, max_bytes: int = MAX_SPOOL_BYTES) -> Payload:
-    """Fetches a payload for a caller that keeps nothing: its file is gone from the disk when it is mapped.
+    """Downloads a payload through a temporary file, which is deleted once it is mapped.
 
-    Raises as `Downloads.fetch`.
+    Raises the same errors as `Downloads.fetch`.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         return Downloads(Path(folder), max_bytes).fetch(link, identity, sha256)
 
 
 class Downloads:
-    """The payloads that a device has fetched, by digest, in a folder of its own. One process at a time.
+    """The payloads that a device has downloaded, in a folder that only one process uses at a time.
 
     Args:
-        folder: Made when the first download comes.
-        max_bytes: Most tensor bytes of one download.
+        folder: Folder of the payloads, created with the first download.
+        max_bytes: Maximum size of one download's tensors, in bytes.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -63,48 +63,53 @@ class Downloads:
         self._verified: set[bytes] = set()
 
     def fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes, keep: Collection[bytes] = ()) -> Payload:
-        """The payload of a digest: the one that is held here, or fetched. All others but those of `keep` go.
+        """Returns the payload with a digest, stored or downloaded. Deletes all others except those in `keep`.
+
+        Args:
+            link: Connection to the server.
+            identity: Identity of the device.
+            sha256: Digest of the payload, 32 bytes.
+            keep: Digests of other payloads to keep.
 
         Raises:
-            LinkError: The connection broke again and again, or the server has said no for now; what came so far stays,
-                also for a later process.
-            RefusedError: The server does not give it.
-            WireError: What came is not what the digest names.
-            PayloadTooLargeError: It is larger than this device takes.
+            LinkError: The connection failed repeatedly, or the server refuses temporarily. Received bytes are kept
+                for the next attempt.
+            RefusedError: The server refuses the download.
+            WireError: The received data do not match the digest.
+            PayloadTooLargeError: The payload is larger than `max_bytes`.
             NoRoomError: The disk has no room for it.
             StateError: The folder cannot be used.
         """
         self._keep_only({sha256, *keep})
-        held = self.stored(sha256)
-        if held is not None:
-            return held
+        stored = self.stored(sha256)
+        if stored is not None:
+            return stored
         for attempt in range(ATTEMPTS):
             try:
                 return self._fetch(link, identity, sha256)
             except LinkError as error:
-                if (
-                    attempt + 1 == ATTEMPTS or error.after_seconds
-                ):  # a long pause is `Device.run`'s, which can be stopped
+                # Longer pauses are left to `Device.run`, which can be stopped.
+                if attempt + 1 == ATTEMPTS or error.after_seconds:
                     raise
-                # A server that restarts needs a few seconds.
+                # A restart of the server takes a few seconds.
                 time.sleep(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")
 
     def stored(self, sha256: bytes) -> Payload | None:
-        """The payload of a digest, mapped, if all of it is here; a damaged one is thrown away."""
+        """Returns a stored payload, memory-mapped, or None if it is not complete; deletes a damaged one."""
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):
             try:
                 header, data = _mapped(path)
-                return self._known(header, data, sha256)
+                return self._verify_once(header, data, sha256)
             except FileNotFoundError:
                 return None
             except (DecodeError, ValueError, WireError):
                 path.unlink(missing_ok=True)
                 return None
 
-    def _known(self, header: knowledge_pb2.PayloadHeader, data: memoryview, sha256: bytes) -> Payload:
-        """Hashed at its first use in a process, not at every one."""
+    def _verify_once(self, header: knowledge_pb2.PayloadHeader, data: memoryview, sha256: bytes) -> Payload:
+        """Returns the payload; verifies its digest only at its first use in this process."""
         if sha256 in self._verified:
             return _payload(header, data, sha256)
         payload = checked(header, data, sha256)
@@ -118,17 +123,17 @@ class Downloads:
         with disk_errors(self._folder):
             for path in self._folder.iterdir():
                 if path.stem not in wanted:
-                    with contextlib.suppress(PermissionError):  # Windows lets go of a mapped file later
+                    with contextlib.suppress(PermissionError):  # Windows cannot delete a file while it is mapped
                         path.unlink(missing_ok=True)
 
     def _fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes) -> Payload:
         part = _Part(self._path(sha256, "part"), self._max_bytes)
         try:
-            with _passing_refusals(), disk_errors(self._folder):
+            with _transient_refusals(), disk_errors(self._folder):
                 header, chunks = link.download(identity, sha256, part.length)
                 digest = part.take(header, chunks)
             if digest != sha256:
-                part.reject(f"a download has SHA-256 {digest.hex()[:16]}..., asked for {sha256.hex()[:16]}...")
+                part.reject(f"a download has SHA-256 {digest.hex()[:16]}..., expected {sha256.hex()[:16]}...")
         except NoRoomError:
             part.drop()
             raise
@@ -136,15 +141,15 @@ class Downloads:
         with disk_errors(self._folder):
             part.path.replace(path)
             self._verified.add(sha256)
-            return self._known(*_mapped(path), sha256)
+            return self._verify_once(*_mapped(path), sha256)
 
     def _path(self, sha256: bytes, kind: str) -> Path:
         return self._folder / f"{sha256.hex()}.{kind}"
 
 
 @contextlib.contextmanager
-def _passing_refusals() -> Iterator[None]:
-    """A refusal that passes by itself, such as of a stream that was too slow, is a connection that broke."""
+def _transient_refusals() -> Iterator[None]:
+    """Turns transient refusals into LinkError, such as that of a stream that was too slow."""
     try:
         yield
     except RefusedError as refusal:
@@ -154,7 +159,7 @@ def _passing_refusals() -> Iterator[None]:
 
 
 class _Part:
-    """A download under way in its file. `length` data bytes of it are there."""
+    """An incomplete download in its file, with `length` data bytes so far."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
@@ -169,7 +174,7 @@ class _Part:
         self._resumed = self.length > 0
 
     def take(self, header: knowledge_pb2.PayloadHeader, chunks: Iterator[wire.AnyChunk]) -> bytes:
-        """Writes what comes behind what is there; returns the SHA-256 of the whole."""
+        """Appends the received chunks; returns the SHA-256 of the complete payload."""
         self._check(header)
         running = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
         with self.path.open("ab" if self._resumed else "wb") as file:
@@ -183,7 +188,7 @@ class _Part:
                 file.write(data)
                 self.length += len(data)
         if self.length < header.data_bytes:
-            raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; going on from there")
+            raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; it resumes there")
         return running.digest()
 
     def _check(self, header: knowledge_pb2.PayloadHeader) -> None:
@@ -191,31 +196,31 @@ class _Part:
             raise PayloadTooLargeError(header.data_bytes, self._max_bytes)
         if wire.data_bytes(header.parts) != header.data_bytes:
             tensors = wire.data_bytes(header.parts)
-            self.reject(f"a download of {header.data_bytes} bytes has tensors of {tensors} bytes")
+            self.reject(f"a download of {header.data_bytes} bytes declares tensors of {tensors} bytes")
         if self._resumed and (header != self._header or self.length > header.data_bytes):
-            self.reject("a download goes on with another header than it began with")
+            self.reject("a resumed download has a different header than before")
         missing, free = header.data_bytes - self.length, free_bytes(self.path.parent)
         if missing > free:
-            raise NoRoomError(f"a download of {header.data_bytes} bytes lacks {missing}, the disk has {free} free")
+            raise NoRoomError(f"a download needs {missing} more bytes, but the disk has {free} bytes free")
 
     def _checked(self, chunk: wire.AnyChunk, data_bytes: int) -> bytes:
-        sent = chunk.data  # each reading of the field copies it
+        sent = chunk.data  # every access to the field copies it
         if google_crc32c.value(sent) != chunk.crc32c:
-            raise LinkError("a downloaded chunk fails its CRC-32C; fetching it again")
+            raise LinkError("a downloaded chunk does not match its CRC-32C; it is downloaded again")
         data = unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
         if not data:
-            self.reject("a download has a chunk without data")
+            self.reject("a download has an empty chunk")
         if self.length + len(data) > data_bytes:
-            self.reject(f"a download goes on after its {data_bytes} bytes")
+            self.reject(f"a download has more than its {data_bytes} bytes")
         return data
 
-    def reject(self, why: str) -> None:
-        """Throws it away. What an earlier process left may be to blame, so a resumed download is tried afresh."""
+    def reject(self, reason: str) -> None:
+        """Deletes the download and raises WireError; LinkError if it was resumed, since the file may be damaged."""
         self.drop()
-        raise LinkError(f"{why}; fetching it anew") if self._resumed else WireError(why)
+        raise LinkError(f"{reason}; it starts again") if self._resumed else WireError(reason)
 
     def drop(self) -> None:
-        """Forgets it."""
+        """Deletes the download."""
         with disk_errors(self.path.parent):
             self.path.unlink(missing_ok=True)
 
@@ -226,7 +231,7 @@ def adopt_proxy_set(state_dir: Path) -> None:
     if not old.is_dir():
         return
     with disk_errors(state_dir):
-        with contextlib.suppress(FileNotFoundError, DecodeError):  # half a proxy set is fetched again
+        with contextlib.suppress(FileNotFoundError, DecodeError):  # an incomplete proxy set is downloaded again
             header = knowledge_pb2.PayloadHeader.FromString((old / "header.bin").read_bytes())
             data = (old / "data.bin").read_bytes()
             (state_dir / DOWNLOADS).mkdir(exist_ok=True)
@@ -242,7 +247,7 @@ def _write_header(file: IO[bytes], header: knowledge_pb2.PayloadHeader) -> None:
 
 
 def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
-    """Header and data of a file. Raises ValueError or DecodeError if it is cut off before its data."""
+    """Returns header and data of a file, mapped. Raises ValueError or DecodeError if its header is incomplete."""
     with path.open("rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     start = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
@@ -252,29 +257,29 @@ def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
 
 
 def checked(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
-    """The payload of a header and its data. Raises WireError unless they are what the digest names."""
+    """Returns the payload of a header and its data. Raises WireError if they do not match the digest."""
     running = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
     running.update(data)
     found = running.digest()
     if found != sha256:
-        raise WireError(f"a download has SHA-256 {found.hex()[:16]}..., asked for {sha256.hex()[:16]}...")
+        raise WireError(f"a download has SHA-256 {found.hex()[:16]}..., expected {sha256.hex()[:16]}...")
     return _payload(header, data, sha256)
 
 
 def _payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
-    """Raises WireError unless the data are those of the tensors: a digest tells who made both, not whether they fit."""
+    """Returns a payload. Raises WireError if the data's size is not that of the tensors, which the digest allows."""
     payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
     if payload.data_bytes != len(data):
-        raise WireError(f"a download of {len(data)} bytes has tensors of {payload.data_bytes} bytes")
+        raise WireError(f"a download of {len(data)} bytes declares tensors of {payload.data_bytes} bytes")
     return payload
 
 
 class BytesSource:
-    """A payload's data in memory, or mapped from a file."""
+    """Data of a payload in memory or in a mapped file."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
 
     def read(self, start: int, size: int) -> bytes:
-        """Returns `size` bytes from `start` on."""
+        """Returns `size` bytes, beginning at `start`."""
         return bytes(self._data[start : start + size])

@@ -1,11 +1,11 @@
-"""A device's certificate: got with a one-time token, renewed at two thirds of its life, kept in the state directory.
+"""A device's certificate: issued for a one-time token, renewed after two thirds of its lifetime.
 
-    tls/identity.pem   the device's own key, which never leaves it, and its certificate
-    tls/ca.pem         whom the device trusts: at first the CA in the token, then what the server says with every
-                       certificate, so that a change of the CA reaches the device with a renewal
+    tls/identity.pem   the device's private key, which never leaves the device, and its certificate
+    tls/ca.pem         the trusted CAs: first the CA in the token, then those that come with every certificate, so that
+                       a change of the CA reaches the device with a renewal
 
-The key is on the disk before it is used, so that a lost answer is asked for again and comes out the same. The token is
-needed once; it can be removed when the device has its certificate.
+The key is on the disk before it is used, so that a request whose response was lost can be repeated with the same key.
+The token is needed once and can be removed when the device has its certificate.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _SECRET_BYTES = 32
 
 
 def write_token(token: enrolment_pb2.EnrolmentToken) -> str:
-    """A token as the text that an operator hands out."""
+    """Returns a token as text for an operator to hand out."""
     return PREFIX + base64.urlsafe_b64encode(token.SerializeToString()).decode().rstrip("=")
 
 
 def read_token(given: str | Path) -> enrolment_pb2.EnrolmentToken:
-    """Reads a token, or the file that holds one.
+    """Reads a token, or a file with a token.
 
     Raises:
-        ConfigurationError: It is none, or the file cannot be read. The message does not show it.
+        ConfigurationError: The token is invalid, or the file cannot be read. The message does not contain the token.
     """
-    text = given if isinstance(given, str) and given.startswith(PREFIX) else _file(Path(given))
+    text = given if isinstance(given, str) and given.startswith(PREFIX) else _read_file(Path(given))
     words = text.split()
     try:
         if len(words) != 1 or not words[0].startswith(PREFIX):
@@ -57,31 +57,31 @@ def read_token(given: str | Path) -> enrolment_pb2.EnrolmentToken:
             raise ValueError
     except (ValueError, DecodeError, binascii.Error):
         raise ConfigurationError(
-            f"the enrolment token is none: one word that begins with {PREFIX!r}, a whole line of what "
-            "`fleetdistill enrol` printed, was expected"
-        ) from None  # its parts are secret
+            f"the enrolment token is invalid: expected one word that begins with {PREFIX!r}, a complete line of the "
+            "output of `fleetdistill enrol`"
+        ) from None  # the token is secret
     return token
 
 
-def _file(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigurationError(f"the enrolment token cannot be read from the file {path}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
+        raise ConfigurationError(f"the enrolment token cannot be read from {path}: {reason}") from None
 
 
 class Enrolment:
-    """Keeps the credentials of one device valid; may be used from several threads.
+    """Obtains and renews the certificate of one device. Thread-safe.
 
     Args:
-        server: `host:port` of the aggregation server.
-        state_dir: The device's state directory.
-        device: The device's id.
-        token: A token or a file with one, needed until there is a certificate; None for none.
+        server: `"host:port"` of the aggregation server.
+        state_dir: State directory of the device.
+        device: Name of the device.
+        token: Token, or file with a token; required until the device has a certificate.
 
     Raises:
-        ConfigurationError: The package `cryptography` is missing, or there is no certificate and no token to get one.
+        ConfigurationError: The package `cryptography` is missing, or there is neither a certificate nor a token.
         StateError: The files in the state directory cannot be used.
     """
 
@@ -94,20 +94,20 @@ class Enrolment:
         self._lock = threading.Lock()
         self._due = self._ends = 0.0
         self._credentials, self._request = self._load()
-        self._note_life()
+        self._read_validity()
         if not self._credentials.chain:
-            self._read_token()  # here, to the face of whoever writes the app
+            self._read_token()  # fails here, in the constructor, and not in the first call
 
     def current(self) -> Credentials:
-        """Credentials that are valid now; gets or renews the certificate where that is due.
+        """Returns valid credentials; obtains or renews the certificate if necessary.
 
-        The same object until the certificate changes.
+        Returns the same object until the certificate changes.
 
         Raises:
-            LinkError: The server is away, and there is no valid certificate.
-            RefusedError: The certificate has expired and there is no token, or the server does not take it.
+            LinkError: The server is unavailable, and there is no valid certificate.
+            RefusedError: The certificate has expired and there is no token, or the server refuses the token.
             StateError: The files in the state directory cannot be used.
-            WireError: What the server gives is no certificate of this device's key.
+            WireError: The server's certificate does not belong to this device's key.
         """
         with self._lock:
             now = time.time()
@@ -118,7 +118,7 @@ class Enrolment:
             return self._credentials
 
     def _load(self) -> tuple[Credentials, bytes]:
-        """Reads the state directory, after it has made the key of a new device; also a signing request of the key."""
+        """Returns the stored credentials and a signing request for their key; makes the key of a new device."""
         path, trusted = self._folder / IDENTITY, self._folder / AUTHORITIES
         with disk_errors(self._folder):
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -131,7 +131,7 @@ class Enrolment:
         except (ValueError, TypeError) as error:
             raise _damaged(path, "key") from error
 
-    def _note_life(self) -> None:
+    def _read_validity(self) -> None:
         if not self._credentials.chain:
             return
         try:
@@ -143,64 +143,66 @@ class Enrolment:
     def _read_token(self) -> enrolment_pb2.EnrolmentToken:
         if self._token is None:
             raise ConfigurationError(
-                f"device {self._device!r} has no valid certificate: ask the operator for a token "
-                "(`fleetdistill enrol`) and give it as Device(enrolment=...)"
+                f"device {self._device!r} has no valid certificate: request a token from the operator "
+                "(`fleetdistill enrol`) and pass it as Device(enrolment=...)"
             )
         return read_token(self._token)
 
     def _enrol(self) -> None:
         try:
             token = self._read_token()
-        except ConfigurationError as error:  # it could be read before, or was not needed
+        except ConfigurationError as error:  # the token was removed, or never given
             raise RefusedError(Code.EXPIRED, f"the certificate has expired; {error}") from error
         try:
             self._enrol_with(token)
         except RefusedError as refusal:
             if refusal.code != Code.BAD_TOKEN or not self._credentials.chain:
                 raise
-            raise RefusedError(Code.EXPIRED, f"the certificate has expired, and {refusal}") from refusal
+            raise RefusedError(Code.EXPIRED, f"the certificate has expired; {refusal}") from refusal
 
     def _enrol_with(self, token: enrolment_pb2.EnrolmentToken) -> None:
         request = enrolment_pb2.EnrolRequest(secret=token.secret, device=self._device, signing_request=self._request)
         host = self._server.rpartition(":")[0]
         roots = ssl.DER_cert_to_PEM_cert(token.ca).encode()
-        self._take(self._ask("Enrol", request, f"{host}:{token.port}", grpc.ssl_channel_credentials(roots)))
+        self._save(self._call("Enrol", request, f"{host}:{token.port}", grpc.ssl_channel_credentials(roots)))
         logger.info("%s: enrolled", self._device)
 
     def _renew(self) -> None:
-        """Asks for the next certificate. While the present one is valid, what goes wrong is tried again later."""
+        """Requests a new certificate; after an error it is tried again later, while the current one is valid."""
         request = enrolment_pb2.RenewRequest(signing_request=self._request)
         try:
-            self._take(self._ask("Renew", request, self._server, self._credentials.channel()))
-            logger.info("%s: the certificate is renewed", self._device)
+            self._save(self._call("Renew", request, self._server, self._credentials.channel()))
+            logger.info("%s: certificate renewed", self._device)
         except (LinkError, RefusedError, StateError, WireError) as error:
-            logger.warning("%s: the certificate is not renewed yet: %s", self._device, error)
+            logger.warning("%s: the certificate could not be renewed and will be tried again: %s", self._device, error)
             self._due = time.time() + (self._ends - time.time()) / 10
 
-    def _ask(self, call: str, request: Any, server: str, credentials: Any) -> Any:
+    def _call(self, call: str, request: Any, server: str, credentials: Any) -> Any:
         with grpc.secure_channel(server, credentials) as channel, errors_of(server):
             stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
             return getattr(stub, call)(request, timeout=CALL_SECONDS)
 
-    def _take(self, response: Any) -> None:
-        """Keeps a certificate and whom to trust; the certificate last, since it makes the device enrolled.
+    def _save(self, response: Any) -> None:
+        """Saves the trusted CAs, then the certificate, which makes the device enrolled.
 
-        Raises WireError for what could not be used: kept, it would lock the device out of its own directory.
+        Raises WireError for an unusable certificate: if saved, it would lock the device out.
         """
         fresh = Credentials(self._credentials.key, response.certificate, response.authorities)
         try:
             self._x509.check_fits(fresh.key, fresh.chain, fresh.authorities)
         except (ValueError, TypeError, self._x509.UnsupportedAlgorithm) as error:
-            raise WireError(f"the server's certificate cannot be used: {error}; its operator has to mend it") from error
+            raise WireError(
+                f"the server's certificate cannot be used: {error}; the server's operator must fix it"
+            ) from error
         with disk_errors(self._folder):
             write_private(self._folder / AUTHORITIES, fresh.authorities)
             write_private(self._folder / IDENTITY, fresh.key + fresh.chain)
         self._credentials = fresh
-        self._note_life()
+        self._read_validity()
 
 
 def _damaged(path: Path, what: str) -> StateError:
-    return StateError(f"{path} is damaged: its {what} cannot be read; restore it, or use a fresh state directory")
+    return StateError(f"{path} is damaged: its {what} cannot be read; restore the file, or use a new state directory")
 
 
 def _cryptography() -> Any:

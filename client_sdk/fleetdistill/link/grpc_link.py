@@ -1,4 +1,4 @@
-"""The link over gRPC. Transport errors become `LinkError`, the server's refusals `RefusedError`."""
+"""The link over gRPC. Transport errors become `LinkError`; refusals of the server become `RefusedError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError
 from fleetdistill.link.credentials import Credentials
-from fleetdistill.link.tls_probe import speaks_tls
+from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.framing import framed
@@ -25,12 +25,12 @@ from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
 CALL_SECONDS = 30.0
-# A stream may take long, but it may not stand still: this bounds the whole of it.
+# Timeout of a whole stream; the server ends streams without progress earlier.
 STREAM_SECONDS = 3600.0
-_MOST_KEPT_BYTES = 16 << 20
+_MAX_REUSED_BYTES = 16 << 20
 _PROBE_EVERY_SECONDS = 30.0
 
-# These are safe to repeat, so gRPC itself retries them while the server restarts.
+# Idempotent calls, which gRPC retries while the server restarts.
 _RETRIED = ["CheckIn", "Heartbeat", "UploadStatus"]
 _UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
 _SERVICE_CONFIG = {
@@ -57,25 +57,25 @@ _OPTIONS = [
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `host:port` is on this machine, by its text: 127.x.x.x, ::1 or localhost."""
+    """Returns whether the host of `host:port` is localhost, ::1 or 127.x.x.x; does not resolve names."""
     host = address.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class CredentialsSource(Protocol):
-    """Where a link gets its certificate: `fleetdistill.link.enrolment.Enrolment`."""
+    """Protocol of a link's source of credentials, such as `fleetdistill.link.enrolment.Enrolment`."""
 
     def current(self) -> Credentials:
-        """Credentials that are valid now, the same object until they change."""
+        """Returns valid credentials; the same object until they change."""
 
 
 class GrpcLink:
-    """Connects to an aggregation server at `host:port`.
+    """Connection to an aggregation server over gRPC. Implements `Link`.
 
     Args:
-        server: `host:port`.
-        source: Where the device's credentials come from; None for plain text. A new certificate opens a new channel;
-            calls that are under way end on the old one.
+        server: `"host:port"` of the server.
+        source: Source of the device's credentials, or None for plain text. A new certificate opens a new channel;
+            pending calls complete on the old one.
     """
 
     remote = True
@@ -93,7 +93,7 @@ class GrpcLink:
 
     @property
     def _stub(self) -> Any:
-        """The stub of a channel whose certificate is valid."""
+        """Stub of a channel with a valid certificate."""
         if self._source is not None:
             fresh = self._source.current()
             with self._opening:
@@ -104,10 +104,12 @@ class GrpcLink:
 
     def _open(self, channel: grpc.Channel) -> None:
         if len(self._channels) > 1:
-            self._channels.pop(0).close()  # two certificates old: nothing is under way on it any more
+            self._channels.pop(0).close()  # two certificates old, so it has no pending calls
         self._channels.append(channel)
         self._open_stub = service_pb2_grpc.DeviceServiceStub(channel)
-        self._open_stub.Upload = channel.stream_unary(_UPLOAD, None, service_pb2.UploadResponse.FromString)  # of bytes
+        self._open_stub.Upload = channel.stream_unary(
+            _UPLOAD, None, service_pb2.UploadResponse.FromString
+        )  # takes bytes
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
@@ -163,7 +165,7 @@ class GrpcLink:
             stream = self._stub.Download(request, timeout=STREAM_SECONDS)
             first = next(stream, None)
         if first is None or first.WhichOneof("message") != "header":
-            raise LinkError(f"the server {self._server} ended a download before its header")
+            raise LinkError(f"server {self._server} ended a download before its header")
         return first.header, self._chunks(stream)
 
     def interrupt(self) -> None:
@@ -189,39 +191,39 @@ class GrpcLink:
             raise
 
     def _check_plain_text(self) -> None:
-        """Raises ConfigurationError where a call in plain text failed because the server speaks TLS."""
+        """Raises ConfigurationError if a call in plain text failed because the server requires TLS."""
         if self._source is not None or time.monotonic() < self._probe_at:
             return
         self._probe_at = time.monotonic() + _PROBE_EVERY_SECONDS
-        if speaks_tls(self._server):
+        if accepts_tls(self._server):
             raise ConfigurationError(
-                f"this server speaks TLS: give enrolment= to Device, the token that the operator of {self._server} got "
-                "from `fleetdistill enrol`, or the file that holds it"
+                f"server {self._server} requires TLS: pass the operator's token from `fleetdistill enrol`, or a file "
+                "with the token, as Device(enrolment=...)"
             )
 
 
 @contextlib.contextmanager
 def errors_of(server: str) -> Iterator[None]:
-    """Turns gRPC's errors into `LinkError` and `RefusedError`."""
+    """Turns exceptions of gRPC in the block into `LinkError` and `RefusedError`."""
     try:
         yield
     except grpc.RpcError as error:
         raise _translated(error, server) from error
     except grpc.FutureCancelledError as error:
-        raise LinkError("the question for work was cancelled") from error
-    except ValueError as error:  # grpc's word for a channel that was closed meanwhile
+        raise LinkError("the request for work was cancelled") from error
+    except ValueError as error:  # raised by grpc for a closed channel
         raise LinkError(f"the connection to {server} is closed") from error
 
 
 @functools.cache
 def _keep_freed_chunks() -> None:
-    """Makes glibc reuse the memory of one chunk for the next; elsewhere it does nothing of note.
+    """Makes glibc reuse the memory of freed chunks; no effect with other C libraries.
 
-    By default it gives each megabyte back to the system and takes it again page by page, which costs more than the rest
-    of a stream. It stops that for blocks up to the largest that it saw freed, so one is freed here; its pages are never
-    touched.
+    By default glibc returns large blocks to the system when they are freed, and allocates them again page by page,
+    which takes longer than the rest of a stream. After a larger block was freed once, glibc keeps blocks up to that
+    size. The block freed here is never written, so it uses no memory.
     """
-    np.empty(_MOST_KEPT_BYTES, np.uint8)
+    np.empty(_MAX_REUSED_BYTES, np.uint8)
 
 
 def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> Iterator[bytes]:
@@ -235,14 +237,14 @@ def _translated(error: Any, server: str) -> FleetDistillError:
     if info is not None and info.reason not in (Code.INTERNAL, Code.EXPIRED):
         return RefusedError(info.reason, error.details(), dict(info.metadata))
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return LinkError(f"the server {server} cannot be reached{_tls_trouble(error.details() or '')}")
-    return LinkError(f"no answer from {server}: {error.code().name}, {error.details()}")
+        return LinkError(f"server {server} cannot be reached{_tls_reason(error.details() or '')}")
+    return LinkError(f"call to server {server} failed: {error.code().name}, {error.details()}")
 
 
-def _tls_trouble(details: str) -> str:
-    """What gRPC says of a TLS handshake that failed; it says the same for a server that is away."""
+def _tls_reason(details: str) -> str:
+    """Returns the reason of a failed TLS handshake, which gRPC reports like an unavailable server; or empty."""
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification Check failed" in details:
-        return "; its certificate is not of the CA that this side trusts, or not for this name"
+        return "; its certificate is not from a trusted CA, or not for this host name"
     return ""
 
 

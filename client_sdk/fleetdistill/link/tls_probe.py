@@ -1,4 +1,4 @@
-"""Whether a server speaks TLS: gRPC says of a plain-text call to such a server only that it cannot be reached."""
+"""Detects servers that require TLS: for a call in plain text gRPC only reports that they cannot be reached."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import socket
 import ssl
 
 
-def speaks_tls(server: str, seconds: float = 2.0) -> bool:
-    """Tries a TLS handshake and sends nothing else. False also for a server that is away.
+def accepts_tls(server: str, seconds: float = 2.0) -> bool:
+    """Returns whether a server accepts a TLS handshake; False if it is unavailable. Sends nothing else.
 
     Args:
-        server: `host:port`.
-        seconds: How long to wait for each answer.
+        server: `"host:port"` of the server.
+        seconds: Timeout of connecting and of each read, in seconds.
     """
     host, _, port = server.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent, so nobody need be trusted
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # no data are sent, so there is nothing to protect
     context.set_alpn_protocols(["h2"])
     try:
         with (
@@ -24,6 +27,6 @@ def speaks_tls(server: str, seconds: float = 2.0) -> bool:
         ):
             return True
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # such as for a certificate that it wants
+        return "ALERT" in (error.reason or "")  # for example because the server requires a client certificate
     except (OSError, ValueError, OverflowError):
         return False

@@ -1,4 +1,4 @@
-"""The little that a device needs of X.509, through the `cryptography` package (the extra `tls`)."""
+"""The X.509 functions of a device, based on the `cryptography` package (extra `tls`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["UnsupportedAlgorithm", "check_fits", "life", "new_key", "signing_req
 
 
 def new_key() -> bytes:
-    """A fresh ECDSA P-256 key as PEM."""
+    """Returns a new ECDSA P-256 key in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     form = serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def signing_request(key: bytes) -> bytes:
-    """A PKCS #10 request, DER, that says nothing but the public key. Raises ValueError for a key that is none."""
+    """Returns a PKCS #10 request in DER with only the public key. Raises ValueError for an invalid key."""
     private = serialization.load_pem_private_key(key, None)
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(private, hashes.SHA256())
@@ -26,16 +26,16 @@ def signing_request(key: bytes) -> bytes:
 
 
 def check_fits(key: bytes, chain: bytes, authorities: bytes) -> None:
-    """Raises ValueError unless a PEM chain begins with a certificate of this key, and there are CAs to trust."""
+    """Raises ValueError unless a PEM chain begins with the key's certificate and `authorities` has a certificate."""
     first, *_ = x509.load_pem_x509_certificates(chain)
     private = serialization.load_pem_private_key(key, None)
     if first.public_key() != private.public_key():
-        raise ValueError("the certificate is of another key")
+        raise ValueError("the certificate belongs to another key")
     x509.load_pem_x509_certificates(authorities)
     life(chain)
 
 
 def life(chain: bytes) -> tuple[float, float]:
-    """From when to when the first certificate of a PEM is valid, seconds since 1970. Raises ValueError."""
+    """Returns the validity of the first certificate in a PEM: start and end in Unix seconds. Raises ValueError."""
     certificate = x509.load_pem_x509_certificate(chain)
     return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
