@@ -314,14 +314,14 @@ def test_bad_classes_are_refused_with_one_sentence(classes: object) -> None:
 @pytest.mark.parametrize("value", [0.1, 0.05, 0.0, -1.0, 1.0, 2, math.nan])
 def test_a_target_peak_outside_its_range_is_refused(value: float) -> None:
     assert refusal(with_setting("method", "target_peak", value)) == (
-        f"[method] target peak T={float(value)} must lie in (1/C, 1) = (0.1, 1)"
+        f"[method] target peak T={float(value)} must be in (1/C, 1) = (0.1, 1)"
     )
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.log2(10), 4, math.nan])
 def test_a_target_entropy_outside_its_range_is_refused(value: float) -> None:
     assert refusal(with_setting("method", "target_entropy", value)) == (
-        f"[method] target entropy E={float(value)} must lie in (0, log2 C) = (0, 3.32193)"
+        f"[method] target entropy E={float(value)} must be in (0, log2 C) = (0, 3.32193)"
     )
 
 
@@ -335,7 +335,7 @@ def test_ranges_of_the_method_follow_the_number_of_classes(classes: int, share: 
     values["method"]["epsilon"] = 1e-9
     assert run_config(values).method_config().target_entropy == entropy
     values["method"]["target_entropy"] = math.log2(classes)
-    assert "must lie in (0, log2 C)" in refusal(values)
+    assert "must be in (0, log2 C)" in refusal(values)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_everything_that_is_missing_or_wrong_is_said_at_once() -> None:
     [
         (("rounds = 5", "rounds = '5'"), '[run] rounds is "5", must be a whole number'),
         (("rounds = 5", "rounds = true"), "[run] rounds is true, must be a whole number"),
-        (("target_peak = 0.75", "target_peak = 0.5"), "[method] target peak T=0.5 must lie in (1/C, 1) = (0.5, 1)"),
+        (("target_peak = 0.75", "target_peak = 0.5"), "[method] target peak T=0.5 must be in (1/C, 1) = (0.5, 1)"),
         (("target_peak = 0.75", "target_peak = 2020-01-01"), '[method] target_peak is "2020-01-01", must be a number'),
     ],
 )

@@ -441,8 +441,8 @@ def test_a_setting_out_of_range_says_so(settings: dict[str, Any], sentence: str)
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"target_peak": 0.1}, "target peak T=0.1 must lie in (1/C, 1) = (0.1, 1)"),
-        ({"target_entropy": 3.4}, "target entropy E=3.4 must lie in (0, log2 C) = (0, 3.32193)"),
+        ({"target_peak": 0.1}, "target peak T=0.1 must be in (1/C, 1) = (0.1, 1)"),
+        ({"target_entropy": 3.4}, "target entropy E=3.4 must be in (0, log2 C) = (0, 3.32193)"),
         ({"epsilon": 4.0}, "epsilon=4.0 must be < 2*min(E, log2 C - E)"),
     ],
 )

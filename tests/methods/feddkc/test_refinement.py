@@ -110,7 +110,7 @@ def test_dkc_5_kkr_shares_the_peak_between_ties_where_it_fits() -> None:
 
 @pytest.mark.parametrize("target", [1 / 3, 0.2, 1.0, math.nan])
 def test_dkc_6_kkr_refuses_a_peak_out_of_range(target: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"must lie in \(1/C, 1\) = \(0.333333, 1\)"):
+    with pytest.raises(ConfigurationError, match=r"must be in \(1/C, 1\) = \(0.333333, 1\)"):
         kkr(logits_of(PEAKED), target)
 
 
@@ -189,7 +189,7 @@ def test_dkc_12_skr_returns_a_constant_row_uniform() -> None:
 
 @pytest.mark.parametrize("target", [0.0, math.log2(3), 2.0, math.nan])
 def test_dkc_13_skr_refuses_an_entropy_out_of_range(target: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"must lie in \(0, log2 C\) = \(0, 1.58496\)"):
+    with pytest.raises(ConfigurationError, match=r"must be in \(0, log2 C\) = \(0, 1.58496\)"):
         skr(f64([3, 1, 0]), target)
 
 
@@ -537,10 +537,10 @@ def test_logits_of_another_shape_are_refused(refine: Refinement, shape: tuple[in
 def test_messages_name_the_value_and_the_range() -> None:
     with pytest.raises(ConfigurationError) as peak:
         check_target_peak(0.1, 10)
-    assert str(peak.value) == "target peak T=0.1 must lie in (1/C, 1) = (0.1, 1)"
+    assert str(peak.value) == "target peak T=0.1 must be in (1/C, 1) = (0.1, 1)"
     with pytest.raises(ConfigurationError) as entropy:
         check_target_entropy(3.4, 10)
-    assert str(entropy.value) == "target entropy E=3.4 must lie in (0, log2 C) = (0, 3.32193)"
+    assert str(entropy.value) == "target entropy E=3.4 must be in (0, log2 C) = (0, 3.32193)"
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])

@@ -162,7 +162,9 @@ def test_variants_that_a_model_cannot_have_are_refused() -> None:
 
 
 def test_max_tells_an_app_at_once_that_its_model_lacks_embedding() -> None:
-    with pytest.raises(ModelError, match=r"FedDKD needs what the last layer reads, and Tapless has no embedding\(x\)"):
+    with pytest.raises(
+        ModelError, match=r"FedDKD needs the input of the last layer, and Tapless has no embedding\(x\)"
+    ):
         make_device(model="support.feddkd_fleet:tapless_model", variant="max")
     make_device(model="support.feddkd_fleet:tapless_model")
 

@@ -1,1 +1,1 @@
-"""FedD2S: its configuration and the device half."""
+"""FedD2S: configuration and device half."""

@@ -1,4 +1,4 @@
-"""FedD2S: its settings."""
+"""Settings of FedD2S."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ S2C_MODES = ("head", "feature_grad")
 
 @dataclass(frozen=True, kw_only=True)
 class FedD2SConfig(LocalTraining):
-    """Settings of FedD2S beside those of local training; the server trains its copies with these too.
+    """Settings of FedD2S in addition to those of local training; the server trains its copies with them too.
 
     Attributes:
-        local_epochs: The paper's E, epochs of each of the two phases (server, device), half of them distillation and
-            half labels. `distill_epochs` and `label_epochs` set the halves apart.
-        distill_epochs: Epochs towards soft labels in each phase, at least 0; None means half of E, rounded up, or 1
-            for `s2c_mode = "feature_grad"`, which allows no other.
-        label_epochs: Epochs towards labels in each phase, at least 0; None means half of E, rounded up.
-        drop_every: The paper's Z_0, rounds that a layer serves as distillation layer before the one below it does.
-            Larger than the run: no dropping.
-        l_min: Shallowest distillation layer, from 1; None means that `dropping_set` says it.
-        dropping_set: Names of the stages that are dropped one after the other, the last ones of the model, with commas
-            between them; empty for those from the first fully connected one on.
-        temperature: Softmax temperature of the distillation; not used where labels are learned.
+        local_epochs: The paper's E, epochs of each of the two phases (server, device): half of them on soft labels,
+            half on labels, unless `distill_epochs` and `label_epochs` are set.
+        distill_epochs: Epochs on soft labels in each phase, at least 0. None means half of E, rounded up, or 1 for
+            `s2c_mode = "feature_grad"`, which allows no other value.
+        label_epochs: Epochs on labels in each phase, at least 0; None means half of E, rounded up.
+        drop_every: The paper's Z_0, number of rounds with the same distillation layer, at least 1; then the layer below
+            it is used. A value above the number of rounds keeps the last layer.
+        l_min: Shallowest distillation layer, from 1; None means that `dropping_set` sets it.
+        dropping_set: Comma-separated names of the stages to drop, the model's last ones; empty for those from the
+            first fully connected stage on.
+        temperature: Softmax temperature of the distillation, above 0; not used for labels.
         steps: `joint` takes one optimiser step on the sum of both losses of a mini-batch, `alternating` one on each.
-        s2c_mode: How the device learns of the head below the last layer: `head` sends its layers, `feature_grad`
-            only the gradient of the distillation loss for every sample's features, which serves for one epoch.
-        distance: `head` reads features with the global network's upper layers; `mse` brings the features of both
-            networks together instead, which is the paper's ablation (Table 3).
-        average: `uniform` averages the copies of the global network alike, `samples` weighs them by their rows.
+        s2c_mode: What the server sends of the layers above the distillation layer: `head` sends them,
+            `feature_grad` sends the gradient of the distillation loss for each sample's features, valid for one epoch.
+        distance: `head` compares outputs of the global network's upper layers; `mse` compares the features of both
+            networks, the paper's ablation (Table 3).
+        average: Mean of the copies of the global network: `uniform`, or weighted by `samples`.
         participation_ratio: The paper's rho.
-        warmup_epochs: Epochs towards labels before a device's first upload, at least 0.
-        shared_initial: All devices start from one model; only then are their first layers' features comparable.
-        teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
-        paper: The paper's values of all settings that are not given: alternating steps, no warm-up, a model of its own
+        warmup_epochs: Epochs on labels before a device's first upload, at least 0.
+        shared_initial: Whether all devices start from one model, which makes their first layers' features comparable.
+        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        paper: Use the paper's values for all other settings: alternating steps, no warm-up, a separate initial model
             for every device, no teacher guard.
     """
 
@@ -76,7 +76,9 @@ class FedD2SConfig(LocalTraining):
         check_range("temperature", self.temperature, 0, open_low=True)
         check_range("warmup_epochs", self.warmup_epochs, 0)
         if self.l_min is not None and self.dropping_set:
-            raise ConfigurationError("l_min and dropping_set say the same; set one of them")
+            raise ConfigurationError(
+                "l_min and dropping_set both set the shallowest distillation layer; set one of them"
+            )
         self._check_epochs()
 
     def _check_epochs(self) -> None:
@@ -84,14 +86,21 @@ class FedD2SConfig(LocalTraining):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0)
         if self.distill_epochs == self.label_epochs == 0:
-            raise ConfigurationError("distill_epochs and label_epochs are both 0; nothing would be trained")
+            raise ConfigurationError(
+                "distill_epochs and label_epochs are both 0, so nothing would be trained; set one of them to at least 1"
+            )
         if self.s2c_mode == "feature_grad" and self.distill_epochs not in (None, 1):
-            raise ConfigurationError("feature_grad allows distill_epochs = 1 only: the gradient is of the first step")
+            raise ConfigurationError(
+                "feature_grad allows distill_epochs = 1 only, because its gradient is that of the first step"
+            )
         if self.s2c_mode == "feature_grad" and self.distance == "mse":
-            raise ConfigurationError("feature_grad is the gradient through the head, which distance = 'mse' has not")
+            raise ConfigurationError(
+                "feature_grad is the gradient through the head, which distance = 'mse' does not use; take "
+                "s2c_mode = 'head'"
+            )
 
     def for_classes(self, classes: int) -> FedD2SConfig:
-        """The same settings with the epochs of both kinds filled in."""
+        """Returns this configuration with the defaults of `distill_epochs` and `label_epochs` filled in."""
         half = (self.local_epochs + 1) // 2
         distill = 1 if self.s2c_mode == "feature_grad" else half
         return replace(
@@ -102,10 +111,10 @@ class FedD2SConfig(LocalTraining):
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; its epochs, optimiser and rate are our defaults."""
+        """Returns the paper's values; its epochs, optimiser and learning rate are our defaults."""
         return {"steps": "alternating", "warmup_epochs": 0, "shared_initial": False, "teacher_guard": False}
 
     def cross_entropy_epochs(self, participation: int) -> int:
-        """`label_epochs`, and the warm-up in the first round."""
+        """Returns `label_epochs`, plus `warmup_epochs` in a device's first round."""
         labels = (self.local_epochs + 1) // 2 if self.label_epochs is None else self.label_epochs
         return labels + (self.warmup_epochs if participation == 1 else 0)

@@ -1,9 +1,9 @@
-"""FedD2S: what both halves agree on, and what the device does.
+"""Device half of FedD2S.
 
-Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, 2024. A device sends, for its own
-samples, what its model gives after the first layer and after its distillation layer l, and the labels. It learns from
-the global network's soft labels for the same samples: they train the layers up to l through the global network's
-layers above (the head), and the labels train the whole model. Labels leave the device.
+Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, 2024. For its own samples a device
+sends the labels and the outputs of its first layer and of its distillation layer l. The server returns soft labels for
+these samples. They train the device's layers up to l through the global network's layers above it (the head), and the
+labels train the whole model. Labels are sent to the server.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import take_weights
 
 Term = Callable[["Tensor"], "Tensor"]
-"""Row positions of a mini-batch [b] -> one term of the loss, a scalar."""
+"""Positions of a mini-batch's rows [b] -> one term of the loss, a scalar."""
 
 
 def scheduled(config: FedD2SConfig, distil: Term | None, label: Term) -> Callable[[int, Tensor], Iterator[Tensor]]:
-    """The losses of both phases for `train_steps`: J then Q for each mini-batch, or their sum.
+    """Returns the losses of one phase for `train_steps`: J and then Q for each mini-batch, or their sum.
 
     Args:
-        config: Complete (`for_classes`).
-        distil: J of eqs. (9) and (12); None where there is no knowledge to learn from.
+        config: A configuration that `for_classes` returned.
+        distil: J of eqs. (9) and (12); None without knowledge to learn from.
         label: Q of eqs. (10) and (13).
 
     Returns:
-        A function that gives, for an epoch and the rows of a mini-batch, the losses of its optimiser steps. An epoch
-        from `distill_epochs` or `label_epochs` on has only the other loss.
+        A function from an epoch and a mini-batch's rows to the losses of the optimiser steps. Epochs from
+        `distill_epochs` on have no J, epochs from `label_epochs` on have no Q.
     """
     terms = [(distil, config.distill_epochs or 0), (label, config.label_epochs or 0)]
 
@@ -65,15 +65,15 @@ def scheduled(config: FedD2SConfig, distil: Term | None, label: Term) -> Callabl
 
 
 def phase_epochs(config: FedD2SConfig) -> int:
-    """Epochs of one phase, the longer of its two kinds."""
+    """Returns the number of epochs of one phase: the larger of `distill_epochs` and `label_epochs`."""
     return max(config.distill_epochs or 0, config.label_epochs or 0)
 
 
 class FedD2SDevice(DeviceMethod):
-    """Device half: uploads what its first and its distillation layer give, then learns through the global head.
+    """Device half: uploads the outputs of two layers, then learns through the global network's head.
 
     Raises:
-        ModelError: The app's model is not a chain of stages.
+        ModelError: The app's model is not a `SplitModel`.
     """
 
     config: FedD2SConfig
@@ -82,8 +82,8 @@ class FedD2SDevice(DeviceMethod):
         super().__init__(config, local)
         if not isinstance(local.model, SplitModel):
             raise ModelError(
-                f"FedD2S cuts the model after every layer, and {type(local.model).__name__} has only one cut; "
-                "build it as a SplitModel of stages, or with split_sequential"
+                f"FedD2S needs a model that can be cut after every layer, and {type(local.model).__name__} is not a "
+                "SplitModel; build one of stages, or with split_sequential"
             )
         self.model = local.model
         self._inputs, self._labels = (part.to(local.torch_device) for part in (local.data.inputs, local.data.labels))
@@ -110,24 +110,24 @@ class FedD2SDevice(DeviceMethod):
         return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
 
     def _warm_up(self, seed: int) -> None:
-        """Trains on labels before the first upload: features of an untrained model teach the server little."""
+        """Trains on labels before the device's first upload: features of an untrained model teach the server little."""
         if not self._warmed_up and self.config.warmup_epochs:
             self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), seed)
         self._warmed_up = True
 
     def _participations_differ(self, ask: Ask) -> bool:
-        """Whether the server's count of this device's rounds differs from the device's own."""
+        """Returns whether the server's count of this device's rounds differs from the device's own count."""
         return ask.part("plan", Plan).values.get("participation") != self.participations + 1
 
     def _layer(self, ask: Ask) -> int:
-        """l of the round, from 1. Raises WireError if the model has no such layer."""
+        """Returns l of the round, from 1. Raises WireError if the model does not have that layer."""
         layer, most = ask.setting("layer", int), len(self.model.stages)
         if not 1 <= layer <= most:
             raise WireError(f"step {ask.step!r}: the plan's layer is {layer}, the model has 1 to {most}")
         return layer
 
     def columns_of(self, layer: int) -> dict[str, Array]:
-        """H_1 and H_l by the names of their layers; one column where l is 1."""
+        """Returns H_1 and H_l `[N, ...]` by the names of their layers; one column if l is 1."""
         model, names = self.model, self.model.stage_names
         first = extract(lambda x: model.features(x, 1), self._inputs, model=model)
         at_layer = extract(model.stages[1:layer], first, model=model)
@@ -156,11 +156,11 @@ class FedD2SDevice(DeviceMethod):
         )
 
     def _label_loss(self, rows_b: Tensor) -> Tensor:
-        """Q of eq. (13), over the whole model."""
+        """Returns Q of eq. (13), over the whole model."""
         return functional.cross_entropy(self.model(self._inputs[rows_b]), self._labels[rows_b])
 
     def distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
-        """J of eq. (12) on layers 1 to l.
+        """Builds J of eq. (12) on layers 1 to l.
 
         Returns:
             The loss, or None if the server held its knowledge back; and the number of sample ids that the server sent
@@ -179,7 +179,7 @@ class FedD2SDevice(DeviceMethod):
         return self._through_head(layer, self._head(layer, sent_head), values, valid), unknown
 
     def _distillation_from_features(self, ask: Ask, layer: int) -> tuple[Term, int]:
-        """J where numbers of the features' shape replace head and soft labels: `feature_grad`, and distance `mse`."""
+        """Builds J for `s2c_mode = "feature_grad"` and for `distance = "mse"`, from values in the features' shape."""
         sent, name = ask.part("features", SampleKnowledge), self.model.stage_names[layer - 1]
         if name not in sent.features:
             raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
@@ -190,7 +190,20 @@ class FedD2SDevice(DeviceMethod):
         return self._along_gradient(layer, values), unknown
 
     def own_rows(self, sample_ids: Array, sent: Array, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
-        """What was sent, by own row `[N, ...]`; which rows have something `[N]`; ids that are not known here."""
+        """Maps values by sample id to the device's own rows.
+
+        Args:
+            sample_ids: The server's sample ids, `[K]`.
+            sent: The server's values, `[K, *shape]`.
+            shape: Expected shape of one value.
+
+        Returns:
+            Values by own row, `[N, *shape]` float32 with zeros where there is none; whether each row has a value,
+            `[N]`; and the number of sample ids that the device does not have.
+
+        Raises:
+            WireError: The values do not have one row of `shape` for each sample id.
+        """
         check_rows(sample_ids, sent, shape)
         own, rows = rows_by_id(self._sample_ids, sample_ids)
         values = torch.zeros(len(self._sample_ids), *sent.shape[1:])
@@ -201,14 +214,14 @@ class FedD2SDevice(DeviceMethod):
         return values.to(where), valid.to(where), len(sample_ids) - len(rows)
 
     def _head(self, layer: int, sent: ModelParameters | None) -> nn.Module:
-        """The global network's layers l+1 to L, frozen and in eval mode; nothing above the last layer."""
+        """Returns the global network's layers l+1 to L, frozen and in eval mode; an identity if l is the last layer."""
         head = copy.deepcopy(self.model.stages[layer:])
         if sent is not None:
             take_weights(head, sent)
         return head.eval().requires_grad_(False)
 
     def _through_head(self, layer: int, head: nn.Module, probs: Tensor, valid: Tensor) -> Term:
-        """tau^2 * KL(t || v): v is what the head makes of the own layers 1 to l."""
+        """Builds tau^2 * KL(t || v): v is the head's output for the device's own layers 1 to l."""
 
         def term(rows_b: Tensor) -> Tensor:
             logits_bc = head(self.model.features(self._inputs[rows_b], layer))
@@ -217,7 +230,7 @@ class FedD2SDevice(DeviceMethod):
         return term
 
     def _along_gradient(self, layer: int, gradient: Tensor) -> Term:
-        """<H_l, G> over the batch size: its gradient is J's own, at the features that were uploaded; 0 for no row."""
+        """Builds <H_l, G> / batch size, whose gradient is that of J at the uploaded features; rows without G add 0."""
 
         def term(rows_b: Tensor) -> Tensor:
             features = self.model.features(self._inputs[rows_b], layer)
@@ -226,7 +239,7 @@ class FedD2SDevice(DeviceMethod):
         return term
 
     def _towards_features(self, layer: int, target: Tensor, valid: Tensor) -> Term:
-        """The ablation's mean squared distance to the global network's features at layer l."""
+        """Builds the ablation's mean squared distance to the global network's features at layer l."""
 
         def term(rows_b: Tensor) -> Tensor:
             features = self.model.features(self._inputs[rows_b], layer)
@@ -235,7 +248,7 @@ class FedD2SDevice(DeviceMethod):
         return term
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimiser, whether the warm-up is done, and the rounds that were completed."""
+        """Returns the optimiser's state, whether the warm-up is done, and the number of completed rounds."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "warmed_up": self._warmed_up,
@@ -243,7 +256,7 @@ class FedD2SDevice(DeviceMethod):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._warmed_up = bool(state["warmed_up"])
         self.participations = int(state["participations"])

@@ -1,1 +1,1 @@
-"""FedDKC: its configuration and the device half."""
+"""FedDKC: configuration and device half."""

@@ -1,4 +1,4 @@
-"""FedDKC: its settings."""
+"""Settings of FedDKC."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ SERVER_ORDERS = ("mixed", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class FedDKCConfig(LocalTraining):
-    """Settings of FedDKC beside those of local training. Names and ranges are those of the paper where it has them.
+    """Settings of FedDKC in addition to those of local training, with the paper's names and ranges.
 
     Attributes:
-        refinement: How the server makes the devices' knowledge congruent; `none` is FedGKT.
-        target_peak: KKR's T in (1/C, 1); None means (1 + 1/C) / 2.
+        refinement: How the server makes the devices' knowledge congruent: `skr`, `kkr`, `kkr_kernel`, or `none` for
+            FedGKT.
+        target_peak: KKR's T, in (1/C, 1); None means (1 + 1/C) / 2.
         target_entropy: SKR's E in bits, in (0, log2 C); None means half of log2 C.
-        epsilon: Congruence tolerance; searches stop at half of it.
-        kernel: KKR's kernel for `kkr_kernel`.
-        refine_temperature: Divides the logits before KKR's softmax.
-        temperature: The softmax temperature of both distillation losses.
-        beta: Weight of the device's distillation loss. `beta * temperature**2` multiplies the learning rate.
-        server_beta: Weight of the server's distillation loss; 0 ignores the devices' logits.
-        server_order: `mixed` trains on one shuffled pool, `sequential` device after device as in the paper.
-        server_epochs: Passes over all uploads. Momentum, weight decay and batch size are the devices'.
-        server_learning_rate: Of the server's SGD.
-        initial_zero_knowledge: In a device's first round distil from a uniform teacher, as the paper's Algorithm 1
-            does. Where a guard holds knowledge back later, the device trains on its labels alone.
-        shared_initial: All devices start from one extractor; without it the server learns little from their features.
-        teacher_guard: Do not send a device knowledge that is worse than chance and than its own.
-        paper: The paper's values of all settings that are not given: `beta` on both sides, temperature 1, one device
-            after the other on the server, a uniform teacher in round 1, an extractor of its own for every device, no
-            guard, and the paper's plain SGD with rates of 0.03, weight decay 0.0005 and batches of 1024. Refinement,
-            T, E and epochs stay: the paper leaves them open.
+        epsilon: Congruence tolerance, above 0; searches stop at half of it.
+        kernel: Kernel of `kkr_kernel`, one of `ranges.KERNELS`.
+        refine_temperature: Divisor of the logits before KKR's softmax, above 0.
+        temperature: Softmax temperature of both distillation losses, above 0.
+        beta: Weight of the device's distillation loss, at least 0; beta * temperature**2 multiplies the learning rate.
+        server_beta: Weight of the server's distillation loss, at least 0; with 0 the devices' logits are not used.
+        server_order: `mixed` trains on one shuffled pool, `sequential` on one device after the other, as in the paper.
+        server_epochs: The server's passes over all uploads, at least 1. Momentum, weight decay and batch size are the
+            devices'.
+        server_learning_rate: Learning rate of the server's SGD, above 0.
+        initial_zero_knowledge: Whether a device's first round distils from a uniform teacher, as in the paper's
+            Algorithm 1. When a guard holds knowledge back later, the device trains on its labels alone.
+        shared_initial: Whether all devices start from one extractor; otherwise the server learns little from their
+            features.
+        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        paper: Use the paper's values for all other settings: `beta` on both sides, temperature 1, one device after the
+            other on the server, a uniform teacher in round 1, a separate extractor for every device, no guard, and
+            plain SGD with learning rate 0.03, weight decay 0.0005 and batches of 1,024. The paper leaves refinement, T,
+            E and epochs open; their defaults stay.
     """
 
     keeps_optimizer: ClassVar[bool] = True
@@ -80,10 +83,10 @@ class FedDKCConfig(LocalTraining):
         check_range("server_epochs", self.server_epochs, 1)
 
     def for_classes(self, classes: int) -> FedDKCConfig:
-        """The same settings with T and E filled in and checked for a number of classes C.
+        """Returns this configuration with the defaults of T and E for C classes filled in.
 
         Raises:
-            ConfigurationError: T or E is out of its range for C.
+            ConfigurationError: T, E or epsilon is out of its range for C classes.
         """
         peak = (1 + 1 / classes) / 2 if self.target_peak is None else self.target_peak
         entropy = 0.5 * float(np.log2(classes)) if self.target_entropy is None else self.target_entropy
@@ -94,7 +97,7 @@ class FedDKCConfig(LocalTraining):
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; it has one weight for both distillation losses."""
+        """Returns the paper's values; it has one weight for both distillation losses."""
         return {
             "batch_size": 1024,
             "learning_rate": 0.03,

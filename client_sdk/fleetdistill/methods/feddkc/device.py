@@ -1,8 +1,8 @@
-"""FedDKC: what both halves agree on, and what the device does.
+"""Device half of FedDKC.
 
 Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, 2022. A device
-trains its own model towards its labels and towards the server's logits for its own samples, then sends features,
-logits and labels of these samples. Labels leave the device.
+trains its model on its labels and on the server's logits for its samples, then sends features, logits and labels of
+these samples. Labels are sent to the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleetdistill.training.losses import distillation_loss, soft_targets
 
 
 class FedDKCDevice(DeviceMethod):
-    """Device half: trains towards labels and the server's logits, answers with its own knowledge."""
+    """Device half: trains on labels and on the server's logits, and sends its own knowledge."""
 
     config: FedDKCConfig
 
@@ -51,7 +51,7 @@ class FedDKCDevice(DeviceMethod):
         return Answer(parts={"knowledge": sent}, samples=len(self.local.data), notes=notes)
 
     def teacher(self, knowledge: RefinedKnowledge) -> _Teacher | None:
-        """Softmax of z^S / tau by own row; None if the server sent no logits.
+        """Returns softmax(z^S / tau) by own row, or None if the server sent no logits.
 
         Raises:
             WireError: The logits do not have one row of C numbers for each sample id.
@@ -68,7 +68,7 @@ class FedDKCDevice(DeviceMethod):
         return _Teacher(probs, valid, len(knowledge.sample_ids) - len(rows))
 
     def _initial_teacher(self) -> _Teacher | None:
-        """The paper's zero logits of round 1, a uniform teacher; None later, when a guard has held logits back."""
+        """Returns the uniform teacher of the paper's first round; None later, when a guard has held logits back."""
         if not self.config.initial_zero_knowledge or self._has_answered:
             return None
         rows, classes = len(self.local.data), self.local.classes
@@ -87,7 +87,7 @@ class FedDKCDevice(DeviceMethod):
         )
 
     def _loss(self, teacher: _Teacher) -> Loss:
-        """Eq. (1): cross-entropy plus beta times the distillation loss on the rows that have a teacher."""
+        """Returns eq. (1): cross-entropy plus beta times the distillation loss on the rows that have a target."""
         probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
 
         def loss(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class FedDKCDevice(DeviceMethod):
         return loss
 
     def knowledge(self) -> SampleKnowledge:
-        """Features at the cut, logits and labels of all own rows, in eval mode."""
+        """Returns features at the cut, logits and labels of all own rows, computed in eval mode."""
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)
         return SampleKnowledge(
@@ -109,13 +109,13 @@ class FedDKCDevice(DeviceMethod):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimiser's momentum, and whether there has been an answer."""
+        """Returns the optimiser's state, and whether the device has answered a round."""
         return {"optimizer": self._optimizer.state_dict(), "has_answered": self._has_answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         self._optimizer.load_state_dict(state["optimizer"])
-        self._has_answered = bool(state.get("has_answered", True))  # SDK 0.1 does not save it
+        self._has_answered = bool(state.get("has_answered", True))  # SDK 0.1 did not save it
 
 
 @dataclass(frozen=True)

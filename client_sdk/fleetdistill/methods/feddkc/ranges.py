@@ -1,6 +1,6 @@
-"""The ranges of FedDKC's refinement settings, checked the same way on the device and on the server.
+"""Range checks of FedDKC's refinement settings, for the configuration and for the server's refinements.
 
-Pure Python, no torch: the configuration imports this on devices that cannot train.
+Plain Python without torch: devices without torch read the configuration too.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.names import unknown_name
 
 KERNELS = ("exp", "linear", "softplus", "sigmoid", "quadratic")
-"""Names that KKR's `kernel` setting takes: e^x, x + 1, ln(1 + e^x), 1 / (1 + e^-x), 1 + x²."""
+"""KKR's kernels, in this order: e^x, x + 1, ln(1 + e^x), 1 / (1 + e^-x), 1 + x²."""
 
 
 def check_target_peak(target: float, classes: int) -> None:
-    """Refuses a target peak T outside (1/C, 1): below 1/C KKR would reverse the order of the classes.
+    """Checks that the target peak T is in (1/C, 1); below 1/C KKR would reverse the order of the classes.
 
     Args:
         target: The paper's T, a probability.
@@ -25,11 +25,11 @@ def check_target_peak(target: float, classes: int) -> None:
         ConfigurationError: T is out of range.
     """
     if not 1 / classes < target < 1:
-        raise ConfigurationError(f"target peak T={target} must lie in (1/C, 1) = ({1 / classes:.6g}, 1)")
+        raise ConfigurationError(f"target peak T={target} must be in (1/C, 1) = ({1 / classes:.6g}, 1)")
 
 
 def check_target_entropy(target: float, classes: int) -> None:
-    """Refuses a target entropy E outside (0, log2 C): no softmax of finite logits has it.
+    """Checks that the target entropy E is in (0, log2 C); a softmax of finite logits has no other entropy.
 
     Args:
         target: The paper's E, in bits.
@@ -39,16 +39,16 @@ def check_target_entropy(target: float, classes: int) -> None:
         ConfigurationError: E is out of range.
     """
     if not 0 < target < math.log2(classes):
-        raise ConfigurationError(f"target entropy E={target} must lie in (0, log2 C) = (0, {math.log2(classes):.6g})")
+        raise ConfigurationError(f"target entropy E={target} must be in (0, log2 C) = (0, {math.log2(classes):.6g})")
 
 
 def check_epsilon(epsilon: float, *, target_entropy: float | None = None, classes: int | None = None) -> None:
-    """Refuses a congruence tolerance that is not positive or, for SKR, wider than the room around the target.
+    """Checks that the congruence tolerance is above 0 and, for SKR, below twice the target's distance to its bounds.
 
     Args:
         epsilon: The paper's ε; searches stop at half of it.
-        target_entropy: SKR's E in bits, to check ε < 2·min(E, log2 C - E) too.
-        classes: The paper's C; needed with `target_entropy`.
+        target_entropy: SKR's E in bits; if given, ε < 2·min(E, log2 C - E) is checked too.
+        classes: The paper's C; required with `target_entropy`.
 
     Raises:
         ConfigurationError: ε is out of range.
@@ -63,7 +63,7 @@ def check_epsilon(epsilon: float, *, target_entropy: float | None = None, classe
 
 
 def check_kernel_name(kernel: str) -> None:
-    """Refuses a kernel name that KKR does not know.
+    """Checks that a kernel of KKR has this name.
 
     Raises:
         ConfigurationError: The name is not one of `KERNELS`.

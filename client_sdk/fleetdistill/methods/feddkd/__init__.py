@@ -1,1 +1,1 @@
-"""FedDKD: its configuration and the device half."""
+"""FedDKD: configuration and device half."""

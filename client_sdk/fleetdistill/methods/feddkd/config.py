@@ -1,4 +1,4 @@
-"""FedDKD: its settings."""
+"""Settings of FedDKD."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ _DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class FedDKDConfig(LocalTraining):
-    """Settings of FedDKD beside those of local training. Rounds are counted from 1; short ones do not count.
+    """Settings of FedDKD in addition to those of local training. Rounds are completed ones, counted from 1.
 
     Attributes:
         learning_rate_round_decay: Factor of the local learning rate from round to round, in (0, 1]. The paper has 0.98
-            and 0.99; with 1 and no distillation steps the method is FedAvg.
+            and 0.99. With 1 and without distillation steps the method is FedAvg.
         dkd_steps: The paper's J, distillation steps of a round, at least 0.
         dkd_lr: The paper's gamma of round 1 and step 1, above 0. None means 0.1, or 0.01 for a model with batch-norm,
             where steps in eval mode diverge more easily.
-        dkd_lr_round_decay, dkd_lr_step_decay: Factors of gamma from round to round and from step to step, in (0, 1].
-        dkd_batch_size: The paper's B~, samples behind a device's gradient, at least 1; clipped to what it has.
-        dkd_start_round: First round with distillation, at least 1; the rounds before it are FedAvg's.
-        dkd_weighting: q_k of a distillation step: `uniform` over the devices that answered, or by their `samples`.
-        dkd_max_norm: Longest mean gradient, above 0; a longer one is scaled down to it. None for no limit.
-        dkd_student_mode: Mode of the student in a distillation step: `eval`, or `train` with dropout and the statistics
-            of the mini-batch, which change nothing either.
+        dkd_lr_round_decay: Factor of gamma from round to round, in (0, 1].
+        dkd_lr_step_decay: Factor of gamma from step to step of a round, in (0, 1].
+        dkd_batch_size: The paper's B~, samples of a device's gradient, at least 1; at most its number of samples apply.
+        dkd_start_round: First round with distillation, at least 1; earlier rounds are those of FedAvg.
+        dkd_weighting: q_k of a distillation step: `uniform` over the devices that answered, or their share of
+            `samples`.
+        dkd_max_norm: Largest norm of the mean gradient, above 0; a larger one is scaled down. None for no limit.
+        dkd_student_mode: Mode of the student in a distillation step: `eval`, or `train` with dropout and batch
+            statistics. Neither mode changes the model's buffers.
         temperature: Softmax temperature of the distillation, above 0.
         variant: `plain`; `max` adds an entropy term on activations to local training (FedDKD_MAX); `bn` keeps
             batch-norm on the devices (FedDKD_BN).
-        fedmax_beta: Weight of that term, at least 0; its meaning depends on `fedmax_form`.
-        fedmax_form: `a_to_u` is the paper's KL(softmax(a) || U) of each sample; `u_to_a_elementwise` is that of
-            FedMAX's code, KL(U || softmax(a)) over the number of activations.
-        divergence_guard: Undo a distillation step after which the devices' mean loss, each on the same rows as in the
-            step before, has risen by more than `divergence_factor`, and end the round's steps.
-        divergence_factor: See there; above 1.
-        paper: The paper's values of all settings that are not given: no guard, gamma 0.1 with batch-norm too, plain
-            momentum, a local learning rate that decays. What it sets by data set (E, J, rates) stays as it is.
+        fedmax_beta: Weight of the entropy term, at least 0; its scale depends on `fedmax_form`.
+        fedmax_form: `a_to_u` is the paper's KL(softmax(a) || U) of each sample; `u_to_a_elementwise` is the term of
+            FedMAX's code, KL(U || softmax(a)) divided by the number of activations.
+        divergence_guard: Whether the server reverts a distillation step and ends the round's steps if the devices' mean
+            loss has risen by more than `divergence_factor`. Each device uses the same rows in all steps of a round.
+        divergence_factor: Largest accepted ratio of the mean losses after and before a step, above 1.
+        paper: Use the paper's values for all other settings: no guard, gamma 0.1 with batch-norm too, plain momentum, a
+            local learning rate that decays. E, J and rates, which the paper sets by data set, keep their defaults.
     """
 
     local_epochs: int = 5
@@ -87,12 +89,12 @@ class FedDKDConfig(LocalTraining):
         check_range("divergence_factor", self.divergence_factor, 1, open_low=True)
 
     def for_classes(self, classes: int) -> FedDKDConfig:
-        """The same settings; none depends on the number of classes."""
+        """Returns this configuration: no setting depends on the number of classes."""
         return self
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's; the decay is that of its CIFAR runs, gamma is by data set from 0.01 to 0.4."""
+        """Returns the paper's values; the decay is that of its CIFAR runs. Its gamma is 0.01 to 0.4 by data set."""
         return {
             "nesterov": False,
             "learning_rate_round_decay": 0.99,
@@ -101,19 +103,19 @@ class FedDKDConfig(LocalTraining):
         }
 
     def for_batch_norm(self, present: bool) -> FedDKDConfig:
-        """The same settings with gamma filled in for a model with or without batch-norm."""
+        """Returns this configuration with the default of gamma for a model with or without batch-norm filled in."""
         usual = _DKD_LR_WITH_BATCH_NORM if present else _DKD_LR
         return replace(self, dkd_lr=usual if self.dkd_lr is None else self.dkd_lr)
 
     def steps_in(self, number: int) -> int:
-        """Distillation steps of a round, numbered from 1."""
+        """Returns the number of distillation steps in a round; rounds are counted from 1."""
         return self.dkd_steps if number >= self.dkd_start_round else 0
 
     def local_rate(self, number: int) -> float:
-        """eta_t, the local learning rate of a round, numbered from 1."""
+        """Returns eta_t, the local learning rate in a round, counted from 1."""
         return self.learning_rate * self.learning_rate_round_decay ** (number - 1)
 
     def dkd_rate(self, number: int, step: int) -> float:
-        """gamma_{t,j}, the distillation rate of a round and step, both numbered from 1, once gamma is filled in."""
+        """Returns gamma_{t,j}, the rate of a distillation step; rounds and steps are counted from 1."""
         assert self.dkd_lr is not None
         return self.dkd_lr * self.dkd_lr_round_decay ** (number - 1) * self.dkd_lr_step_decay ** (step - 1)

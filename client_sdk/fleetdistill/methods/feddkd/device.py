@@ -1,9 +1,9 @@
-"""FedDKD: what both halves agree on, and what the device does.
+"""Device half of FedDKD.
 
 Li, Chen and Lu, FedDKD: Federated Learning with Decentralized Knowledge Distillation, 2022. A device trains the global
-model on its own data and keeps the result as its teacher for the round. In each distillation step that follows it
-gets the server's model, answers with the gradient that pulls this model towards the teacher on a mini-batch of its own
-samples, and changes nothing of its own.
+model on its own data and keeps the result as its teacher for the round. In each distillation step it receives the
+server's model, the student, and returns the gradient of the distillation loss on a mini-batch of its own samples. The
+device's own model does not change in these steps.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from fleetdistill.training.parameters import batch_norm_names, model_parameters,
 
 _NO_ROUND = 0
 _COMPARED_ROWS = 64
-"""Least number of own rows whose loss is compared between the steps of a round; all rows where a device has fewer."""
+"""Least number of own rows whose loss is compared between the steps of a round; all rows if a device has fewer."""
 
 
 class FedDKDDevice(DeviceMethod):
-    """Device half: trains the global model, and then lets its own model teach the global one.
+    """Device half: trains the global model, and then returns distillation gradients with its own model as teacher.
 
-    The local model stays what local training made of it until the next round's, so it is the teacher, w_k. What it says
-    about the device's samples is computed once a round.
+    The local model does not change between two rounds' local training, so it is the teacher w_k. Its logits for the
+    device's samples are computed once a round.
 
     Raises:
-        ModelError: FedDKD_MAX needs the activations before the last layer, and the app's model does not offer them.
+        ModelError: `variant` is `max`, and the app's model has no `embedding` method.
     """
 
     config: FedDKDConfig
@@ -56,8 +56,8 @@ class FedDKDDevice(DeviceMethod):
         super().__init__(config, local)
         if config.variant == "max" and embedding_tap(local.model) is None:
             raise ModelError(
-                f"variant 'max' of FedDKD needs what the last layer reads, and {type(local.model).__name__} has no "
-                "embedding(x) that gives it; add this method"
+                f"variant 'max' of FedDKD needs the input of the last layer, and {type(local.model).__name__} has no "
+                "embedding(x) that returns it; add this method"
             )
         self._own_tensors = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
         self._round, self._step = _NO_ROUND, 0
@@ -91,11 +91,11 @@ class FedDKDDevice(DeviceMethod):
         )
 
     def _become_teacher(self, number: int) -> None:
-        """The local model is the teacher of a round from here on; `_NO_ROUND` ends that."""
+        """Makes the local model the teacher of a round; `_NO_ROUND` means that it is not a teacher."""
         self._round, self._step, self._teacher_logits = number, 0, None
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
-        """Cross-entropy; for FedDKD_MAX (Alg. 3) with the entropy term on the last layer's input."""
+        """Returns the mean cross-entropy, for FedDKD_MAX (Alg. 3) plus the entropy term on the last layer's input."""
         if self.config.variant != "max":
             return functional.cross_entropy(self.local.model(inputs_b), labels_b)
         logits_bc, activations_bf = logits_and_embedding(self.local.model, inputs_b)
@@ -120,7 +120,7 @@ class FedDKDDevice(DeviceMethod):
         return Answer(parts={"gradient": sent}, samples=len(self.local.data), notes=self._clipping_note(len(rows_b)))
 
     def _mini_batch(self, seed: int) -> Tensor:
-        """Positions of B~ own rows, drawn without replacement; of all rows where the device has fewer."""
+        """Returns the positions of B~ own rows, drawn without replacement, or of all rows if the device has fewer."""
         order = torch.randperm(len(self.local.data), generator=torch.Generator().manual_seed(seed))
         return order[: self.config.dkd_batch_size]
 
@@ -136,10 +136,10 @@ class FedDKDDevice(DeviceMethod):
         )
 
     def _comparable_loss(self, student: ModelParameters, loss: float, rows_b: Tensor) -> float:
-        """The student's loss on rows that stay the same in all steps of a round, in eval mode, in nats.
+        """Returns the student's loss on rows that are the same in all steps of a round, in eval mode, in nats.
 
-        The server compares it from step to step, which losses of different mini-batches would blur. A mini-batch of all
-        rows needs no second pass, and neither does a student whose loss is infinite.
+        The server compares this loss between steps; losses of different mini-batches would add noise. A mini-batch of
+        all rows, or an infinite loss, needs no second forward pass.
         """
         local, temperature = self.local, self.config.temperature
         if len(rows_b) == len(local.data) or not math.isfinite(loss):
@@ -153,18 +153,18 @@ class FedDKDDevice(DeviceMethod):
         return loss if math.isfinite(loss) else math.inf
 
     def _clipping_note(self, size: int) -> Mapping[str, int]:
-        """In a round's first step, the mini-batch's size if it is smaller than `dkd_batch_size`."""
+        """Returns a note of the mini-batch's size if it is below `dkd_batch_size`, in a round's first step only."""
         clipped = self._step == 1 and size < self.config.dkd_batch_size
         return {"dkd_batch_clipped_to": size} if clipped else {}
 
     def _check_step(self, ask: Ask) -> None:
-        """Accepts the step if the device has the round's teacher and has not answered it or a later one."""
+        """Accepts a step. Raises CannotAnswer if the device lacks the round's teacher or the step is stale."""
         step = ask.setting("dkd_step", int)
         if ask.round != self._round:
             mine = f"its last local training was in round {self._round}" if self._round else "it has not trained yet"
             raise CannotAnswer(
                 f"distillation step {step} of round {ask.round} needs a teacher of that round, but {mine}; "
-                "the device can take part again from the next round on"
+                "the device can participate again in the next round"
             )
         if step <= self._step:
             raise CannotAnswer(
@@ -173,30 +173,30 @@ class FedDKDDevice(DeviceMethod):
         self._step = step
 
     def teacher_logits(self) -> Tensor:
-        """The teacher's logits for all own samples `[N, C]`, in eval mode, on the CPU."""
+        """Returns the teacher's logits for all own samples, `[N, C]` on the CPU, computed in eval mode."""
         if self._teacher_logits is None:
             self._teacher_logits = extract(self.local.model, self.local.data.inputs)
         return self._teacher_logits
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
-        """The end result: the global model becomes the device's; for FedDKD_BN with the batch-norm of its own."""
+        """Loads the final global model into the device's model; with FedDKD_BN the device's batch-norm stays."""
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)
         self._become_teacher(_NO_ROUND)
         return Answer(parts={}, samples=len(self.local.data))
 
     def fleet_model(self, ask: Ask) -> nn.Module | None:
-        """The global model, for FedDKD_BN with the batch-norm of this device; None in the steps of a round."""
+        """Returns the global model, with FedDKD_BN with the device's batch-norm; None in distillation steps."""
         if ask.step not in ("train", DELIVER):
             return None
         return with_parameters(self.local.model, ask, without=self._own_tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which round the model is the teacher of, the last step it was asked for, and what it says."""
+        """Returns the round whose teacher the model is, the last step answered, and the teacher's logits."""
         return {"round": self._round, "step": self._step, "teacher_logits": self._teacher_logits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         self._round, self._step = int(state["round"]), int(state["step"])
         self._teacher_logits = state["teacher_logits"]
 
@@ -210,22 +210,22 @@ def distillation_gradient(
     *,
     training: bool = False,
 ) -> tuple[dict[str, Tensor], float]:
-    """Gradient of tau^2 times the mean soft cross-entropy with respect to the student's parameters, Alg. 2.
+    """Returns the gradient of tau^2 times the mean soft cross-entropy in the student's parameters, Alg. 2.
 
-    The student is the model's architecture with the parameters and buffers that were sent; what was not sent is the
-    model's own, for FedDKD_BN its batch-norm. The model itself does not change, in train mode neither.
+    The student has the model's architecture with the parameters and buffers in `student`; other tensors, with FedDKD_BN
+    the batch-norm, are the model's. The model does not change, in train mode neither.
 
     Args:
-        model: On the device of `inputs_b`.
-        student: The server's model; floating-point parameters in the model's own type.
+        model: A model on the device of `inputs_b`.
+        student: The server's model; floating-point parameters in the model's dtype.
         inputs_b: `[batch, *input_shape]`.
-        teacher_probs_bc: `[batch, classes]`, the teacher's softened probabilities, a constant.
+        teacher_probs_bc: The teacher's softened probabilities, `[batch, classes]`, constants.
         temperature: tau, above 0.
-        training: Train mode, with dropout from torch's global generator and batch-norm by the mini-batch.
+        training: Whether the student is in train mode, with dropout from torch's global generator and batch statistics.
 
     Returns:
-        Gradients by the names of `student.parameters`, and the loss in nats. Where one of them is not finite the
-        student has diverged: zeros and an infinite loss, which the server takes no step from.
+        Gradients by the names of `student.parameters`, and the loss in nats. If a number is not finite, the student has
+        diverged: the gradients are zeros and the loss is infinite, and the server ignores them.
     """
     where = inputs_b.device
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
@@ -245,14 +245,14 @@ def _student_logits(
     *,
     training: bool = False,
 ) -> Tensor:
-    """What the student says `[batch, classes]`; the model keeps its own weights, buffers and mode.
+    """Returns the student's logits `[batch, classes]`; the model keeps its weights, buffers and mode.
 
     Args:
-        model: Whose architecture the student has, and what of it was not sent.
-        student: Parameters and buffers that were sent.
+        model: Architecture of the student, and the tensors that `student` lacks.
+        student: Parameters and buffers that the server sent.
         inputs_b: `[batch, *input_shape]`, on the model's device.
-        parameters: The student's as tensors, for a gradient; by default made of `student`.
-        training: Mode of the pass.
+        parameters: The student's parameters as tensors, for a gradient; by default those of `student`.
+        training: Whether the forward pass is in train mode.
     """
     where = inputs_b.device
     sent = tensors_of(student.parameters) if parameters is None else parameters
