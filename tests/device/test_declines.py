@@ -65,7 +65,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
         (declined,) = fleet.store.history.events(RUN, "declined")
-        assert "the device keeps at most 100 (max_spool_bytes)" in declined["text"]
+        assert "the limit is 100 bytes; raise Device(max_spool_bytes=...)" in declined["text"]
         assert state_of(device) == before
         assert not answer_waits(device)
         device._storage.outbox._max_answer_bytes = 1 << 30
@@ -102,7 +102,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
             patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
             assert device.step(0) is Step.ANSWERED
         assert events[-1].kind == "dropped"
-        assert "the disk has 400 free" in events[-1].text
+        assert "but the disk has 400 bytes free" in events[-1].text
         assert state_of(device) == before
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED

@@ -46,7 +46,7 @@ def test_a_directory_belongs_to_one_device_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(StateError) as error:
         Storage(tmp_path / "state")
     assert str(error.value) == (
-        f"{tmp_path / 'state'} is in use by another device; give each device a state directory of its own"
+        f"{tmp_path / 'state'} is in use by another device; each device requires its own state directory"
     )
     first.close()
     Storage(tmp_path / "state").close()
@@ -121,7 +121,7 @@ def test_a_damaged_identity_is_never_taken_for_a_new_device(tmp_path: Path, cont
     with pytest.raises(StateError) as error:
         storage.load_identity()
     assert str(error.value).startswith(f"{tmp_path / 'device.json'} is damaged: ")
-    assert str(error.value).endswith("; restore it, or use a fresh state directory")
+    assert str(error.value).endswith("; restore the file, or use a new state directory")
     storage.close()
 
 
@@ -437,7 +437,7 @@ def test_a_damaged_manifest_is_a_state_error(tmp_path: Path, content: bytes) -> 
     storage = Storage(tmp_path)
     put(storage)
     (tmp_path / "outbox" / "manifest.json").write_bytes(content)
-    with pytest.raises(StateError, match=r"outbox/manifest.json is damaged: .*; restore it, or use a fresh"):
+    with pytest.raises(StateError, match=r"outbox/manifest.json is damaged: .*; restore the file, or use a new"):
         storage.outbox.pending()
     storage.close()
 
@@ -482,7 +482,8 @@ def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_
     with pytest.raises(NoRoomError) as error:
         put(storage)
     assert str(error.value) == (
-        f"the answer and its state are {needed} bytes, the device keeps at most {needed - 1} (max_spool_bytes)"
+        f"the answer and its state are {needed} bytes, the limit is {needed - 1} bytes; "
+        "raise Device(max_spool_bytes=...)"
     )
     assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"old state"
@@ -499,7 +500,7 @@ def test_an_answer_that_the_disk_has_no_room_for_is_said_before_it_is_written(
     storage = Storage(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(NoRoomError, match=r"the answer and its state are \d+ bytes, the disk has 100 free"):
+    with pytest.raises(NoRoomError, match=r"the answer and its state are \d+ bytes, but the disk has 100 bytes free"):
         put(storage)
     assert list((tmp_path / "outbox").iterdir()) == []
     storage.close()
@@ -534,7 +535,7 @@ def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fit
 def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
-    with pytest.raises(StateError, match=r"holds the answer \(3, 2, 1\) .*, which has no receipt yet"):
+    with pytest.raises(StateError, match=r"has the answer \(3, 2, 1\) .* without a receipt; settle it before"):
         put(storage, Pending(round=4, step_number=1, attempt=1, samples=40))
     assert whole_answer(storage)
     storage.close()
@@ -629,7 +630,7 @@ def test_a_directory_of_a_newer_sdk_is_refused_with_a_sentence(tmp_path: Path) -
     with pytest.raises(StateError) as error:
         make_device(tmp_path)
     assert f"{tmp_path} was written by a newer SDK: it has format {FORMAT + 1}, SDK 9.1.0" in str(error.value)
-    assert "update it, or use a fresh state directory" in str(error.value)
+    assert "update it, or use a new state directory" in str(error.value)
     (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "format": FORMAT}))
     make_device(tmp_path).close()  # the refused one holds no lock
 

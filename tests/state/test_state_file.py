@@ -130,14 +130,17 @@ def test_a_tuple_comes_back_as_a_list() -> None:
     assert_same(unpack_state(pack_state((1, (2,)))), [1, [2]])
 
 
+SUPPORTED = "expected tensors, dicts, lists, numbers, str or None"
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"seen": {1, 2}}, "a state may not hold a set"),
-        ([b"bytes"], "a state may not hold a bytes"),
-        (torch.nn.Linear(1, 1), "a state may not hold a Linear"),
-        ({(1, 2): 3}, "a state may not have a tuple as a key"),
-        ({None: 3}, "a state may not have a NoneType as a key"),
+        ({"seen": {1, 2}}, f"a state contains a set; {SUPPORTED}"),
+        ([b"bytes"], f"a state contains a bytes; {SUPPORTED}"),
+        (torch.nn.Linear(1, 1), f"a state contains a Linear; {SUPPORTED}"),
+        ({(1, 2): 3}, "a key of a state is a tuple, must be str or int"),
+        ({None: 3}, "a key of a state is a NoneType, must be str or int"),
     ],
 )
 def test_other_types_are_refused_before_anything_is_written(state: Any, message: str) -> None:
@@ -165,7 +168,9 @@ PACKED = pack_state({"w": torch.arange(100.0), "n": 3})
     ],
 )
 def test_a_damaged_state_is_a_state_error(data: bytes) -> None:
-    with pytest.raises(StateError, match=r"the saved state is damaged \(.*\); remove it to start afresh"):
+    with pytest.raises(
+        StateError, match=r"the saved state is damaged \(.*\); remove the file, or use a new state directory"
+    ):
         unpack_state(data)
 
 

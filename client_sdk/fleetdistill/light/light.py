@@ -175,7 +175,9 @@ class LightCompute:
             if delivered is not None:
                 self._restore_delivered(*unpack_answers(delivered))
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-            raise StateError(f"the saved state is damaged ({error}); remove it to start afresh") from error
+            raise StateError(
+                f"the saved state is damaged ({error}); remove the file, or use a new state directory"
+            ) from error
         self._delivered_accuracy = None
         self.has_state = True
 

@@ -1,1 +1,1 @@
-"""The state directory of a device, and files that survive a power cut. Imports `wire`."""
+"""The state directory of a device, and durable files. Imports `wire`."""

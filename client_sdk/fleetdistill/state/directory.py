@@ -1,20 +1,20 @@
-"""A device's state directory: identity, committed state, and the outbox with the one answer that is under way.
+"""A device's state directory: identity, committed state, and the outbox with the answer in progress.
 
-    lock                    held while a Device is open
-    device.json             id, run, secret; the format of the whole directory, and which SDK wrote it
-    profile.bin             the last accepted profile, so that an idle device needs no torch
-    rows.txt                which rows its data version names: hex of the version, and of a digest of what the app gave
-    state.safetensors       state after the last answer that has a receipt
-    downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, the one under way
-    delivered.safetensors   the model that the app uses
-    model.onnx              the same as ONNX, where the app wants it
-    model.onnx.due          the round whose delivered model is still to be exported
-    outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors where the app's model is
-                            to be replaced, then manifest.json, which makes it count; tries.txt: how often it was sent;
-                            outcome.json: what became of it, until the app had its events
-    last_outcome.json       the one before, of which the app had its events
+    lock                    locked while a Device is open
+    device.json             id, run and secret; format version of the directory, and version of the SDK that wrote it
+    profile.bin             the last accepted profile, so that an idle device does not load torch
+    rows.txt                the data version in that profile, and a digest of the app's data; both hexadecimal
+    state.safetensors       the committed state: after the last answer with a receipt
+    downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, an incomplete one
+    delivered.safetensors   the app's model
+    model.onnx              the app's model as ONNX, if the app wants it
+    model.onnx.due          the round whose delivered model has not been exported yet
+    outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors if the app's model is to
+                            be replaced, then manifest.json, which commits the others; tries.txt: number of tries to
+                            send; outcome.json: outcome of the answer, until the app has its events
+    last_outcome.json       outcome of the previous answer, whose events the app has
 
-`fleetdistill.state.outbox` has what lies in `outbox/`, and when.
+`fleetdistill.state.outbox` writes the files in `outbox/`.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from fleetdistill.state.outbox import Outbox
 from fleetdistill.version import VERSION
 
 MAX_SPOOL_BYTES = 16 << 30
-"""Most bytes of an answer with its states, or of one download, by default."""
+"""Default maximum size of an answer with its states, and of one download, in bytes."""
 
 
 class Storage(Files):
-    """Opens a state directory for one Device at a time.
+    """An open state directory, locked for one Device.
 
     Args:
-        directory: Made if need be.
-        max_answer_bytes: Most bytes of an answer with the states that go with it.
+        directory: Path of the directory, created if necessary.
+        max_answer_bytes: Maximum size of an answer with its states, in bytes.
 
     Attributes:
-        outbox: The answer that is under way.
+        outbox: The answer in progress.
 
     Raises:
-        StateError: It is in use by another process, or cannot be written.
+        StateError: Another process uses the directory, or it cannot be written.
     """
 
     def __init__(self, directory: Path, max_answer_bytes: int = MAX_SPOOL_BYTES) -> None:
         super().__init__(directory)
         with disk_errors(directory):
             make_directory(directory)
-            (directory / "outbox").mkdir(exist_ok=True)  # its name is synced with the first file of the directory
+            (directory / "outbox").mkdir(exist_ok=True)  # fsynced with the first file of the directory
             lock = lock_file(directory / "lock")
         if lock is None:
-            raise StateError(f"{directory} is in use by another device; give each device a state directory of its own")
+            raise StateError(f"{directory} is in use by another device; each device requires its own state directory")
         self._lock = lock
         self.outbox = Outbox(self, max_answer_bytes)
 
     def close(self) -> None:
-        """Lets another process use the directory."""
+        """Releases the lock of the directory."""
         self._lock.close()
 
     # --- identity
 
     def load_identity(self) -> dict[str, Any]:
-        """What `save_identity` saved; empty for a new directory.
+        """Returns the fields that `save_identity` saved; empty for a new directory.
 
         Raises:
-            StateError: It is damaged, or the directory is a newer SDK's.
+            StateError: The file is damaged, or a newer SDK wrote the directory.
         """
         saved = self._device_file()
         check_format(self.directory, saved)
@@ -84,7 +84,7 @@ class Storage(Files):
         return {} if data is None else json_object(self.directory / "device.json", data)
 
     def save_identity(self, identity: dict[str, Any]) -> None:
-        """Keeps id, run and secret, beside whatever else is there; the secret is readable by the owner only."""
+        """Saves id, run and secret with file mode 0600; other fields of the file are kept."""
         failpoints.hit("device.identity.before-save")
         saved = {**self._device_file(), **identity, "format": FORMAT, "sdk": VERSION}
         self.save("device.json", json.dumps(saved, indent=1).encode(), mode=0o600)

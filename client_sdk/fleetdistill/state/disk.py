@@ -1,4 +1,4 @@
-"""The device's disk: its errors in our words, and how much room it has."""
+"""Errors and free space of the device's disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turns the operating system's errors into StateError; a full disk into NoRoomError."""
+    """Turns OSError in the block into StateError, or into NoRoomError if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -24,6 +24,6 @@ def disk_errors(directory: Path) -> Iterator[None]:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this process may still write there."""
+    """Returns the free disk space at a directory that this process can use, in bytes."""
     with disk_errors(directory):
         return shutil.disk_usage(directory).free

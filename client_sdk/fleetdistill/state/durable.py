@@ -1,6 +1,6 @@
-"""Files that outlast a power cut: content first, then the name, then the directory; for server and SDK alike.
+"""Durable files: fsync of the content, rename, then fsync of the directory. Used by SDK and server.
 
-What fsync means differs: on macOS it leaves the data in the drive's cache, and only F_FULLFSYNC empties that.
+On macOS fsync leaves the data in the drive's cache; F_FULLFSYNC writes them to the disk.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ else:
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Returns once what was written to an open file is on the disk."""
+    """Flushes an open file; returns when its content is on the disk."""
     file.flush()
     failpoints.hit("disk.before-fsync")
     _sync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:
-    """Returns once the names in a directory are on the disk."""
-    if os.name == "nt":  # Windows has no fsync of directories
+    """Returns when the names in a directory are on the disk."""
+    if os.name == "nt":  # Windows cannot fsync a directory
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -39,9 +39,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o700) -> None:
-    """Makes a directory and those above it, each durable in the one above; one that is there is taken as it is.
+    """Creates a directory and its parents durably; does not change an existing one.
 
-    Only its user may look into it: a store holds labels, a state directory a model that was trained on private data.
+    By default only its owner can read it, because a store contains labels and a state directory contains a model
+    trained on private data.
     """
     if not directory.is_dir():
         make_directory(directory.parent, 0o777)
@@ -50,7 +51,7 @@ def make_directory(directory: Path, mode: int = 0o700) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Puts a written file in its place: after this a power cut leaves it whole, during it the whole old or new one."""
+    """Renames a written file durably. A power cut leaves the complete old or the complete new file."""
     with source.open("r+b") as file:
         sync_file(file)
     failpoints.hit("disk.before-rename")
@@ -62,7 +63,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 def _sync(descriptor: int) -> None:
     if _FULL is not None:
-        with contextlib.suppress(OSError):  # a file system that does not know it, such as a network's
+        with contextlib.suppress(OSError):  # not supported by all file systems, such as network ones
             fcntl.fcntl(descriptor, _FULL)
             return
     os.fsync(descriptor)

@@ -1,21 +1,20 @@
-"""Named points of the code where a test makes a process fail, for the proof that no crash loses an upload.
+"""Failpoints: named points in the code at which tests make a process fail, to verify crash safety.
 
-`hit("device.promote.between-renames")` stands before or after a durable step. Points are switched on by the
-environment variable FLEETDISTILL_FAILPOINTS, read once when a process starts, or by `switched_on` within a test's own
-process; never by a device, a message or a run's configuration. While all are off, which is always so in production,
-`hit` is an empty function.
+`hit("device.promote.between-renames")` marks a point before or after a durable step. Tests enable points with the
+environment variable FLEETDISTILL_FAILPOINTS, read once at process start, or with `switched_on` in their own process;
+devices, messages and configurations cannot. `hit` does nothing while no point is enabled, as in production.
 
     FLEETDISTILL_FAILPOINTS="front.receipt.before-send=kill@3;disk.before-fsync=error:ENOSPC"
 
-Each entry is `name=action` or `name=action@n`: only at the n-th hit of that name in this process, from 1. The name `*`
-stands for any point and counts the hits of all together. Actions:
+An entry is `name=action`, or `name=action@n` for only the n-th hit of that name in this process, from 1. The name `*`
+means any point and counts the hits of all points together. Actions:
 
-    kill            SIGKILL to this very process
-    exit:STATUS     ends the process at once with an exit status (1 if left out), without cleaning up
-    sleep:SECONDS   stands still
-    error:NAME      raises OSError with that errno, such as ENOSPC for a full disk (EIO if left out)
+    kill            sends SIGKILL to this process
+    exit:STATUS     exits immediately with a status (default 1), without cleanup
+    sleep:SECONDS   sleeps
+    error:NAME      raises OSError with an errno, such as ENOSPC for a full disk (default EIO)
 
-docs/explanation/durability.md tells what may be lost at each point, and which test kills there.
+docs/explanation/durability.md lists what can be lost at each point, and the test that kills the process there.
 """
 
 from __future__ import annotations
@@ -37,98 +36,98 @@ VARIABLE = "FLEETDISTILL_FAILPOINTS"
 ANY = "*"
 
 FAILPOINTS = {
-    # Both ends: every file that must be whole is written, fsynced, renamed, and its directory fsynced.
-    "disk.before-fsync": "a file is written, its content is not yet fsynced",
+    # Device and server: a durable file is written, fsynced and renamed, then its directory is fsynced.
+    "disk.before-fsync": "a file is written, but not fsynced",
     "disk.before-rename": "a file is fsynced under its temporary name",
-    "disk.before-directory-fsync": "a file is renamed, its directory is not yet fsynced",
+    "disk.before-directory-fsync": "a file is renamed, but its directory is not fsynced",
     "disk.after-directory-fsync": "a file is durable under its name",
-    # The front takes an upload. The engine stages the payloads of its asks through the same code.
-    "blob.before-staged-write": "data of a payload are checked, not yet in the staging file",
+    # The front receives an upload. The engine stages the payloads of its asks with the same code.
+    "blob.before-staged-write": "data of a payload are checked, but not in the staging file",
     "blob.after-staged-write": "data of a payload are in the staging file",
-    "blob.before-commit": "a payload is staged whole, not yet durable under its digest",
-    "blob.after-commit": "a payload is durable under its digest, no row speaks of it yet",
-    "front.receipt.before-commit": "the receipt's row is written within the open transaction",
-    "front.commit.before": "the commit thread has run a group of jobs, the transaction is still open",
-    "front.commit.after": "a group is committed, none of its calls has an answer yet",
-    "front.receipt.before-send": "the receipt is committed, the engine not woken, the device not told",
+    "blob.before-commit": "a payload is completely staged, but not durable under its digest",
+    "blob.after-commit": "a payload is durable under its digest, but no row references it",
+    "front.receipt.before-commit": "the receipt's row is written in the open transaction",
+    "front.commit.before": "the commit thread has run a group of jobs; the transaction is open",
+    "front.commit.after": "a group is committed, but none of its calls has a reply",
+    "front.receipt.before-send": "the receipt is committed, but the engine is not woken and the receipt not sent",
     # The engine runs rounds.
-    "engine.contract.before-commit": "the payloads of the contract are stored, the contract is not published",
-    "engine.contract.after-commit": "the contract is published, the run has no checkpoint yet",
-    "engine.start.before-commit": "enough devices are present, no round is open",
-    "engine.start.after-commit": "a round is open with its cohort, nothing is asked",
-    "engine.asks.before-commit": "the payloads of a step's asks are stored, the asks are not written",
-    "engine.asks.after-commit": "the asks of a step are written, the front is not told",
-    "engine.answer.after-read": "an answer is read, the method does not have it yet",
-    "engine.short.before-commit": "a round fell short, its close is written within the open transaction",
-    "engine.short.after-commit": "a round is closed as short, the state of before is not restored yet",
-    "engine.quarantine.before-move": "an answer's payload is found damaged or gone, nothing is done about it",
-    "engine.quarantine.after-move": "the damaged file is in quarantine, the answer still counts",
-    "engine.quarantine.after-commit": "the answer is reported and its device asked again, the front is not told",
-    "engine.checkpoint.before-write": "a round's answers are in the method's state, nothing of it is kept",
-    "engine.checkpoint.after-write": "the checkpoint after a round is durable, the run does not name it yet",
-    "engine.close.before-commit": "the close of a round is written within the open transaction",
-    "engine.close.after-commit": "a round is closed, what it no longer needs is still there",
-    "engine.gc.before-drop": "a blob that nothing needs is about to be deleted",
-    "engine.gc.after-drop": "a blob that nothing needs is deleted",
-    "engine.end.before-commit": "all rounds are done, the run is not marked as finished",
-    "engine.end.after-commit": "the run is finished, the front is not told",
-    # The engine or a command forgets a device.
-    "forget.after-state": "the run's state is one without the device, what the device has sent is still there",
-    "forget.before-note": "nothing of the device is left, the device does not count as forgotten",
-    # The operator's commands.
-    "rollback.before-commit": "an earlier checkpoint is read, the run still has its own",
-    "rollback.after-commit": "the run has the earlier checkpoint, later ones are still there",
-    "backup.after-snapshot": "the database is copied, no payload is",
-    "backup.before-manifest": "everything is in the backup but its manifest, without which it is none",
-    "restore.before-rename": "the store is made whole beside its place",
-    # The SDK introduces a device, answers, and promotes the answer's state with the receipt.
-    "device.identity.before-save": "the device knows its id and secret, device.json does not have them",
+    "engine.contract.before-commit": "the payloads of the contract are stored, but the contract is not published",
+    "engine.contract.after-commit": "the contract is published, but the run has no checkpoint",
+    "engine.start.before-commit": "enough devices are present, but no round is open",
+    "engine.start.after-commit": "a round is open with its cohort, but has no asks",
+    "engine.asks.before-commit": "the payloads of a step's asks are stored, but not the asks",
+    "engine.asks.after-commit": "the asks of a step are written, but the front is not notified",
+    "engine.answer.after-read": "an answer is read, but not passed to the method",
+    "engine.short.before-commit": "a round is short, and its close is written in the open transaction",
+    "engine.short.after-commit": "a round is closed as short, but the previous state is not restored",
+    "engine.quarantine.before-move": "an answer's payload was found damaged or missing; nothing is changed yet",
+    "engine.quarantine.after-move": "the damaged file is in quarantine, but the answer is still accepted",
+    "engine.quarantine.after-commit": "the answer is reported and asked for again, but the front is not notified",
+    "engine.checkpoint.before-write": "a round's answers are in the method's state, which is not saved",
+    "engine.checkpoint.after-write": "the checkpoint of a round is durable, but the run does not reference it",
+    "engine.close.before-commit": "the close of a round is written in the open transaction",
+    "engine.close.after-commit": "a round is closed, but its unneeded data are not deleted",
+    "engine.gc.before-drop": "an unreferenced blob is about to be deleted",
+    "engine.gc.after-drop": "an unreferenced blob is deleted",
+    "engine.end.before-commit": "all rounds are complete, but the run is not marked as finished",
+    "engine.end.after-commit": "the run is finished, but the front is not notified",
+    # The engine or a command deletes a device's data (`devices forget`).
+    "forget.after-state": "the run's state no longer includes the device, but its uploads are not deleted",
+    "forget.before-note": "the device's data are deleted, but the device is not marked as forgotten",
+    # Commands of the operator.
+    "rollback.before-commit": "an earlier checkpoint is read, but the run has its current one",
+    "rollback.after-commit": "the run has the earlier checkpoint, but later ones are not deleted",
+    "backup.after-snapshot": "the database is copied, but no payload",
+    "backup.before-manifest": "the backup is complete except for its manifest",
+    "restore.before-rename": "the restored store is complete, but not renamed to its directory",
+    # The SDK checks in, answers, and commits the answer's state with the receipt.
+    "device.identity.before-save": "the device has its id and secret, but device.json does not",
     "device.identity.after-save": "device.json has the device's id and secret",
-    "device.check-in.before-save": "the server has admitted the device, the run and profile are not kept",
-    "device.check-in.after-save": "the run and the profile are kept",
-    "device.first-state.before-save": "the run's initial weights are in the model, nothing is kept",
-    "device.first-state.after-save": "the initial state is kept",
-    "device.outbox.before-data": "the answer is computed, nothing of it is kept",
+    "device.check-in.before-save": "the server has admitted the device, but run and profile are not saved",
+    "device.check-in.after-save": "the run and the profile are saved",
+    "device.first-state.before-save": "the run's initial weights are in the model, but nothing is saved",
+    "device.first-state.after-save": "the initial state is saved",
+    "device.outbox.before-data": "the answer is computed, but nothing is saved",
     "device.outbox.before-candidate": "the answer's payload is in the outbox",
-    "device.outbox.before-manifest": "payload and states are in the outbox, which does not count yet",
-    "device.outbox.after-manifest": "the answer counts, nothing of it is sent",
-    "device.upload.before-send": "the server said what it lacks, nothing of it is sent",
-    "device.upload.after-receipt": "the receipt has come, the device has not acted on it",
-    "device.outcome.before-note": "the device knows what became of the answer, nothing says so on the disk",
-    "device.outcome.after-note": "what became of the answer is kept, nothing is done about it",
-    "device.promote.before-renames": "the answer's state is about to become the device's",
-    "device.promote.between-renames": "the app's model is the answer's, the device's state is still the last one",
-    "device.promote.after-renames": "both are the answer's, the outbox still counts",
-    "device.drop.after-manifest": "the outbox no longer counts, its files are still there",
+    "device.outbox.before-manifest": "payload and states are in the outbox, but not the manifest",
+    "device.outbox.after-manifest": "the manifest is in the outbox, but nothing is sent",
+    "device.upload.before-send": "the server has returned the upload's status, but nothing is sent",
+    "device.upload.after-receipt": "the receipt has arrived, but is not processed",
+    "device.outcome.before-note": "the answer's outcome is known, but not saved",
+    "device.outcome.after-note": "the answer's outcome is saved, but not processed",
+    "device.promote.before-renames": "the answer's state is about to be committed",
+    "device.promote.between-renames": "the app's model is the answer's, but the device's state is the previous one",
+    "device.promote.after-renames": "model and state are the answer's, but the outbox is not empty",
+    "device.drop.after-manifest": "the manifest is deleted, but the other files are not",
     "device.drop.after-files": "the outbox is empty",
-    "device.outcome.after-told": "the app has been told what became of the answer",
+    "device.outcome.after-told": "the app has been notified of the answer's outcome",
 }
-"""Every point by name, with what has happened when it is hit; of one process in the order in which a run comes by."""
+"""All points by name with the state at the hit; those of a process are in the order of a run."""
 
 
 class FailpointError(ConfigurationError):
-    """FLEETDISTILL_FAILPOINTS names an unknown point or action."""
+    """FLEETDISTILL_FAILPOINTS has an unknown point or action."""
 
 
 @dataclass(frozen=True)
 class _Entry:
     act: Callable[[], None]
-    number: int  # 0: at every hit
+    number: int  # 0 for every hit
 
 
 def _off(name: str) -> None:
-    """What `hit` is while nothing is switched on."""
+    """`hit` while no point is enabled."""
 
 
 hit: Callable[[str], None] = _off
-"""Marks a point. Call it as `failpoints.hit(...)`, so that switching on reaches the call."""
+"""Marks a point. Call it as `failpoints.hit(...)`, so that the call uses the current function."""
 
 
 def switch_on(text: str) -> None:
-    """Switches the named points on in this process, in place of what was on; an empty text switches all off.
+    """Enables points in this process and disables all others; an empty text disables all.
 
     Args:
-        text: What the environment variable may hold; see the module's docstring.
+        text: Entries in the format of the environment variable; see the module's docstring.
 
     Raises:
         FailpointError: A name or an action is unknown.
@@ -140,7 +139,7 @@ def switch_on(text: str) -> None:
 
 @contextlib.contextmanager
 def switched_on(text: str) -> Iterator[None]:
-    """The same until the end of the block."""
+    """Enables points for the block; disables all points after it."""
     switch_on(text)
     try:
         yield
@@ -171,14 +170,14 @@ def _parse(text: str) -> dict[str, _Entry]:
 def _entry(part: str) -> tuple[str, _Entry]:
     name, _, wanted = part.partition("=")
     if name != ANY and name not in FAILPOINTS:
-        raise FailpointError(f"{VARIABLE}: unknown failpoint {name!r}; known are * and {', '.join(FAILPOINTS)}")
+        raise FailpointError(f"{VARIABLE}: unknown failpoint {name!r}; expected * or one of {', '.join(FAILPOINTS)}")
     action, _, number = wanted.partition("@")
     word, _, value = action.partition(":")
     try:
         return name, _Entry(_ACTIONS[word](value), _positive(number) if number else 0)
     except (KeyError, ValueError) as error:
-        known = "kill, exit:STATUS, sleep:SECONDS or error:ERRNO, each with @n or without"
-        raise FailpointError(f"{VARIABLE}: {part!r} asks for {wanted!r}, must be {known}") from error
+        known = "kill, exit:STATUS, sleep:SECONDS or error:ERRNO, each with an optional @n"
+        raise FailpointError(f"{VARIABLE}: {part!r} has action {wanted!r}, must be {known}") from error
 
 
 def _positive(text: str) -> int:
@@ -226,7 +225,7 @@ def _switch_on_from_environment() -> None:
     text = os.environ.get(VARIABLE, "")
     if text.strip():
         switch_on(text)
-        print(f"warning: {VARIABLE} is set, this process fails on purpose: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {VARIABLE} is set, so this process fails on purpose: {text}", file=sys.stderr, flush=True)
 
 
 _switch_on_from_environment()

@@ -1,4 +1,4 @@
-"""One process at a time: an advisory lock on a file, released when the file is closed or the process ends."""
+"""An advisory lock on a file, released when the file is closed or the process ends."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import IO, Any
 
 
 def lock_file(path: Path) -> IO[Any] | None:
-    """Takes the lock and returns the open file to hold on to; None if another process has it.
+    """Locks a file and returns it open, to be kept open; None if another process has locked it.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
     file = path.open("a")
     try:

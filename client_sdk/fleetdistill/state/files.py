@@ -1,4 +1,4 @@
-"""Files of a state directory, written whole or not at all."""
+"""Files of a state directory, written atomically."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from fleetdistill.state.durable import rename_durably
 
 
 class Files:
-    """The files of one state directory.
+    """Reads and writes the files of one state directory.
 
     Attributes:
-        directory: The state directory, which exists.
+        directory: Path of the state directory, which must exist.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def load(self, name: str) -> bytes | None:
-        """A file of the directory, or None."""
+        """Returns the content of a file, or None if it does not exist."""
         path = self.directory / name
         with disk_errors(self.directory):
             return path.read_bytes() if path.exists() else None
 
     def remove(self, name: str) -> None:
-        """Removes a file of the directory, if it is there."""
+        """Removes a file if it exists."""
         with disk_errors(self.directory):
             (self.directory / name).unlink(missing_ok=True)
 
     def save(self, name: str, data: bytes, mode: int = 0o644) -> None:
-        """Writes a file of the directory whole or not at all.
+        """Writes a file atomically and durably.
 
         Args:
-            name: Relative to the directory.
-            data: Its bytes.
+            name: Path relative to the directory.
+            data: Content of the file.
             mode: Permissions of the file.
         """
         path = self.directory / name

@@ -1,4 +1,4 @@
-"""Versions of the state directory, and files of it that are damaged or of a newer SDK."""
+"""The format version of the state directory, and errors for files that are damaged or of a newer SDK."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fleetdistill.errors import StateError
 from fleetdistill.version import VERSION
 
 FORMAT = 2
-"""Of the state directory. It grows when an older SDK could not read what a newer one writes; 1 is that of 0.1."""
+"""Format version of the state directory, increased when older SDKs cannot read it. SDK 0.1 wrote version 1."""
 
 
 def json_object(path: Path, data: bytes) -> dict[str, Any]:
-    """The object in a JSON file. Raises StateError for anything else."""
+    """Returns the object in a JSON file. Raises StateError if the file does not contain an object."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -24,13 +24,13 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
     return found
 
 
-def damaged_error(path: Path, why: object) -> StateError:
-    """The error for a file that cannot be read."""
-    return StateError(f"{path} is damaged: {why}; restore it, or use a fresh state directory")
+def damaged_error(path: Path, reason: object) -> StateError:
+    """Returns the error for a file that cannot be read."""
+    return StateError(f"{path} is damaged: {reason}; restore the file, or use a new state directory")
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:
-    """Raises StateError for a file of a newer SDK, or without a number for its format; without any it is of 0.1."""
+    """Raises StateError for a file of a newer SDK or with an invalid format; no format means SDK 0.1."""
     found = saved.get("format", 1)
     if not isinstance(found, int):
         raise damaged_error(path, f"its format is {found!r}")
@@ -39,8 +39,8 @@ def check_format(path: Path, saved: dict[str, Any]) -> None:
 
 
 def newer_error(path: Path, what: str) -> StateError:
-    """The error for a file of a newer SDK."""
+    """Returns the error for a file of a newer SDK."""
     return StateError(
-        f"{path} was written by a newer SDK: {what}; this one is {VERSION} and reads formats up to {FORMAT}: "
-        "update it, or use a fresh state directory"
+        f"{path} was written by a newer SDK: {what}. This SDK is {VERSION} and reads formats up to {FORMAT}; "
+        "update it, or use a new state directory"
     )

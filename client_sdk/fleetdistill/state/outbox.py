@@ -1,8 +1,9 @@
-"""The outbox of a state directory: the one answer that is under way, and what became of the one before.
+"""The outbox of a state directory: the answer in progress, and the outcome of the previous one.
 
-An answer, the state that produced it and the model that it delivers are written and fsynced *before* anything is sent;
-the receipt promotes both by renames. Whatever the moment of a crash, `Outbox.pending` is what is left to settle and
-`Outbox.outcome` what is left to report to the app. No answer takes the place of one that has no receipt yet.
+An answer, the state after it and the model that it delivers are written and fsynced *before* anything is sent; the
+receipt commits both by renames. After a crash at any time, `Outbox.pending` is the answer that still has to be settled
+and `Outbox.outcome` the outcome that still has to be reported to the app. An answer without a receipt is never
+overwritten.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _KEYS = {"replacement": "verdict"}
-"""Names of fields in the format where they differ."""
+"""File-format names of fields that are called differently there."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,10 @@ class Pending:
 
     Attributes:
         round, step_number, attempt: Name of the upload.
-        samples: Weight of the answer.
-        replacement: What becomes of the app's model with the receipt; None where the device's round goes on.
-        scores: Confusion matrices of the round's model by split of the app's data, an event with the
-            receipt.
-        payload: SHA-256 of the question that it answers, hex; empty where the ask had none, and from an SDK of 0.1.
+        samples: Number of samples behind the answer.
+        replacement: Whether the app's model is replaced with the receipt; None if the round continues.
+        scores: Confusion matrices `[classes, classes]` of the round's model by split, emitted with the receipt.
+        payload: SHA-256 of the ask's payload in hex; empty if the ask had none, and from SDK 0.1.
     """
 
     round: int
@@ -54,21 +54,21 @@ class Pending:
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """Round, step number and attempt."""
+        """Round, step number and attempt of the upload."""
         return self.round, self.step_number, self.attempt
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an answer.
+    """Outcome of an answer: acknowledged or refused.
 
     Attributes:
         pending: The answer.
-        receipt: Id of its receipt; empty where there is none.
-        code: Why there is none, of `fleetdistill.wire.codes`; empty with a receipt.
-        text: The same as a sentence.
-        details: Further facts of a refusal.
-        tries: How often it was sent, or was about to be.
+        receipt: Id of its receipt; empty if it was refused.
+        code: Reason of the refusal, a `fleetdistill.wire.codes.Code`; empty with a receipt.
+        text: Reason of the refusal as a sentence.
+        details: Details of the refusal.
+        tries: Number of tries to send the answer.
     """
 
     pending: Pending
@@ -83,8 +83,8 @@ class Outbox:
     """The folder `outbox` of a state directory.
 
     Args:
-        files: The state directory.
-        max_answer_bytes: Most bytes of an answer with the states that go with it.
+        files: Files of the state directory.
+        max_answer_bytes: Maximum size of an answer with its states, in bytes.
     """
 
     def __init__(self, files: Files, max_answer_bytes: int) -> None:
@@ -93,42 +93,44 @@ class Outbox:
         self._outbox = files.directory / "outbox"
 
     def put(self, pending: Pending, payload: Payload, candidate: bytes, delivered: bytes | None = None) -> None:
-        """Makes an answer, its candidate state and the app's next model durable, before anything is sent.
+        """Stores an answer, its candidate state and the app's next model durably, before anything is sent.
 
         Raises:
-            NoRoomError: It is over the bound, or the disk is full. What was there before is untouched.
-            StateError: Another answer still waits for its receipt.
+            NoRoomError: The answer exceeds the limit, or the disk is full; the committed state is unchanged.
+            StateError: Another answer has no receipt yet.
         """
         self._check_vacant(pending)
         self._check_room(payload.data_bytes + len(candidate) + len(delivered or b""))
         try:
             self._write_answer(pending, payload, candidate, delivered)
         except NoRoomError:
-            self.drop()  # half an answer must not take the room that is left
+            self.drop()  # frees the space of the incomplete answer
             raise
 
     def _check_vacant(self, pending: Pending) -> None:
         waiting = self.pending()
         if waiting is not None and waiting.name != pending.name:
             raise StateError(
-                f"{self._outbox} holds the answer {waiting.name} (round, step, attempt), which has no receipt yet, so "
-                f"{pending.name} cannot take its place; settle it first"
+                f"{self._outbox} has the answer {waiting.name} (round, step, attempt) without a receipt; settle it "
+                f"before {pending.name} is stored"
             )
 
     def _check_room(self, needed: int) -> None:
         if needed > self._max_answer_bytes:
             raise NoRoomError(
-                f"the answer and its state are {needed} bytes, the device keeps at most {self._max_answer_bytes} "
-                "(max_spool_bytes)"
+                f"the answer and its state are {needed} bytes, the limit is {self._max_answer_bytes} bytes; "
+                "raise Device(max_spool_bytes=...)"
             )
         free = free_bytes(self.directory)
         if needed > free:
-            raise NoRoomError(f"the answer and its state are {needed} bytes, the disk has {free} free")
+            raise NoRoomError(
+                f"the answer and its state are {needed} bytes, but the disk has {free} bytes free; free some space"
+            )
 
     def _write_answer(self, pending: Pending, payload: Payload, candidate: bytes, delivered: bytes | None) -> None:
         with disk_errors(self.directory):
             failpoints.hit("device.outbox.before-data")
-            for name in ("delivered.safetensors", "tries.txt"):  # an earlier crash may have left them
+            for name in ("delivered.safetensors", "tries.txt"):  # possibly left by a crash
                 (self._outbox / name).unlink(missing_ok=True)
             self._write_file("data.bin", wire.pieces(payload.source, 0, payload.data_bytes))
             self._write_file("header.bin", [payload.header().SerializeToString()])
@@ -136,32 +138,32 @@ class Outbox:
             self._write_file("candidate.safetensors", [candidate])
             if delivered is not None:
                 self._write_file("delivered.safetensors", [delivered])
-            sync_directory(self._outbox)  # before the manifest's name can be there
+            sync_directory(self._outbox)  # before the manifest is written
             failpoints.hit("device.outbox.before-manifest")
             self._files.save("outbox/manifest.json", json.dumps({"format": FORMAT, **_saved(pending)}).encode())
             failpoints.hit("device.outbox.after-manifest")
 
     def _write_file(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of the outbox in place: it does not count before the manifest does."""
+        """Writes a file in place; it has no effect before the manifest exists."""
         with (self._outbox / name).open("wb") as file:
             for piece in pieces:
                 file.write(piece)
             sync_file(file)
 
     def pending(self) -> Pending | None:
-        """The answer that waits for its receipt, if any."""
+        """Returns the answer without a receipt, or None."""
         data = self._files.load("outbox/manifest.json")
         if data is None:
             return None
         if not (self._outbox / "candidate.safetensors").exists():
-            self.drop()  # a crash fell between promoting and clearing
+            self.drop()  # a crash between commit and cleanup
             return None
         return _pending(self._outbox / "manifest.json", data)
 
     def count_try(self) -> int:
-        """Counts one more try to send the answer; returns how many there were.
+        """Counts a try to send the answer; returns the number of tries.
 
-        Not fsynced, and not counted on a full disk: no count is worth an answer.
+        Not fsynced, and skipped on a full disk, because the number is only informative.
         """
         tries = self.tries + 1
         with contextlib.suppress(NoRoomError), disk_errors(self.directory):
@@ -170,13 +172,13 @@ class Outbox:
 
     @property
     def tries(self) -> int:
-        """How often the answer in the outbox was sent, or was about to be."""
+        """Number of tries to send the answer in the outbox."""
         found = self._files.load("outbox/tries.txt") or b""
         return int(found) if found.isdigit() else 0
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[Payload]:
-        """Opens the payload in the outbox. Raises StateError if a file of it is missing or damaged."""
+        """Opens the payload in the outbox for the block. Raises StateError if a file is missing or damaged."""
         path = self._outbox / "header.bin"
         try:
             header = knowledge_pb2.PayloadHeader.FromString(self._files.load("outbox/header.bin") or b"")
@@ -184,16 +186,16 @@ class Outbox:
         except (DecodeError, WireError) as error:
             raise damaged_error(path, error) from error
         if len(header.sha256) != 32:
-            raise damaged_error(path, "it is empty or missing")
+            raise damaged_error(path, "the file is empty or missing")
         with disk_errors(self.directory):
             file = (self._outbox / "data.bin").open("rb")
         with file:
             yield Payload(header.parts, slots, _FileSource(file), header.sha256)
 
     def promote(self) -> None:
-        """The receipt is here: the app's next model becomes the delivered one, then the candidate the state.
+        """Commits an acknowledged answer: renames the app's next model, then the candidate state.
 
-        In this order, so that a crash in between finds the answer still pending and does the rest.
+        In this order, so that after a crash in between the answer is still pending and the rest is done.
         """
         with disk_errors(self.directory):
             failpoints.hit("device.promote.before-renames")
@@ -208,7 +210,7 @@ class Outbox:
         self.drop()
 
     def drop(self) -> None:
-        """Empties the outbox; the manifest goes first, so that half an outbox never counts."""
+        """Empties the outbox; removes the manifest first, so that an incomplete outbox is never used."""
         with disk_errors(self.directory):
             (self._outbox / "manifest.json").unlink(missing_ok=True)
             sync_directory(self._outbox)
@@ -220,7 +222,7 @@ class Outbox:
     # --- outcomes, for the app
 
     def note_outcome(self, outcome: Outcome) -> None:
-        """Keeps what became of the answer, before the outbox is emptied: from now on its events are certain."""
+        """Stores an outcome before the outbox is emptied, so that its events are emitted even after a crash."""
         failpoints.hit("device.outcome.before-note")
         self._files.save(
             "outbox/outcome.json",
@@ -229,17 +231,17 @@ class Outbox:
         failpoints.hit("device.outcome.after-note")
 
     def outcome(self) -> Outcome | None:
-        """What is still to be reported to the app, if anything; a damaged file counts as none."""
+        """Returns the outcome that the app has no events of yet, or None; also None if the file is damaged."""
         return self._outcome("outbox/outcome.json")
 
     def outcome_reported(self) -> None:
-        """The app has had its events. A crash before this repeats them."""
+        """Marks the outcome as reported. After a crash before this call the events are emitted again."""
         with disk_errors(self.directory):
             (self._outbox / "outcome.json").replace(self.directory / "last_outcome.json")
             failpoints.hit("device.outcome.after-told")
 
     def next_attempt(self, number: int, step_number: int) -> int:
-        """The number of the next attempt to answer an ask, from 1."""
+        """Returns the number of the next attempt to answer an ask, from 1."""
         last = self._outcome("last_outcome.json")
         same = last is not None and last.pending.name[:2] == (number, step_number)
         return last.pending.attempt + 1 if last is not None and same else 1
@@ -267,7 +269,7 @@ class _FileSource:
 
 
 def _saved(pending: Pending) -> dict[str, Any]:
-    """An answer as the format has it: there the replacement is called `verdict`."""
+    """Returns an answer in the file format, which calls the replacement `verdict`."""
     replacement = pending.replacement
     values = {**asdict(pending), "replacement": None if replacement is None else replacement.saved()}
     return {_KEYS.get(name, name): value for name, value in values.items()}
@@ -278,7 +280,7 @@ def _pending(path: Path, data: bytes) -> Pending:
     check_format(path, found)
     known = {_KEYS.get(one.name, one.name) for one in fields(Pending)}
     if missing := sorted({one.name for one in fields(Pending) if _is_required(one)} - found.keys()):
-        raise damaged_error(path, f"it lacks {', '.join(missing)}")
+        raise damaged_error(path, f"missing {', '.join(missing)}")
     if unknown := sorted(found.keys() - known - {"format"}):
         raise newer_error(path, f"it has {', '.join(unknown)}")
     try:

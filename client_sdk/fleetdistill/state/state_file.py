@@ -1,4 +1,4 @@
-"""Nested state with tensors, such as an optimiser's, as one safetensors document: no pickle, no code."""
+"""Nested state with tensors, such as an optimiser's, as one safetensors document, without pickle."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from safetensors.torch import load, save
 
 from fleetdistill.errors import StateError
 
-_Place = tuple[object, ...]
-"""Where a tensor's numbers are, and how they are read: two tensors with the same are one."""
+_TensorKey = tuple[object, ...]
+"""Memory address, device, type, shape and strides of a tensor; tensors with equal keys are identical."""
 
 
 def pack_state(state: Any) -> bytes:
-    """Packs dicts, lists, numbers, strings, None and tensors; dict keys may be strings or ints.
+    """Packs dicts, lists, numbers, strings, None and tensors; dict keys must be strings or ints.
 
-    A tensor that is in several places, such as a layer that two models share, is packed once.
+    A tensor that occurs several times, such as in a layer shared by two models, is packed once.
 
     Raises:
-        StateError: A value of another type is inside.
+        StateError: The state contains a value of another type.
     """
-    tensors: dict[_Place, tuple[str, torch.Tensor]] = {}
+    tensors: dict[_TensorKey, tuple[str, torch.Tensor]] = {}
     outline = _outline(state, tensors)
     return bytes(save(dict(tensors.values()), metadata={"outline": json.dumps(outline)}))
 
 
 def unpack_state(data: bytes) -> Any:
-    """Restores what `pack_state` packed, tensors on the CPU.
+    """Returns the state that `pack_state` packed, with tensors on the CPU.
 
     Raises:
         StateError: The data are damaged.
@@ -37,26 +37,28 @@ def unpack_state(data: bytes) -> Any:
         header_bytes = int.from_bytes(data[:8], "little")
         outline = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["outline"])
         return _restore(outline, load(data))
-    except Exception as error:  # safetensors has an error of its own kind for every fault
-        raise StateError(f"the saved state is damaged ({error}); remove it to start afresh") from error
+    except Exception as error:  # safetensors raises its own exception type
+        raise StateError(
+            f"the saved state is damaged ({error}); remove the file, or use a new state directory"
+        ) from error
 
 
-def _outline(value: Any, tensors: dict[_Place, tuple[str, torch.Tensor]]) -> Any:
+def _outline(value: Any, tensors: dict[_TensorKey, tuple[str, torch.Tensor]]) -> Any:
     if isinstance(value, torch.Tensor):
-        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
-        if place not in tensors:
-            tensors[place] = (str(len(tensors)), value.detach().cpu().contiguous().clone())
-        return {"tensor": tensors[place][0]}
+        tensor_key = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        if tensor_key not in tensors:
+            tensors[tensor_key] = (str(len(tensors)), value.detach().cpu().contiguous().clone())
+        return {"tensor": tensors[tensor_key][0]}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str | int):
-                raise StateError(f"a state may not have a {type(key).__name__} as a key")
+                raise StateError(f"a key of a state is a {type(key).__name__}, must be str or int")
         return {"items": [[key, _outline(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return [_outline(item, tensors) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise StateError(f"a state may not hold a {type(value).__name__}")
+    raise StateError(f"a state contains a {type(value).__name__}; expected tensors, dicts, lists, numbers, str or None")
 
 
 def _restore(outline: Any, tensors: dict[str, torch.Tensor]) -> Any:
