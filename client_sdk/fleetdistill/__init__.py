@@ -1,6 +1,6 @@
 """The device SDK of fleetdistill: federated knowledge distillation for fleets of edge devices.
 
-Importing it is light: torch, onnx and onnxruntime are loaded by the parts that need them, when they need them.
+`import fleetdistill` does not load torch, onnx or onnxruntime; they are imported when they are first needed.
 """
 
 from fleetdistill.device.arguments import COLUMNS

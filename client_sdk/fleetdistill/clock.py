@@ -1,4 +1,4 @@
-"""The time that a device waits by. An app's tests put `fleetdistill.testing.ManualClock` in its place."""
+"""The clock of a device. Tests of an app can use `fleetdistill.testing.ManualClock` instead."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What a device needs of time."""
+    """Protocol of a device's clock."""
 
     def now(self) -> float:
-        """Seconds since some beginning; they never go back."""
+        """Returns seconds since an arbitrary start; never decreases."""
 
     def wait(self, event: threading.Event, seconds: float) -> None:
-        """Returns when the event is set, or after so many seconds."""
+        """Returns when the event is set, or after `seconds`."""
 
 
 class SystemClock:
-    """The time of this machine."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since some beginning, whatever is done to the system's clock."""
+        """Returns seconds since an arbitrary start; not affected by changes of the system time."""
         return time.monotonic()
 
     def wait(self, event: threading.Event, seconds: float) -> None:
-        """Returns when the event is set, or after so many seconds."""
+        """Returns when the event is set, or after `seconds`."""
         event.wait(seconds)

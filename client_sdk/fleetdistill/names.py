@@ -1,4 +1,4 @@
-"""What a device, a run or a person may be called: the one rule of the SDK and of the server; and names mistyped."""
+"""Valid names of devices, runs and people, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import re
 from collections.abc import Iterable
 
 NAME = r"[A-Za-z0-9._-]{1,64}"
-"""As a regular expression."""
+"""Regular expression of a valid name."""
 NAME_RULE = "1 to 64 letters, digits, '-', '_' or '.'"
-"""As a sentence says it."""
+"""The rule for valid names, for messages."""
 _NAME = re.compile(NAME)
 
 
 def is_name(text: str) -> bool:
-    """Whether a device, a run or a person may be called so."""
+    """Returns whether a text is a valid name of a device, a run or a person."""
     return _NAME.fullmatch(text) is not None
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A question after the known name that is closest to a given one; empty where none is close."""
+    """Returns `; did you mean NAME?` with the most similar known name; empty if none is similar."""
     close = difflib.get_close_matches(str(given), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
-    """The sentence about a name that is not known.
+    """Returns the message for an unknown name, with a suggestion.
 
     Args:
-        what: What it names, such as "method".
-        given: The name.
-        known: Those that there are, in the order in which they are listed.
+        what: Kind of the name, such as "method".
+        given: The unknown name.
+        known: All known names, in the order in which they are listed.
     """
     names = list(known)
     meant = did_you_mean(given, names)

@@ -1,4 +1,4 @@
-"""Text that somebody else chose, such as a device or a server, made safe for a terminal and a log."""
+"""Escaping of untrusted text, such as from a device or a server, for terminals and logs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import traceback
 
 
 def printable(text: str) -> str:
-    """The text on one line, with an escape such as `\\x1b` for each character that a terminal obeys or hides."""
+    """Returns the text on one line, with escapes such as `\\x1b` for control and invisible characters."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 class PrintableRecords(logging.Filter):
-    """For a handler: each record's message is one printable line, the lines of a traceback are printable and indented.
+    """Log filter for a handler that makes each message one printable line, and indents printable traceback lines.
 
-    So nothing that a device sends can look like a record of its own, or reach the terminal as a control sequence.
+    This prevents untrusted text from forging log records or sending control sequences to a terminal.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Changes the record; always True."""
+        """Escapes the record in place and returns True."""
         record.msg, record.args = printable(record.getMessage()), ()
         if record.exc_info and record.exc_info[1] is not None:
             record.exc_text = "\n".join(f"    {printable(line)}" for line in _lines(record.exc_info[1]))

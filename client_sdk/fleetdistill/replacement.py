@@ -1,4 +1,4 @@
-"""Joining must not hurt: whether a round's model becomes the app's, and how the server counts that."""
+"""The decision whether a round's model replaces the app's model, and the metrics that report it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from fleetdistill.knowledge import Metric
 
 SPLIT = "validation"
-"""Which data decide on a replacement."""
+"""Name of the data split that decides on a replacement."""
 REPLACED = "replaced"
-"""Metric in the last answer of a round: sum 1 where the app's model is replaced, 0 where it is kept; count 1."""
+"""Metric in the last answer of a round: sum 1 if the app's model is replaced, else 0; count 1."""
 REPLACED_BY_RESULT = "replaced_by_result"
-"""The same in the answer to a run's end result. It has a name of its own: both can come in one round."""
+"""Metric like `REPLACED` in the answer to a run's final model; separate, because a round can have both."""
 PICKED = "picked/"
-"""How a metric beside it begins where the round gives several models, with the name of one of them: sum 1 where the
-app's model becomes this one; count 1."""
+"""Prefix of a metric per variant, for methods with several: sum 1 if the app's model becomes this variant; count 1."""
 REPLACEMENT_METRICS = (REPLACED, REPLACED_BY_RESULT)
+"""Names of the metrics that count replacements."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Whether the app's model is replaced once the answer that reports it has its receipt.
+    """Whether the app's model is replaced when the answer that reports the decision has a receipt.
 
     Attributes:
-        replaced: It is; false: the app keeps what it has, and training goes on.
-        accuracy: Of the round's model on the app's validation data, in [0, 1]; None without such data.
-        accuracy_in_use: Of the app's model until then; None where it had none.
-        variant: Name of the variant that the app's model becomes, where the round gives several; else empty.
+        replaced: Whether the app's model is replaced. If not, the app keeps its model and training continues.
+        accuracy: Accuracy of the round's model on the app's validation data, in [0, 1]; None without such data.
+        accuracy_in_use: Accuracy of the app's current model, in [0, 1]; None if the app has no model yet.
+        variant: Name of the variant that the app's model becomes; empty if the method has a single variant.
     """
 
     replaced: bool
@@ -38,9 +38,9 @@ class Replacement:
 
     @property
     def text(self) -> str:
-        """One sentence for a person."""
-        # Where there are several variants, the app's model may stay as it is beside the new ones.
-        new = f"the answer in use is {self.variant!r}" if self.variant else "the app's model is replaced"
+        """The decision as one sentence."""
+        # With several variants, the app's model can be an unchanged variant besides new ones.
+        new = f"the app's model is now {self.variant!r}" if self.variant else "the app's model is replaced"
         if self.accuracy is None:
             return new
         in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"
@@ -49,38 +49,38 @@ class Replacement:
 
     @property
     def values(self) -> dict[str, float | str]:
-        """Its figures and the variant's name, where there are any, as the app's event has them."""
+        """Accuracies and variant for the app's event, without those that are not set."""
         return {name: value for name, value in self.saved().items() if name != "replaced" and value not in (None, "")}
 
     def saved(self) -> dict[str, float | str | None]:
-        """As the state directory keeps it, under the names that its format has."""
+        """Returns the fields under their names in the state directory's format."""
         return {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Replacement:
-        """What `saved` gave. Raises TypeError for other names."""
-        found = dict(saved)
-        return cls(variant=found.pop("answer", ""), **found)
+        """Returns the replacement that `saved` returned. Raises TypeError for unknown fields."""
+        values = dict(saved)
+        return cls(variant=values.pop("answer", ""), **values)
 
     def metric(self, name: str) -> Metric:
-        """The metric for the server, under a name of `REPLACEMENT_METRICS`."""
+        """Returns the metric for the server; `name` is one of `REPLACEMENT_METRICS`."""
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
 
 
-def judge(found: Mapping[str, float], in_use: float | None) -> tuple[str, Replacement]:
-    """The best of a round's variants, and whether the app's model becomes it.
+def judge(accuracies: Mapping[str, float], in_use: float | None) -> tuple[str, Replacement]:
+    """Returns the best variant of a round, and whether it replaces the app's model.
 
     Args:
-        found: Accuracy on the app's validation data of each variant, by name; of equals the first is the best.
-        in_use: That of the app's model; None where it has none yet.
+        accuracies: Accuracy of each variant on the app's validation data, by name; among equals the first is best.
+        in_use: Accuracy of the app's model; None if the app has no model yet.
     """
-    best = max(found, key=lambda name: found[name])
-    replaced = in_use is None or found[best] >= in_use
-    return best, Replacement(replaced, found[best], in_use, best if replaced and len(found) > 1 else "")
+    best = max(accuracies, key=lambda name: accuracies[name])
+    replaced = in_use is None or accuracies[best] >= in_use
+    return best, Replacement(replaced, accuracies[best], in_use, best if replaced and len(accuracies) > 1 else "")
 
 
 def picked(names: Iterable[str], replacement: Replacement) -> list[Metric]:
-    """Metrics that say which variant the app's model becomes, where there is a choice."""
+    """Returns the metrics that report which variant the app's model becomes; empty for a single variant."""
     known = list(names)
     return [
         Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == replacement.variant), count=1)

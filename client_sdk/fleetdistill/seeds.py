@@ -1,4 +1,4 @@
-"""The seed tree of a run: every random draw has a name, and the name alone decides it."""
+"""The seed tree of a run: the seed of each random draw depends only on the run's seed and the draw's name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 
 
 def derive_seed(run_seed: int, *path: object) -> int:
-    """Seed for one named draw, such as `derive_seed(seed, round, "train", "device-03")`.
+    """Returns the seed of a named draw, such as `derive_seed(seed, round, "train", "device-03")`.
 
     Args:
-        run_seed: Root of the tree, from the run's configuration.
-        path: Names and numbers that lead to the draw; their text is what counts.
+        run_seed: Seed from the run's configuration, the root of the tree.
+        path: Names and numbers of the draw; only their text matters.
 
     Returns:
-        A number in `[0, 2**63)`: the first 63 bits of a SHA-256, so that neighbouring names share nothing.
+        An integer in `[0, 2**63)`: the first 63 bits of a SHA-256, so that seeds of similar names are independent.
     """
     text = "/".join(str(part) for part in (run_seed, *path))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

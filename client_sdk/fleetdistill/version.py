@@ -1,4 +1,4 @@
-"""The installed version of the distribution."""
+"""Version of the installed package."""
 
 from importlib.metadata import PackageNotFoundError, version
 

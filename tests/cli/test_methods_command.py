@@ -289,7 +289,9 @@ def test_what_leaves_is_what_the_answers_hold(method: str) -> None:
     assert columns <= set(COLUMNS)
     steps = answer_kinds(half.exchanges(config, Sizes()))
     kinds = {KINDS[kind] for parts in steps.values() for kind in parts.values()}
-    assert {column for kind in kinds for column in kind.tells or () if len(kind.tells or ()) == 1} <= columns
+    assert {
+        column for kind in kinds for column in kind.possible_columns or () if len(kind.possible_columns or ()) == 1
+    } <= columns
 
 
 @pytest.mark.parametrize(

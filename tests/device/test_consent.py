@@ -56,7 +56,7 @@ def test_every_kind_has_its_place_here() -> None:
 @pytest.mark.parametrize(("kind", "columns"), HOLDS)
 def test_what_a_part_tells_about_the_device(kind: k.Kind, columns: set[str]) -> None:
     assert set(kind.columns()) == columns
-    assert columns <= set(kind.tells or ()) <= set(COLUMNS)
+    assert columns <= set(kind.possible_columns or ()) <= set(COLUMNS)
 
 
 @given(

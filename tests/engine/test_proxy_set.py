@@ -330,8 +330,8 @@ def test_knowledge_about_the_proxy_set_that_fits_is_taken(columns: tuple[str, ..
     [
         (BOTH, {"logits": None}, "lacks logits, which cdkt needs"),
         (BOTH, {"embeddings": None}, "lacks embeddings, which cdkt needs"),
-        (BOTH, {"valid": False}, "lacks a true word on being valid"),
-        (BOTH, {"proxy_digest": b"q" * 32}, "is about another proxy set than the contract's"),
+        (BOTH, {"valid": False}, "has valid = False, must be True"),
+        (BOTH, {"proxy_digest": b"q" * 32}, "has the digest of another proxy set; expected the contract's"),
         (BOTH, {"logits": np.zeros((4, CLASSES), np.float32)}, r"logits has shape \[4, 3\], expected \[5, 3\]"),
         (BOTH, {"embeddings": np.zeros((5, 7), np.float32)}, r"embeddings has shape \[5, 7\], expected \[5, 4\]"),
         (("features",), {}, "tensor 'knowledge/logits' is not part of the contract"),
@@ -350,7 +350,7 @@ def test_a_proxy_set_never_leaves_a_device() -> None:
     from fleetdistill.device.consent import check_may_leave
 
     sent = ProxySet(name="p", licence="l", inputs=np.zeros((1, 4), np.float32), labels=np.zeros(1, np.int32))
-    with pytest.raises(ConfigurationError, match="is a ProxySet, which never leaves"):
+    with pytest.raises(ConfigurationError, match="is a ProxySet, which must never leave a device"):
         check_may_leave({PART: sent}, ("features", "labels", "logits"))
     assert knowledge_pb2.Part(proxy_set=knowledge_pb2.ProxySet(name="p")).WhichOneof("kind") == "proxy_set"
 

@@ -188,7 +188,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
     "more directions than the degrees of freedom allow": (
         replace(FIVE, directions=whole(3, SIZE), steps=half(3)),
         "bad-value",
-        "statistics/directions has 3 rows, 4 degrees of freedom allow 1",
+        "statistics/directions has 3 rows, must be at most 1 for 4 degrees of freedom",
     ),
     "more directions than the contract allows": (
         replace(SENT, directions=whole(MOST_ROWS + 1, SIZE), steps=half(MOST_ROWS + 1)),
@@ -198,22 +198,22 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
     "directions of no row": (
         replace(SENT, directions=whole(0, SIZE), steps=half(0)),
         "bad-tensor",
-        "statistics/directions has 0 rows, expected at least 1 if it is there",
+        "statistics/directions has 0 rows, expected at least 1 if the tensor is present",
     ),
     "directions that are a single number": (
         replace(SENT, directions=whole(), steps=half()),
         "bad-tensor",
-        "statistics/directions has 0 rows, expected at least 1 if it is there",
+        "statistics/directions has 0 rows, expected at least 1 if the tensor is present",
     ),
     "more samples than declared": (
         replace(SENT, **counts(10, 6)),
         "bad-value",
-        "statistics/counts sum to 16, the device has declared 15 samples",
+        "statistics/counts sum to 16, but the device declared 15 samples",
     ),
     "more samples than 32 bits hold": (
         replace(SENT, **counts(2**31 - 1, 2**31 - 1)),
         "bad-value",
-        "statistics/counts sum to 4294967294, the device has declared 15 samples",
+        "statistics/counts sum to 4294967294, but the device declared 15 samples",
     ),
     "few samples": (replace(SENT, **counts(9, 4)), "bad-value", "count 4 below 5 at row 1 of statistics/counts"),
     "means not finite": (
@@ -257,7 +257,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
     "other degrees of freedom": (
         replace(SENT, df=scalar(14)),
         "bad-value",
-        "statistics/df is 14, 15 samples of 2 classes have 13",
+        "statistics/df is 14, must be 13 for 15 samples of 2 classes",
     ),
     "degrees of freedom below 0": (
         replace(SENT, df=scalar(-1)),
@@ -269,7 +269,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
         "bad-tensor",
         "statistics/df has shape [2], expected []",
     ),
-    "doubled class": (replace(SENT, labels=[1, 1]), "bad-value", "part 'statistics' has a class twice"),
+    "doubled class": (replace(SENT, labels=[1, 1]), "bad-value", "part 'statistics' has a duplicate class"),
     "unknown class": (
         replace(SENT, labels=[0, CLASSES]),
         "bad-value",

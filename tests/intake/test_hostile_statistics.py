@@ -105,10 +105,10 @@ HOSTILE: dict[str, tuple[ClassStatistics, str, str]] = {
     "more samples than declared": (
         statistics(counts=np.array([10, 6], np.int32)),
         "bad-value",
-        "statistics/counts sum to 16, the device has declared 15 samples",
+        "statistics/counts sum to 16, but the device declared 15 samples",
     ),
     "unknown class": (statistics(labels=[3, 0]), "bad-value", "part 'statistics' has class 3 outside [0, 3)"),
-    "doubled class": (statistics(labels=[2, 2]), "bad-value", "part 'statistics' has a class twice"),
+    "doubled class": (statistics(labels=[2, 2]), "bad-value", "part 'statistics' has a duplicate class"),
     "rank over the limit": (
         statistics(directions=np.zeros((2, RANK + 1, SIZE), np.float32)),
         "bad-tensor",
@@ -117,7 +117,7 @@ HOSTILE: dict[str, tuple[ClassStatistics, str, str]] = {
     "more directions than samples allow": (
         changed("directions", (1, 2, 3), 1e-6),
         "bad-value",
-        "6 samples allow 2 directions, row 1 of statistics/directions has more",
+        "row 1 of statistics/directions has more than 2 directions, the maximum for 6 samples",
     ),
     "not finite": (
         changed("means", (1, 0), np.nan),

@@ -129,7 +129,7 @@ def test_knowledge_about_another_proxy_set_is_refused() -> None:
     error = refusal(payload, contract=make_contract(proxy_digest=b"b" * 32), expects={"x": "proxy_knowledge"})
     assert said(error) == (
         Code.CONTRACT_MISMATCH,
-        "device d1: part 'x' is about another proxy set than the contract's",
+        "device d1: part 'x' has the digest of another proxy set; expected the contract's",
     )
 
 
@@ -229,14 +229,16 @@ def test_metrics_are_counted_and_each_is_there_once() -> None:
     take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MOST_METRICS)))}))
     for wrong in (sent(*(f"m{n}" for n in range(MOST_METRICS + 1))), sent("a", "a")):
         error = refusal(encode({"knowledge": knowledge, "metrics": wrong}))
-        text = f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be 100 at most and each there once"
+        text = (
+            f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be at most 100, each with another name"
+        )
         assert said(error) == (Code.BAD_VALUE, text)
 
 
 def test_a_metric_names_a_class_once() -> None:
     twice = k.Metric(name="m", split="test", sum=1, count=1, by_class=[k.ClassCount(label=1, sum=1, count=1)] * 2)
     error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[twice])}))
-    assert said(error) == (Code.BAD_VALUE, "device d1: metric 'm' has a class twice")
+    assert said(error) == (Code.BAD_VALUE, "device d1: metric 'm' has a duplicate class")
 
 
 def test_a_refusal_quotes_the_first_few_parts() -> None:

@@ -70,16 +70,16 @@ def _with(name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
     [
         ({"labels": [3, 0]}, Code.BAD_VALUE, "part 'x' has class 3 outside [0, 3)"),
         ({"labels": [2**32 - 1, 0]}, Code.BAD_VALUE, "part 'x' has class 4294967295 outside [0, 3)"),
-        ({"labels": [2, 2]}, Code.BAD_VALUE, "part 'x' has a class twice"),
+        ({"labels": [2, 2]}, Code.BAD_VALUE, "part 'x' has a duplicate class"),
         ({"labels": [2, 1, 0]}, Code.BAD_TENSOR, "x/counts has shape [2], expected [3]"),
         ({"labels": []}, Code.BAD_TENSOR, "tensor 'x/counts' is not part of the contract"),
         ({"counts": i32([9, 4])}, Code.BAD_VALUE, "count 4 below 5 at row 1 of x/counts"),
         ({"counts": i32([-9, 6])}, Code.BAD_VALUE, "count -9 below 5 at row 0 of x/counts"),
-        ({"counts": i32([10, 6])}, Code.BAD_VALUE, "x/counts sum to 16, the device has declared 15 samples"),
+        ({"counts": i32([10, 6])}, Code.BAD_VALUE, "x/counts sum to 16, but the device declared 15 samples"),
         (
             {"counts": i32([2**31 - 1, 2**31 - 1])},
             Code.BAD_VALUE,
-            "x/counts sum to 4294967294, the device has declared 15 samples",
+            "x/counts sum to 4294967294, but the device declared 15 samples",
         ),
         ({"counts": i64([9, 6])}, Code.BAD_TENSOR, "x/counts is int64, expected int32"),
         (_with("variances", (1, 3), -1e-3), Code.BAD_VALUE, "variance -0.001 below 0 at row 1 of x/variances"),
@@ -94,7 +94,7 @@ def _with(name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
         (
             _with("directions", (1, 2, 3), 1e-6),
             Code.BAD_VALUE,
-            "6 samples allow 2 directions, row 1 of x/directions has more",
+            "row 1 of x/directions has more than 2 directions, the maximum for 6 samples",
         ),
         ({"means": None}, Code.BAD_TENSOR, "part 'x' lacks means, which feddkc needs"),
         ({"directions": None}, Code.BAD_TENSOR, "part 'x' lacks directions, which feddkc needs"),

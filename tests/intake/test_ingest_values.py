@@ -180,19 +180,19 @@ def _metric(**changes: Any) -> k.Metric:
 @pytest.mark.parametrize(
     ("metric", "sentence"),
     [
-        (_metric(sum=float("nan")), "metric 'accuracy' is not finite or names an unknown class"),
-        (_metric(sum=float("inf")), "metric 'accuracy' is not finite or names an unknown class"),
+        (_metric(sum=float("nan")), "metric 'accuracy' is not finite or has an unknown class"),
+        (_metric(sum=float("inf")), "metric 'accuracy' is not finite or has an unknown class"),
         (
             _metric(by_class=[k.ClassCount(label=0, sum=float("nan"), count=1)]),
-            "metric 'accuracy' is not finite or names an unknown class",
+            "metric 'accuracy' is not finite or has an unknown class",
         ),
         (
             _metric(by_class=[k.ClassCount(label=3, sum=1.0, count=1)]),
-            "metric 'accuracy' is not finite or names an unknown class",
+            "metric 'accuracy' is not finite or has an unknown class",
         ),
-        (_metric(name=""), "metric '': its name must be 1 to 64 characters, its count below 2**63"),
-        (_metric(name="n" * 65), f"metric '{'n' * 64}': its name must be 1 to 64 characters, its count below 2**63"),
-        (_metric(count=2**63), "metric 'accuracy': its name must be 1 to 64 characters, its count below 2**63"),
+        (_metric(name=""), "metric '' must have a name of 1 to 64 characters and counts below 2**63"),
+        (_metric(name="n" * 65), f"metric '{'n' * 64}' must have a name of 1 to 64 characters and counts below 2**63"),
+        (_metric(count=2**63), "metric 'accuracy' must have a name of 1 to 64 characters and counts below 2**63"),
     ],
 )
 def test_bad_metrics_are_refused(metric: k.Metric, sentence: str) -> None:
@@ -256,4 +256,4 @@ def test_a_plan_that_the_engine_could_not_read_is_refused(how: str) -> None:
     else:
         entries[0].ClearField("value")
     error = refusal(payload, expects={"x": "plan"})
-    assert said(error) == (Code.BAD_MESSAGE, "device d1: part 'x' has a setting twice, or one without a value")
+    assert said(error) == (Code.BAD_MESSAGE, "device d1: part 'x' has a duplicate setting or a setting without a value")

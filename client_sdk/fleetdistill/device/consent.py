@@ -15,7 +15,7 @@ def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
         ConfigurationError: A part contains a column that is not in `allow`, or its kind must never leave a device.
     """
     for name, kind in parts.items():
-        if kind.tells is None:
+        if kind.possible_columns is None:
             raise ConfigurationError(
                 f"part {name!r} is a {type(kind).__name__}, which must never leave a device; the answer was not sent"
             )

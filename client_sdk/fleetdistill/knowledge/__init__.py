@@ -1,10 +1,9 @@
-"""What asks and answers carry: one frozen class for each kind of part, holding numpy arrays.
+"""The contents of asks and answers: one frozen dataclass per kind of part, with NumPy arrays.
 
-The classes mirror the messages of `protos/fleetdistill/wire/v1/knowledge.proto` field by field, where shapes, types
-and limits are written down; `fleetdistill.wire.codec` maps one to the other. A class says what it tells about a device,
-in which number type it travels, what its tensors must be and how it is called in tables, so that nothing else knows it
-by name. Shapes use N rows, P proxy samples, M generated samples, C classes and F feature numbers. No torch here: the
-front handles these classes too.
+The classes have the fields of the messages in `protos/fleetdistill/wire/v1/knowledge.proto`, which documents shapes,
+types and limits; `fleetdistill.wire.codec` converts between both. A class also defines which columns it can contain,
+its number type on the wire, the valid shapes of its tensors and its description in tables. Shapes use N rows, P proxy
+samples, M generated samples, C classes and F features. Does not import torch, because the front uses these classes.
 """
 
 from fleetdistill.knowledge.models import (
@@ -72,16 +71,16 @@ __all__ = [
 ]
 
 CUT = "cut"
-"""Name of the feature column of a model's one cut between extractor and predictor."""
+"""Name of the feature column at a model's cut between extractor and predictor."""
 GENERAL = "general"
-"""Name of the local model among the variants that an app has of a device; see `DeviceMethod.variants`."""
+"""Name of the variant that every method delivers; see `DeviceMethod.variants`."""
 PERSONAL = "personal"
-"""Name of an answer for the device's own mix of classes, of methods that give one beside the general one."""
+"""Name of the variant for the device's own class shares, in methods that deliver one."""
 OWN = "own"
-"""Name of the model that the app gave, of methods that make the general answer apart from it."""
+"""Name of the model that the app passed in, in methods whose general variant is another model."""
 RECEIVED = "received"
-"""Name, in figures, of the fleet's model as the round before made it: what the device has before it trains."""
+"""Name, in figures, of the fleet's model at the beginning of a round, before the device trains it."""
 RESULT = "result"
-"""Name, in figures, of the run's end result on the device."""
+"""Name, in figures, of the final model of the run."""
 DELIVER = "deliver"
-"""Step that brings a run's end result; the app's model is then replaced, unless its validation figure would fall."""
+"""Step that delivers the final model of a run."""

@@ -1,4 +1,4 @@
-"""Kinds that carry a network, or a gradient for one."""
+"""Kinds of parts with a network, or with gradients of one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fleetdistill.wire.payload import DTYPES, slots
 from fleetdistill.wire.schema import FLOAT32, INT64, UINT8, PartSchema, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
-_MOST_NAMED = 5
-"""Tensors that an error names, of those that are missing."""
+_MAX_NAMED = 5
+"""Maximum number of missing tensors that an error names."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The size of a model, or of a part of one.
+    """Size of a model, or of a part of a model.
 
     Attributes:
-        parameters: Trainable numbers, which travel as float32 whatever the knowledge type is.
-        buffer_bytes: Bytes of the buffers beside them: 8 a channel and 8 a layer of batch-norm.
-        tensors: Its tensors by path within `ModelParameters`, where they are known.
+        parameters: Number of trainable parameters, sent as float32 for every knowledge type.
+        buffer_bytes: Size of the buffers in bytes: 8 per channel and 8 per layer of batch-norm.
+        tensors: Shapes and types by path in `ModelParameters`, or empty if they are unknown.
     """
 
     parameters: int
@@ -35,18 +35,18 @@ class Weights:
 
     @classmethod
     def of(cls, sent: ModelParameters) -> Weights:
-        """The size of parameters and buffers as they travel."""
+        """Returns the size of the parameters and buffers in a message."""
         parameters = {f"parameters/{name}": _typed_shape(one) for name, one in sent.parameters.items()}
         buffers = {f"buffers/{name}": _typed_shape(one) for name, one in sent.buffers.items()}
         numbers = sum(one.size for one in sent.parameters.values())
         return cls(numbers, sum(one.nbytes for one in sent.buffers.values()), {**parameters, **buffers})
 
     def numbers(self) -> dict[str, int]:
-        """Its size as plain data."""
+        """Returns the size as a dict for JSON."""
         return {"parameters": self.parameters, "buffer_bytes": self.buffer_bytes}
 
     def shapes(self) -> Mapping[str, TypedShape]:
-        """Its tensors; where they are not known, one for all parameters and one for all buffers."""
+        """Returns shapes and types by path; if unknown, one entry each for all parameters and all buffers."""
         counted = {
             "parameters": TypedShape.of((self.parameters,), FLOAT32),
             "buffers": TypedShape.of((self.buffer_bytes,), UINT8),
@@ -54,7 +54,7 @@ class Weights:
         return self.tensors or counted
 
     def gradients(self) -> Mapping[str, TypedShape]:
-        """The same of gradients, which buffers have none of."""
+        """Returns shapes and types of the gradients by path; buffers have no gradients."""
         named = {path.partition("/"): shape for path, shape in self.shapes().items()}
         return {f"gradients{end}{name}": shape for (of, end, name), shape in named.items() if of == "parameters"}
 
@@ -65,21 +65,21 @@ def _typed_shape(array: Array) -> TypedShape:
 
 def _of_shapes(kind: type[Kind], shapes: Mapping[str, TypedShape]) -> PartSchema:
     tensors = {path: TensorSchema((shape.dtype,), tuple(shape)) for path, shape in shapes.items()}
-    return PartSchema(kind=kind, tensors=tensors, columns=kind.tells or (), declared=shapes)
+    return PartSchema(kind=kind, tensors=tensors, columns=kind.possible_columns or (), declared=shapes)
 
 
 def _declared_tensors(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, TensorSchema]:
-    """Exactly the tensors that the contract declares for this part, so that the engine need not look again."""
+    """Returns the tensors that the contract declares for a part. Raises RefusedError if one is missing."""
     declared = {one.name: one for one in declared_of(part, contract).tensors}
     sent = {slot.path.removeprefix(f"{part.name}/") for slot in slots(knowledge_pb2.Parts(parts=[part]))}
     if missing := sorted(declared.keys() - sent):
-        text = f"part {part.name!r} lacks {', '.join(missing[:_MOST_NAMED])}"
+        text = f"part {part.name!r} lacks {', '.join(missing[:_MAX_NAMED])}"
         raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
     return {name: TensorSchema(_declared_types(one), tuple(one.shape)) for name, one in declared.items()}
 
 
 def _declared_types(declared: contract_pb2.NamedShape) -> tuple[np.dtype[Any], ...]:
-    """What the contract says; in one from before it said types, scalar buffers may be counters, the rest is float32."""
+    """Returns the declared types; in older contracts without types, int64 or float32 for scalar buffers."""
     if declared.element_type in DTYPES:
         return (DTYPES[declared.element_type],)
     counter = "buffers" in declared.name.split("/") and not declared.shape
@@ -87,13 +87,13 @@ def _declared_types(declared: contract_pb2.NamedShape) -> tuple[np.dtype[Any], .
 
 
 class _Network(Kind):
-    """Of the declared tensors; a negative variance would make the outputs of a whole fleet's mean not a number."""
+    """Base of kinds with a network; refuses negative running variances, which would make a mean's outputs NaN."""
 
-    tells = ("parameters",)
+    possible_columns = ("parameters",)
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """As `Kind`'s."""
+        """See `Kind.expected`."""
         tensors = _declared_tensors(part, contract)
         variances = {path: one for path, one in tensors.items() if path.endswith("running_var")}
         return tensors | {path: replace(one, low=0, what="running variance") for path, one in variances.items()}
@@ -101,7 +101,7 @@ class _Network(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameters(_Network):
-    """Parameters and buffers of a model, or of the part of it that `scope` names."""
+    """Parameters and buffers of a model, or of its part named by `scope`."""
 
     wire_name = "model_parameters"
     words = "model"
@@ -112,22 +112,22 @@ class ModelParameters(_Network):
 
     @classmethod
     def schema(cls, weights: Weights) -> PartSchema:
-        """The part with a model of that size."""
+        """Returns the schema of a part with a model of this size."""
         return _of_shapes(cls, weights.shapes())
 
 
 class _Holder(_Network):
-    """A kind with a network of its own in `parameters`."""
+    """Base of kinds whose field `parameters` is a `ModelParameters`."""
 
     @classmethod
     def schema(cls, weights: Weights) -> PartSchema:
-        """The part with a network of that size."""
+        """Returns the schema of a part with a network of this size."""
         return _of_shapes(cls, {f"parameters/{path}": shape for path, shape in weights.shapes().items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generator(_Holder):
-    """A generator of samples or features from noise vectors of `noise_size` numbers."""
+    """Generator of samples or features from noise vectors `[noise_size]`."""
 
     wire_name = "generator"
     words = "generator"
@@ -138,7 +138,7 @@ class Generator(_Holder):
 
 @dataclass(frozen=True, kw_only=True)
 class Discriminator(_Holder):
-    """A discriminator, or only its head when it shares the classifier's extractor."""
+    """Discriminator, or only its head if it shares the classifier's extractor."""
 
     wire_name = "discriminator"
     words = "discriminator"
@@ -149,13 +149,13 @@ class Discriminator(_Holder):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationGradient(Kind):
-    """Gradient of a distillation loss by parameter name, with the batch size behind it.
+    """Gradient of a distillation loss by parameter name, with its batch size.
 
-    `loss` is the mean (nats) over rows that are the same in all steps of a round, for a server that compares steps.
+    `loss` is the mean loss in nats over the same rows in all steps of a round, so that a server can compare steps.
     """
 
     wire_name = "distillation_gradient"
-    tells = ("gradients",)
+    possible_columns = ("gradients",)
     words = "gradients on own samples"
 
     gradients: Mapping[str, Array]
@@ -164,12 +164,12 @@ class DistillationGradient(Kind):
 
     @classmethod
     def schema(cls, weights: Weights) -> PartSchema:
-        """The part with gradients of a model of that size."""
+        """Returns the schema of a part with gradients of a model of this size."""
         return _of_shapes(cls, weights.gradients())
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """The declared tensors, all float32; an infinite loss is a diverged model's and may come, NaN may not."""
+        """See `Kind.expected`: the declared tensors in float32. The loss must not be NaN, but may be infinite."""
         sent = part.distillation_gradient
         if sent.batch_size < 1 or not sent.loss >= 0:
             text = f"part {part.name!r} has batch_size {sent.batch_size} and loss {sent.loss:g}, must be >= 1 and >= 0"
@@ -180,7 +180,7 @@ class DistillationGradient(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFile(Kind):
-    """A network as an ONNX file, `[n]` uint8, for devices without PyTorch; see `fleetdistill.light.light`."""
+    """Network as an ONNX file, `[bytes]` uint8, for devices without PyTorch; see `fleetdistill.light`."""
 
     wire_name = "network_file"
 

@@ -1,4 +1,4 @@
-"""Kinds without tensors: settings that a message brings, and figures that a device reports."""
+"""Kinds of parts without tensors: settings from the server, and figures from a device."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 PlanValue = int | float | bool | str | list[int]
 
 MOST_METRICS = 100
-"""Each is a row of the store for every answer."""
+"""Maximum number of metrics in a part; the store has a row for each metric of an answer."""
 _MAX_WORD = 64
 _MAX_PLAN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(OwnForm):
-    """A method's typed scalars, such as its configuration, a cut layer or a count."""
+    """Typed scalars of a method, such as its configuration, a cut layer or a count."""
 
     wire_name = "plan"
 
     values: Mapping[str, PlanValue]
 
     def fill(self, message: Message, path: str) -> None:
-        """As `OwnForm`'s: an entry for each value."""
+        """See `OwnForm.fill`: writes an entry for each value."""
         for name, value in self.values.items():
             entry = message.entries.add(name=name)  # type: ignore[attr-defined]
             with field_errors(f"{path}/{name}", value):
@@ -40,7 +40,7 @@ class Plan(OwnForm):
 
     @classmethod
     def read(cls, message: Message) -> Self:
-        """The plan in a message, such as the configuration in a contract."""
+        """Returns the plan in a message, such as the configuration in a contract."""
         values: dict[str, Any] = {}
         for entry in message.entries:  # type: ignore[attr-defined]
             which = entry.WhichOneof("value")
@@ -51,14 +51,16 @@ class Plan(OwnForm):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """None; a plan has a bound, and each setting once."""
+        """Checks a plan's size and that each setting occurs once; a plan has no tensors."""
         entries = part.plan.entries
         if part.ByteSize() > _MAX_PLAN_BYTES:
-            text = f"part {part.name!r} has {part.ByteSize()} bytes of settings, must be at most {_MAX_PLAN_BYTES}"
+            text = f"part {part.name!r} has settings of {part.ByteSize()} bytes, must be at most {_MAX_PLAN_BYTES}"
             raise RefusedError(Code.TOO_LARGE, text)
         doubled = len({entry.name for entry in entries}) != len(entries)
         if doubled or any(entry.WhichOneof("value") is None for entry in entries):
-            raise RefusedError(Code.BAD_MESSAGE, f"part {part.name!r} has a setting twice, or one without a value")
+            raise RefusedError(
+                Code.BAD_MESSAGE, f"part {part.name!r} has a duplicate setting or a setting without a value"
+            )
         return {}
 
 
@@ -78,7 +80,7 @@ def _set_value(entry: knowledge_pb2.PlanEntry, value: PlanValue) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassCount:
-    """A metric restricted to the class `label`."""
+    """Value of a metric for the class `label`."""
 
     label: int
     sum: float
@@ -87,7 +89,7 @@ class ClassCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A figure as sum and count, so that figures of several devices add up; the rate is `sum / count`."""
+    """Metric as sum and count, which can be added over devices; its value is `sum / count`."""
 
     name: str
     split: str
@@ -98,19 +100,21 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Kind):
-    """Figures that a device reports about itself."""
+    """Metrics that a device reports."""
 
     wire_name = "metrics"
-    tells = ("metrics",)
+    possible_columns = ("metrics",)
 
     metrics: list[Metric]
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """None; figures are finite, of known classes, and each there once."""
+        """Checks that metrics are finite, unique and of known classes; metrics have no tensors."""
         metrics = part.metrics.metrics
         if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
-            text = f"part {part.name!r} has {len(metrics)} metrics, must be {MOST_METRICS} at most and each there once"
+            text = (
+                f"part {part.name!r} has {len(metrics)} metrics, must be at most {MOST_METRICS}, each with another name"
+            )
             raise RefusedError(Code.BAD_VALUE, text)
         for metric in metrics:
             _check_metric(metric, len(contract.classes))
@@ -120,11 +124,11 @@ class Metrics(Kind):
 def _check_metric(metric: knowledge_pb2.Metric, classes: int) -> None:
     labels = [one.label for one in metric.by_class]
     if len(set(labels)) != len(labels):
-        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} has a class twice")
+        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} has a duplicate class")
     numbers = [metric.sum, *(one.sum for one in metric.by_class)]
     if not all(math.isfinite(number) for number in numbers) or any(label >= classes for label in labels):
-        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or names an unknown class")
+        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or has an unknown class")
     counts = [metric.count, *(one.count for one in metric.by_class)]
     if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or max(counts) >= 1 << 63:
-        text = f"metric {metric.name[:64]!r}: its name must be 1 to {_MAX_WORD} characters, its count below 2**63"
+        text = f"metric {metric.name[:64]!r} must have a name of 1 to {_MAX_WORD} characters and counts below 2**63"
         raise RefusedError(Code.BAD_VALUE, text)

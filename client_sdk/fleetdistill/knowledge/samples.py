@@ -1,4 +1,4 @@
-"""Kinds about samples: a device's own, the proxy set's, and generated ones."""
+"""Kinds of parts about samples: of the device, of the proxy set, or generated."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from fleetdistill.wire.schema import FEATURES, INT32, INT64, KIND, ROWS, PartSch
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 EMBEDDING = "embedding"
-"""Name of the feature column that enters a model's last layer, for models that offer it."""
+"""Name of the feature column with the inputs of a model's last layer, for models that provide it."""
 LOGITS = 1
 PROBABILITIES = 2
 _IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
-"""An importance is at most 1, and predictions sum to 1 up to rounding."""
+"""Valid row sums of weighted predictions: importance is at most 1, plus rounding."""
 _PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
-"""Rounding to float16 changes a number by 2**-11 of it, or by 2**-25 where it is tiny: with 1,000 classes 5.2e-4."""
+"""Valid row sums of probabilities: rounding to float16 changes the sum of 1,000 classes by at most 5.2e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKnowledge(Kind):
-    """What a device's model says about its own samples.
+    """Outputs of a device's model for its own samples.
 
     Attributes:
-        sample_ids: `[N]` int64, unique.
-        features: Columns by cut, each `[N, ...]`.
-        logits: `[N, C]` unnormalised scores, or None.
-        labels: `[N]` int32 in `[0, C)`, or None where they do not leave the device.
+        sample_ids: Sample ids `[N]` int64, unique.
+        features: Features by cut, each `[N, ...]`.
+        logits: Unnormalised scores `[N, C]`, or None.
+        labels: Labels `[N]` int32 in `[0, C)`, or None if they do not leave the device.
     """
 
     wire_name = "sample_knowledge"
-    tells = ("features", "logits", "labels")
+    possible_columns = ("features", "logits", "labels")
     travels_in = None
     in_channel_steps = True
     rows_are_samples = True
@@ -47,13 +47,13 @@ class SampleKnowledge(Kind):
     labels: Array | None = None
 
     def columns(self) -> tuple[str, ...]:
-        """As `Kind`'s."""
-        there = {"features": self.features, "logits": self.logits is not None, "labels": self.labels is not None}
-        return tuple(column for column, held in there.items() if held)
+        """See `Kind.columns`."""
+        present = {"features": self.features, "logits": self.logits is not None, "labels": self.labels is not None}
+        return tuple(column for column, contained in present.items() if contained)
 
     @classmethod
     def tensors(cls, rows: int, classes: int, features: Shapes, channels: Mapping[str, int]) -> Tensors:
-        """All that it may have, of so many rows; `channels` for columns whose shape is only counted."""
+        """Returns the schemas of all possible tensors; `channels` is for columns with only their size declared."""
         columns = {
             f"features/{name}": TensorSchema(FEATURES, (rows, *shape), what="features", channels=channels.get(name))
             for name, shape in features.items()
@@ -75,14 +75,14 @@ class SampleKnowledge(Kind):
         columns: tuple[str, ...] = ("features",),
         channels: Mapping[str, int] | None = None,
     ) -> PartSchema:
-        """The part about so many samples, with these of `tells`.
+        """Returns the schema of a part.
 
         Args:
-            rows: Samples.
+            rows: Number of samples.
             features: Shape of one sample in each feature column.
-            classes: Of the run; for logits.
-            columns: What it has beside the ids.
-            channels: Channels of feature columns whose shape is only counted; others have their shape's first axis.
+            classes: Number of classes, for logits.
+            columns: Columns besides the ids, a subset of `possible_columns`.
+            channels: Channels of feature columns with only their size declared; by default the shape's first axis.
         """
         tensors = cls.tensors(rows, classes, features, channels or {})
         left_out = {"logits", "labels"} - set(columns)
@@ -91,7 +91,7 @@ class SampleKnowledge(Kind):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """As `Kind`'s; of the contract's feature columns those that the ask wants."""
+        """See `Kind.expected`; includes the feature columns that the ask requests."""
         shapes = {column.name: tuple(column.shape) for column in contract.features}
         asked = {name: of for name, of in shapes.items() if not wanted or f"{part.name}/features/{name}" in wanted}
         cls._require_columns(part, contract, asked)
@@ -113,7 +113,7 @@ class SampleKnowledge(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class RefinedKnowledge(Kind):
-    """What the server says about a device's own samples; `valid` False means that there is nothing to learn from."""
+    """Soft targets of the server for a device's own samples; none if `valid` is False."""
 
     wire_name = "refined_knowledge"
     travels_in = None
@@ -125,17 +125,17 @@ class RefinedKnowledge(Kind):
 
     @classmethod
     def schema(cls, *, rows: int, classes: int) -> PartSchema:
-        """The part about so many samples."""
+        """Returns the schema of a part with `rows` samples."""
         tensors = {"sample_ids": TensorSchema((INT64,), (rows,)), "values": TensorSchema(KIND, (rows, classes))}
         return PartSchema(kind=cls, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyKnowledge(Kind):
-    """What a model says about the proxy set, in its order."""
+    """Outputs of a model for the proxy set, in the order of its samples."""
 
     wire_name = "proxy_knowledge"
-    tells = ("features", "logits")
+    possible_columns = ("features", "logits")
     travels_in = None
     words = "{columns} of the proxy set"
 
@@ -145,29 +145,29 @@ class ProxyKnowledge(Kind):
     embeddings: Array | None = None
 
     def columns(self) -> tuple[str, ...]:
-        """As `Kind`'s; an embedding is a feature."""
-        there = {"features": self.embeddings is not None, "logits": self.logits is not None}
-        return tuple(column for column, held in there.items() if held)
+        """See `Kind.columns`; an embedding is a feature."""
+        present = {"features": self.embeddings is not None, "logits": self.logits is not None}
+        return tuple(column for column, contained in present.items() if contained)
 
     @classmethod
     def tensors(cls, samples: int, classes: int, embedding: tuple[int, ...], columns: Collection[str]) -> Tensors:
-        """Those of the columns `features` and `logits`: one row for each sample of the proxy set."""
+        """Returns the schemas for the columns `features` and `logits`, with one row per proxy sample."""
         logits = {"logits": TensorSchema(KIND, (samples, classes), what="logits")}
         embeddings = {"embeddings": TensorSchema(KIND, (samples, *embedding), what="embeddings")}
         return {**(logits if "logits" in columns else {}), **(embeddings if "features" in columns else {})}
 
     @classmethod
     def schema(cls, *, samples: int, classes: int, embedding: tuple[int, ...], columns: tuple[str, ...]) -> PartSchema:
-        """The part about so many proxy samples, with these of `tells`; `embedding` is the shape of one sample's."""
+        """Returns the schema of a part; `embedding` is the shape of one sample's embedding."""
         tensors = cls.tensors(samples, classes, embedding, columns)
         features = {EMBEDDING: embedding} if "features" in columns else {}
         return PartSchema(kind=cls, tensors=tensors, columns=columns, features=features)
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """The columns that the contract wants, and no others."""
+        """See `Kind.expected`; requires exactly the contract's columns."""
         if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
-            text = f"part {part.name!r} is about another proxy set than the contract's"
+            text = f"part {part.name!r} has the digest of another proxy set; expected the contract's"
             raise RefusedError(Code.CONTRACT_MISMATCH, text)
         widths = {one.name: tuple(one.shape) for one in contract.features}
         columns = {one for one in contract.requirements.columns if one != "features" or EMBEDDING in widths}
@@ -175,21 +175,22 @@ class ProxyKnowledge(Kind):
         sent = {field.name for field, _ in part.proxy_knowledge.ListFields()}
         missing = [name for name in tensors if name not in sent]
         if missing or part.proxy_knowledge.valid != bool(tensors):
-            text = f"part {part.name!r} lacks {', '.join(missing) or 'a true word on being valid'}"
+            lacking = f"lacks {', '.join(missing)}, which {contract.method} needs"
+            text = lacking if missing else f"has valid = {not tensors}, must be {bool(tensors)}"
             details = {"tensor": f"{part.name}/{missing[0]}"} if missing else {}
-            raise RefusedError(Code.BAD_TENSOR, f"{text}, which {contract.method} needs", details)
+            raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} {text}", details)
         return tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxySet(Kind):
-    """A labelled data set that the server and every device of a run hold; see `fleetdistill.training.proxy_set`.
+    """Labelled data set that the server and all devices of a run have; see `fleetdistill.training.proxy_set`.
 
     Attributes:
-        name: What the operator calls it.
-        licence: Terms under which devices may keep it.
-        inputs: `[P, ...]` float32; row i is proxy sample i.
-        labels: `[P]` int32 in `[0, C)`.
+        name: Name of the data set, chosen by the operator.
+        licence: Licence under which devices may store it.
+        inputs: Inputs `[P, ...]` float32; row i is proxy sample i.
+        labels: Labels `[P]` int32 in `[0, C)`.
     """
 
     wire_name = "proxy_set"
@@ -201,18 +202,18 @@ class ProxySet(Kind):
 
 
 class _Predictions(Kind):
-    """Soft predictions `[M, C]` in `values`."""
+    """Base of kinds with soft predictions `[M, C]` in `values`."""
 
-    tells = ("logits",)
+    possible_columns = ("logits",)
 
     @classmethod
     def values_schema(cls, rows: int, classes: int) -> TensorSchema:
-        """What `values` must be."""
+        """Returns the schema of `values`."""
         raise NotImplementedError
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """As `Kind`'s."""
+        """See `Kind.expected`."""
         if not getattr(part, cls.wire_name).HasField("values"):
             raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
         rows, classes = declared_shapes(part, contract).get("values", (ROWS, len(contract.classes)))
@@ -221,7 +222,7 @@ class _Predictions(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedPredictions(_Predictions):
-    """Soft predictions `[M, C]` on generated samples, weighted by the device's importance."""
+    """Soft predictions `[M, C]` for generated samples, weighted by the device's importance."""
 
     wire_name = "weighted_predictions"
     words = "predictions on generated samples"
@@ -231,20 +232,22 @@ class WeightedPredictions(_Predictions):
 
     @classmethod
     def values_schema(cls, rows: int, classes: int) -> TensorSchema:
-        """As `_Predictions`'."""
+        """Returns the schema of `values`."""
         what = "importance-weighted predictions"
         return TensorSchema(KIND, (rows, classes), low=0, row_sums=_IMPORTANCE_SUMS, what=what)
 
     @classmethod
     def schema(cls, *, rows: int, classes: int) -> PartSchema:
-        """The part about so many generated samples, which the contract declares."""
+        """Returns the schema of a part with `rows` generated samples, which the contract declares."""
         tensors = {"values": cls.values_schema(rows, classes)}
-        return PartSchema(kind=cls, tensors=tensors, columns=cls.tells or (), declared={"values": (rows, classes)})
+        return PartSchema(
+            kind=cls, tensors=tensors, columns=cls.possible_columns or (), declared={"values": (rows, classes)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftPredictions(_Predictions):
-    """Soft predictions `[M, C]` on rows of features that are drawn from class statistics."""
+    """Soft predictions `[M, C]` for features drawn from class statistics."""
 
     wire_name = "soft_predictions"
     travels_in = None
@@ -255,17 +258,19 @@ class SoftPredictions(_Predictions):
 
     @classmethod
     def values_schema(cls, rows: int, classes: int) -> TensorSchema:
-        """As `_Predictions`'."""
+        """Returns the schema of `values`."""
         return TensorSchema(KIND, (rows, classes), low=0, row_sums=_PROBABILITY_SUMS, what="soft predictions")
 
     @classmethod
     def schema(cls, *, rows: int, classes: int) -> PartSchema:
-        """The part about so many drawn rows."""
-        return PartSchema(kind=cls, tensors={"values": cls.values_schema(rows, classes)}, columns=cls.tells or ())
+        """Returns the schema of a part with `rows` drawn rows."""
+        return PartSchema(
+            kind=cls, tensors={"values": cls.values_schema(rows, classes)}, columns=cls.possible_columns or ()
+        )
 
 
 def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None:
-    """Raises WireError unless each of N ids `[N]` has a row of values `[N, *shape]`; a server may be hostile."""
+    """Raises WireError unless ids are integers `[N]` and values `[N, *shape]`, because a server may be hostile."""
     expected = (sample_ids.size, *shape)
     if sample_ids.ndim != 1 or sample_ids.dtype.kind != "i" or values.shape != expected:
         text = f"{sample_ids.dtype} ids {list(sample_ids.shape)} and values {list(values.shape)}"
@@ -273,15 +278,15 @@ def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None
 
 
 def rows_by_id(known_ids: Array, wanted_ids: Array) -> tuple[Array, Array]:
-    """Finds wanted samples among known ones; rows are matched by id, never by position.
+    """Matches rows by sample id.
 
     Args:
         known_ids: `[N]` int64, unique.
         wanted_ids: `[K]` int64.
 
     Returns:
-        `(known_rows, wanted_rows)`, both int64 of one length: row pairs with equal ids, in the order of
-        `wanted_ids`. Ids that are not known are left out.
+        `(known_rows, wanted_rows)`, int64 of equal length: pairs of rows with equal ids, in the order of `wanted_ids`.
+        Unknown ids are omitted.
     """
     order = np.argsort(known_ids, kind="stable")
     at = np.searchsorted(known_ids, wanted_ids, sorter=order)

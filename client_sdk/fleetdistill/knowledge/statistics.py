@@ -1,4 +1,4 @@
-"""Kinds about classes: statistics that a device sends, and the space that the server makes of them."""
+"""Kinds of parts about classes: statistics from a device, and the class space that the server makes from them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, PartSche
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _LEAST_INT8 = -127
-"""Steps are taken to both sides alike, so -128 stands for nothing."""
+"""Smallest quantized value; the range is symmetric, so -128 is not used."""
 
 
 class _Statistics(Kind):
-    """What both kinds of class statistics have in common."""
+    """Base of both kinds of class statistics."""
 
-    tells = ("features", "counts")
+    possible_columns = ("features", "counts")
     words = "class moments and counts"
 
     @classmethod
     def check_labels(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Sequence[int]:
-        """The classes that a part is about, each one of the contract's and there once."""
+        """Returns the classes of a part. Raises RefusedError if one is unknown or occurs twice."""
         labels: Sequence[int] = getattr(part, cls.wire_name).labels
         wrong = [label for label in labels if label >= len(contract.classes)]
         if wrong or len(set(labels)) != len(labels):
-            what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a class twice"
+            what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a duplicate class"
             raise RefusedError(Code.BAD_VALUE, f"part {part.name!r} has {what}")
         return labels
 
     @classmethod
     def require(cls, part: knowledge_pb2.Part, names: Iterable[str], contract: contract_pb2.Contract) -> None:
-        """Refuses a part that lacks one of these tensors."""
+        """Raises RefusedError if one of these tensors is missing."""
         sent = getattr(part, cls.wire_name)
         if missing := [name for name in names if not sent.HasField(name)]:
             text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
@@ -45,37 +45,37 @@ class _Statistics(Kind):
 
     @staticmethod
     def counts_schema(classes: int, least_samples: int) -> TensorSchema:
-        """Samples of each class."""
+        """Returns the schema of the number of samples per class."""
         return TensorSchema((INT32,), (classes,), low=max(least_samples, 1), what="count")
 
     @staticmethod
     def declared_counts(part: knowledge_pb2.Part, data: PartData, samples: int | None) -> np.ndarray[Any, Any]:
-        """Samples of each class in int64; they may not be more than the device has declared."""
+        """Returns the samples per class, int64. Raises RefusedError if there are more than the device declared."""
         counts = data.array("counts").astype(np.int64)
         if samples is not None and counts.sum() > samples:
             path = f"{part.name}/counts"
-            text = f"{path} sum to {counts.sum()}, the device has declared {samples} samples"
+            text = f"{path} sum to {counts.sum()}, but the device declared {samples} samples"
             raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
         return counts
 
     @staticmethod
     def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
-        """As declared; contracts of earlier versions do not say."""
+        """Returns the contract's rows per direction; older contracts do not declare it."""
         return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatistics(_Statistics):
-    """Low-rank Gaussians of features by class. None where there is no class.
+    """Low-rank Gaussians of the features of each class; see `fleetdistill.methods.classstats.gaussians`.
 
-    See `fleetdistill.methods.classstats.gaussians`.
+    All arrays are None if there is no class.
 
     Attributes:
-        labels: The K classes, unique.
-        counts: `[K]` int32, samples behind each.
-        means: `[K, F]`.
-        directions: `[K, r, F]`, or None for r = 0.
-        variances: `[K, F]`, at least 0.
+        labels: Labels of the K classes, unique.
+        counts: Samples of each class, `[K]` int32.
+        means: Means `[K, F]`.
+        directions: Rows of the covariance factors `[K, r, F]`, or None for r = 0.
+        variances: Residual variances `[K, F]`, at least 0.
     """
 
     wire_name = "class_statistics"
@@ -89,7 +89,7 @@ class ClassStatistics(_Statistics):
 
     @classmethod
     def tensors(cls, classes: int, of_one: Shapes, least_samples: int) -> Tensors:
-        """Those of so many classes, of the shapes that there are of one class."""
+        """Returns the schemas of all tensors; `of_one` has the shapes of one class."""
         floats = {name: TensorSchema(KIND, (classes, *shape), what=name) for name, shape in of_one.items()}
         if "variances" in floats:
             floats["variances"] = replace(floats["variances"], low=0, what="variance")
@@ -99,19 +99,19 @@ class ClassStatistics(_Statistics):
     def schema(
         cls, *, classes: int, of_one: Shapes, features: Shapes, least_samples: int, rows_per_direction: int
     ) -> PartSchema:
-        """The part about so many classes.
+        """Returns the schema of a part.
 
         Args:
-            classes: That a device has.
-            of_one: What there is of one class: `means`, and `directions` and `variances` unless these stay behind.
-            features: The feature column that it is made of.
-            least_samples: Samples that a class must have.
-            rows_per_direction: Samples that there must be for each direction.
+            classes: Number of classes that a device has.
+            of_one: Shapes of one class: `means`, and `directions` and `variances` if they are sent.
+            features: Feature column that the statistics are computed from.
+            least_samples: Minimum number of samples of a class.
+            rows_per_direction: Minimum number of samples per direction.
         """
         return PartSchema(
             kind=cls,
             tensors=cls.tensors(classes, of_one, least_samples),
-            columns=cls.tells or (),
+            columns=cls.possible_columns or (),
             features=features,
             declared=of_one,
             least_samples=least_samples,
@@ -120,7 +120,7 @@ class ClassStatistics(_Statistics):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """The contract declares what there is of one class; how many classes a device has is its own affair."""
+        """See `Kind.expected`: the contract declares the shapes of one class, the part has the number of classes."""
         labels = cls.check_labels(part, contract)
         if not labels:  # then no tensor may be there either
             return {}
@@ -132,7 +132,7 @@ class ClassStatistics(_Statistics):
     def check_data(
         cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
     ) -> None:
-        """More samples than there are, more directions than the samples of a class allow."""
+        """Checks the number of samples, and the number of directions of each class."""
         if not part.class_statistics.labels:
             return
         counts = cls.declared_counts(part, data, samples)
@@ -148,24 +148,24 @@ class ClassStatistics(_Statistics):
             most = most_directions(len(found), count, rows_per_direction)
             if found[most:].any():
                 path = f"{part.name}/directions"
-                text = f"{count} samples allow {most} directions, row {row} of {path} has more"
+                text = f"row {row} of {path} has more than {most} directions, the maximum for {count} samples"
                 raise RefusedError(Code.BAD_VALUE, text, {"tensor": path, "row": str(row)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStatistics(_Statistics):
-    """Class means and one covariance within classes that all share.
+    """Class means and a within-class covariance; see `fleetdistill.methods.classstats.shared_statistics`.
 
-    See `fleetdistill.methods.classstats.shared_statistics`. None of the arrays is there where there is no class.
+    All arrays are None if there is no class.
 
     Attributes:
-        labels: The K classes, unique.
-        counts: `[K]` int32, samples behind each.
-        means: `[K, D]`.
-        directions: `[r, D]` int8, rows of the covariance's factor in steps of their own; None for r = 0.
-        steps: `[r]`, the size of a row's step, above 0.
-        variances: `[D]`, at least 0: what the directions leave of each number's variance.
-        df: `[]` int32, degrees of freedom behind the covariance.
+        labels: Labels of the K classes, unique.
+        counts: Samples of each class, `[K]` int32.
+        means: Means `[K, D]`.
+        directions: Quantized rows of the covariance factor, `[r, D]` int8; None for r = 0.
+        steps: Quantization step of each row, `[r]`, above 0.
+        variances: Residual variances `[D]`, at least 0.
+        df: Degrees of freedom of the covariance, `[]` int32.
     """
 
     wire_name = "shared_statistics"
@@ -181,7 +181,7 @@ class SharedStatistics(_Statistics):
 
     @classmethod
     def tensors(cls, classes: int, of_one: Shapes, least_samples: int, directions: int) -> Tensors:
-        """Those of so many classes and directions, of the shapes of one class's `means` and `variances`."""
+        """Returns the schemas of all tensors; `of_one` has the shapes of one class's `means` and `variances`."""
         means, variances = of_one.get("means", ()), of_one.get("variances", ())
         spread = {
             "directions": TensorSchema((INT8,), (directions, *variances), low=_LEAST_INT8, what="direction"),
@@ -207,22 +207,22 @@ class SharedStatistics(_Statistics):
         most_rows: int,
         rows_per_direction: int,
     ) -> PartSchema:
-        """The part about so many classes.
+        """Returns the schema of a part.
 
         Args:
-            classes: That a device has.
-            dimensions: Numbers of one class's mean.
-            directions: Rows of the covariance's factor that a device sends.
-            features: The feature column that it is made of, where the run's models give it.
-            least_samples: Samples that a class must have.
-            most_rows: The most directions that any device may send.
-            rows_per_direction: Degrees of freedom that there must be for each direction.
+            classes: Number of classes that a device has.
+            dimensions: Dimension D of a mean.
+            directions: Number of rows of the covariance factor that a device sends.
+            features: Feature column that the statistics are computed from, if the run's models have it.
+            least_samples: Minimum number of samples of a class.
+            most_rows: Maximum number of directions of any device.
+            rows_per_direction: Minimum number of degrees of freedom per direction.
         """
         of_one = {"means": (dimensions,), "variances": (dimensions,)}
         return PartSchema(
             kind=cls,
             tensors=cls.tensors(classes, of_one, least_samples, directions),
-            columns=cls.tells or (),
+            columns=cls.possible_columns or (),
             features=features,
             declared=of_one,
             least_samples=least_samples,
@@ -232,7 +232,7 @@ class SharedStatistics(_Statistics):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """As of `ClassStatistics`, but one covariance for all classes."""
+        """See `ClassStatistics.expected`; with one covariance for all classes."""
         labels = cls.check_labels(part, contract)
         if not labels:  # then no tensor may be there either
             return {}
@@ -242,7 +242,7 @@ class SharedStatistics(_Statistics):
 
     @classmethod
     def _sent_directions(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
-        """Directions and their steps, of which there are as many; both or neither."""
+        """Returns the number of directions. Raises RefusedError if directions and steps are not both present."""
         sent = part.shared_statistics
         if not sent.HasField("directions") and not sent.HasField("steps"):
             return 0
@@ -250,7 +250,10 @@ class SharedStatistics(_Statistics):
         rows = sent.directions.shape[0] if sent.directions.shape else 0
         most = declared_of(part, contract).most_rows
         if not 1 <= rows <= most:
-            path, expected = f"{part.name}/directions", f"at most {most}" if rows else "at least 1 if it is there"
+            path, expected = (
+                f"{part.name}/directions",
+                f"at most {most}" if rows else "at least 1 if the tensor is present",
+            )
             raise RefusedError(Code.BAD_TENSOR, f"{path} has {rows} rows, expected {expected}", {"tensor": path})
         return rows
 
@@ -258,35 +261,35 @@ class SharedStatistics(_Statistics):
     def check_data(
         cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
     ) -> None:
-        """Samples beyond the declared, degrees of freedom that counts do not give, more directions than these allow."""
+        """Checks the number of samples, the degrees of freedom and the number of directions."""
         if not part.shared_statistics.labels:
             return
         counts = cls.declared_counts(part, data, samples)
         df, expected = int(data.array("df")), int(counts.sum()) - len(counts)
         if df != expected:
             path = f"{part.name}/df"
-            text = f"{path} is {df}, {counts.sum()} samples of {len(counts)} classes have {expected}"
+            text = f"{path} is {df}, must be {expected} for {counts.sum()} samples of {len(counts)} classes"
             raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
         rows, most = part.shared_statistics.directions.shape, df // cls.rows_per_direction(part, contract)
         if "directions" in data and rows[0] > most:
             path = f"{part.name}/directions"
-            text = f"{path} has {rows[0]} rows, {df} degrees of freedom allow {most}"
+            text = f"{path} has {rows[0]} rows, must be at most {most} for {df} degrees of freedom"
             raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSpace(Kind):
-    """The fleet's classes in the directions that tell them apart; see `fleetdistill.methods.classstats.class_space`.
+    """The fleet's classes in their discriminative directions; see `fleetdistill.methods.classstats.class_space`.
 
     Attributes:
-        labels: The K classes, ascending.
-        counts: `[K]` int32, samples behind each.
-        directions: `[D, q]`.
-        origin: `[q]`.
-        centres: `[K, q]`, the classes' means.
-        df: `[]` int64, degrees of freedom behind the covariance.
-        shrinkage: `[]` float64, share of the diagonal in it.
-        outside: `[]` float64, mean squared distance of a row from its class in the directions that are not here.
+        labels: Labels of the K classes, ascending.
+        counts: Samples of each class, `[K]` int32.
+        directions: Discriminative directions `[D, q]`.
+        origin: Coordinates of the origin `[q]`.
+        centres: Coordinates of the class means `[K, q]`.
+        df: Degrees of freedom of the covariance, `[]` int64.
+        shrinkage: Weight of the diagonal in the covariance, `[]` float64 in `[0, 1]`.
+        outside: Mean squared distance of a row from its class mean outside of the directions, `[]` float64.
     """
 
     wire_name = "class_space"
@@ -304,7 +307,7 @@ class ClassSpace(Kind):
 
     @classmethod
     def schema(cls, *, classes: int, dimensions: int, directions: int) -> PartSchema:
-        """The part about so many classes of a space of so many directions."""
+        """Returns the schema of a part."""
         tensors = {
             "counts": TensorSchema((INT32,), (classes,)),
             "directions": TensorSchema(KIND, (dimensions, directions)),

@@ -25,7 +25,7 @@ class Kind:
 
     Attributes:
         wire_name: Field of the message `Part` that holds it.
-        tells: Columns that it may hold of a device, which the app must allow; None for what never leaves a device.
+        possible_columns: Columns that a part can contain, which the app must allow; None if it never leaves a device.
         travels_in: Number type of its floats on the wire; None for the run's knowledge type.
         exact: Names of fields whose floats travel in float64.
         in_channel_steps: Whether its named tensors are feature columns, which a run of uint8 sends in channel steps.
@@ -34,7 +34,7 @@ class Kind:
     """
 
     wire_name: ClassVar[str]
-    tells: ClassVar[tuple[str, ...] | None] = None
+    possible_columns: ClassVar[tuple[str, ...] | None] = None
     travels_in: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
     exact: ClassVar[frozenset[str]] = frozenset()
     in_channel_steps: ClassVar[bool] = False
@@ -46,8 +46,8 @@ class Kind:
             KINDS[cls.wire_name] = cls
 
     def columns(self) -> tuple[str, ...]:
-        """Those of `tells` that this part holds."""
-        return self.tells or ()
+        """Returns the columns that this part contains, a subset of `possible_columns`."""
+        return self.possible_columns or ()
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:

@@ -268,7 +268,7 @@ def test_a_device_cannot_count_more_samples_than_it_has_declared(
     (event,) = store.history.events(RUN, "refused")
     declared = len(load_arrays(prepared[1][0].data_file)[1])
     assert event["code"] == "bad-value"
-    assert event["text"].endswith(f"the device has declared {declared} samples")
+    assert event["text"].endswith(f"but the device declared {declared} samples")
     store.close()
 
 
