@@ -270,7 +270,7 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("refinement", "'refinement': give name=value"),
+        ("refinement", "--set is 'refinement', expected name=value"),
         ("refinement=best", "'best'"),
         ("speed=1", "speed: unknown setting"),
         ("beta=-1", "beta must be >= 0"),

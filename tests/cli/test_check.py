@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "[evaluation] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
     ),
     "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
-    "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen = '192.0.2.1:0' is not the"),
+    "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen is '192.0.2.1:0', which is"),
     "a PKI that is not there": ({"server_pki": "none"}, "cannot read none/server.pem; make a PKI with"),
 }
 
@@ -120,7 +120,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     code, said = check(write(tmp_path, evaluation_data=evaluation_file(tmp_path, (20, 5)), **wrong))
     assert code == 1
     beginnings = [
-        "[server] listen = ",
+        "[server] listen is ",
         "[server] listen: cannot listen on ",
         "[model] server: unknown server model",
         "[evaluation] data",

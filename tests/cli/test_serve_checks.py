@@ -38,7 +38,7 @@ def write_run(folder: Path, listen: str) -> Path:
 def test_plain_text_outside_the_loopback_is_refused(tmp_path: Path, listen: str) -> None:
     done = CliRunner().invoke(app, ["serve", str(write_run(tmp_path, listen))])
     assert done.exit_code == 1
-    assert f"[server] listen = {listen!r} is not the loopback and there is no TLS" in done.stderr
+    assert f"[server] listen is {listen!r}, which is not a loopback address, and TLS is not configured" in done.stderr
     assert "--insecure" in done.stderr
     assert not (tmp_path / "store").exists()
 
@@ -48,7 +48,7 @@ def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -
     path.write_text(path.read_text().replace("[contract]", "rounds = 0\n[contract]"))
     done = CliRunner().invoke(app, ["serve", str(path), "--until-finished"])
     assert done.exit_code == 1
-    assert "[run] rounds is 0, so run 'checks' has no end that --until-finished could wait for" in done.stderr
+    assert "--until-finished requires [run] rounds above 0, but run 'checks' runs until stopped" in done.stderr
     assert not (tmp_path / "store").exists()
 
 
@@ -73,7 +73,8 @@ def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: P
         assert process.returncode == 0
         warnings = [line.split(" ", 1)[1] for line in errors.splitlines() if " WARNING " in line]
         assert warnings == [
-            "WARNING serve serving in plain text on 0.0.0.0:0; anyone on the way can read and change it",
+            "WARNING serve serving in plain text on 0.0.0.0:0; "
+            "anyone on the network path can read and modify the traffic",
         ]
 
 

@@ -97,7 +97,7 @@ def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
     lock.close()
     assert code == 0
     assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n2 payloads (")
-    assert said.endswith("written within the hour: left to the server, which deletes them later\n")
+    assert said.endswith("are less than an hour old; the server deletes them later\n")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
     [
         (("--keep-rounds", "0"), "need its newest closed round"),
         (("--keep-rounds", "-1"), "--keep-rounds is -1, must be at least 0"),
-        (("--older-than", "soon"), "--older-than 'soon': give a number and d, h or m, such as 30d"),
+        (("--older-than", "soon"), "--older-than is 'soon', expected a number followed by d, h or m, such as 30d"),
     ],
 )
 def test_prune_refuses_with_a_sentence(directory: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -124,7 +124,7 @@ def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "4 payloads and the database" in said) == (0, True)
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(tmp_path / "restored"))
-    assert (code, "goes on from there" in said) == (0, True)
+    assert (code, "continues from there" in said) == (0, True)
     assert status(tmp_path / "restored") == "running (no server)"
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "is not an empty directory" in said) == (1, True)

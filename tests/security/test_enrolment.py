@@ -137,7 +137,7 @@ def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tm
     made = create_tokens(service.store, service.authority, service.front.enrol_port, 1, 600, "", ["camera-7"])
     secret, key = read_token(made[0]).secret, device_x509.new_key()
     refusal = service.refusal(secret, "thief", device_x509.new_key())
-    assert (refusal.reason, "not for device id 'thief'" in refusal.text) == ("bad-token", True)
+    assert (refusal.reason, "not valid for device id 'thief'" in refusal.text) == ("bad-token", True)
     assert service.front.enrol(secret, "camera-7", key).certificate
     assert not service.store.credentials.knows_device("thief")
 
@@ -241,7 +241,7 @@ def test_a_token_that_is_not_live_is_refused(service: Service, spoil: str) -> No
         assert service.store.credentials.revoke_tokens(sha256(secret).hexdigest()[:16]) == 1
     refusal = service.refusal(secret, "late", device_x509.new_key())
     assert refusal.reason == "bad-token"
-    assert "ask the operator for a fresh one" in refusal.text
+    assert "ask the operator for a new token" in refusal.text
     assert service.store.credentials.certificates("late") == []
 
 

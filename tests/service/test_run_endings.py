@@ -143,7 +143,7 @@ def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
 
 def test_the_command_cancels(directory: Path) -> None:
     assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
-    assert call(directory, "cancel", RUN) == (0, "run 'digits' was over already\n")
+    assert call(directory, "cancel", RUN) == (0, "run 'digits' had already ended\n")
     code, said = call(directory, "list", "--json")
     assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
     code, said = call(directory, "cancel", "digist")
@@ -183,7 +183,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
         before = row_of(store), store.runs.rounds(RUN)
         assert before[0]["status"] == "cancelled"
         assert [row["status"] for row in before[1]] == ["closed", "short"]
-        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' was over already\n")
+        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' had already ended\n")
         assert (row_of(store), store.runs.rounds(RUN)) == before
         code, said = cancels(Role.OPERATOR, "digist")
         assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
@@ -196,7 +196,7 @@ def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -
     older.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         remote = RemoteServer("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
-        with pytest.raises(LinkError, match="is of an earlier release without CancelRun; update it, or give the com"):
+        with pytest.raises(LinkError, match="runs an earlier release without CancelRun; upgrade it, or run the com"):
             remote.cancel(RUN)
     older.stop(None).wait()
 

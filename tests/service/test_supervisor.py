@@ -178,7 +178,7 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
             served.process.send_signal(signal.SIGINT)
             assert served.process.wait(PATIENCE_SECONDS) == 0
             assert [pid for pid in pids if is_alive(pid)] == []
-        assert "goes on from here" in "".join(served.said)
+        assert "continues the run" in "".join(served.said)
         assert "Traceback" not in "".join(served.said)
         before = completed(store)
         with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")):

@@ -213,7 +213,7 @@ def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None
     assert (told.exit_code, told.stdout) == (1, "")
     assert "holds no simulation to resume; begin one without --resume" in told.stderr
     told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--overwrite"])
-    assert "--resume and --overwrite exclude each other" in told.stderr
+    assert "--resume and --overwrite cannot be combined" in told.stderr
 
 
 def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
@@ -309,4 +309,4 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
     command = [sys.executable, "-c", PRESSES_WHILE_IMPORTED]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr == "interrupted before anything was simulated: give the same command again\n"
+    assert ended.stderr == "interrupted before the simulation started; run the command again\n"

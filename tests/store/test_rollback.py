@@ -121,7 +121,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     done = command(directory, RUN, "--to", "1")
     assert (done.exit_code, done.stdout) == (
         0,
-        f"run '{RUN}' is back after round 1: 1 round undone, 1 completed round left; start it again to go on\n",
+        f"run '{RUN}' is rolled back to round 1: 1 round undone, 1 completed round left; serve it to continue\n",
     )
     store = Store.open(directory)
     shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])

@@ -1,1 +1,1 @@
-"""The command line: options in, one call, a table or JSON out."""
+"""Command line: each command parses options, makes one call, and prints a table or JSON."""

@@ -1,7 +1,7 @@
-"""The command line: `fleetdistill serve | simulate | methods | runs | devices | export | pki | enrol`.
+"""Command line `fleetdistill`: the application and the commands `simulate`, `methods` and `export`.
 
-Commands are thin: they read options, call one function, and print a table or JSON. Exit statuses: 0 done, 1 an error
-of ours, printed as one sentence, 2 wrong usage.
+Commands are thin: they parse options, call one function, and print a table or JSON. Exit statuses: 0 for success, 1 for
+an error, which is printed as one sentence, and 2 for invalid usage.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     ImportOption,
     JsonOption,
+    RunArgument,
     StoreOption,
     one_sentence,
     open_store,
@@ -42,7 +43,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # of every command: Rich would take [server] for markup and swallow it
+    rich_markup_mode=None,  # applies to every command: Rich would parse [server] as markup and drop it
 )
 app.add_typer(runs_app, name="runs")
 
@@ -58,11 +59,11 @@ _FIELDS = {
     "data": ("dataset",),
     "controls": ("with_alone", "with_fedavg"),
 }
-"""Options of `simulate` that have another name in `Simulation`."""
+"""Fields of `Simulation` for the options of `simulate` whose names differ."""
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         typer.echo(VERSION)
         raise typer.Exit
@@ -77,70 +78,85 @@ def simulate(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     import_: ImportOption = None,
-    link: Annotated[str, typer.Option(help="memory (one process) or grpc (a process each).")] = "memory",
+    link: Annotated[
+        str, typer.Option(help="Link to the devices: memory (a single process) or grpc (one process per device).")
+    ] = "memory",
     dataset: Annotated[
-        str, typer.Option(help="digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits.")
+        str,
+        typer.Option(
+            help="Data set: digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits."
+        ),
     ] = "digits",
     data: Annotated[
         Path | None,
-        typer.Option(help="An .npz file of your own: inputs and labels, or train_inputs, train_labels, test_..."),
+        typer.Option(
+            help="Your own .npz file with inputs and labels, or train_inputs, train_labels, test_inputs, test_labels."
+        ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Where data sets lie or are downloaded to.")
+        Path | None,
+        typer.Option(envvar="FLEETDISTILL_DATA", help="Directory of data sets; missing ones are downloaded."),
     ] = None,
     devices: Annotated[int, typer.Option(help="Number of devices.")] = 5,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A device model, name or package.module:factory, dealt out in turn; repeatable."),
+        typer.Option(help="Device model: a name, or package.module:factory. Repeat to assign several in turn."),
     ] = None,
     extractor: Annotated[
-        str, typer.Option(help="What the device models begin with: a name, or package.module:factory.")
+        str, typer.Option(help="Extractor of the device models: a name, or package.module:factory.")
     ] = "",
-    server_model: Annotated[str, typer.Option(help="The server's model: a name, or package.module:factory.")] = "",
+    server_model: Annotated[str, typer.Option(help="Server model: a name, or package.module:factory.")] = "",
     predictor: Annotated[
         list[str] | None,
-        typer.Option(help="A device's own predictor, for classstats with predictor=trained; dealt out, repeatable."),
+        typer.Option(help="Device predictor for classstats with predictor=trained. Repeat to assign several in turn."),
     ] = None,
-    partition: Annotated[str, typer.Option(help="How data are split over devices.")] = "dirichlet_by_class",
+    partition: Annotated[
+        str, typer.Option(help="How the training data are split over the devices.")
+    ] = "dirichlet_by_class",
     alpha: Annotated[float, typer.Option(help="Concentration of the Dirichlet partitions.")] = 0.5,
-    classes_per_device: Annotated[int, typer.Option(help="Classes of a device, for classes_* and class_shards.")] = 2,
+    classes_per_device: Annotated[
+        int, typer.Option(help="Classes per device, for partitions classes_* and class_shards.")
+    ] = 2,
     validation_share: Annotated[
-        float, typer.Option(help="Share of each device's samples that decide whether its model is replaced.")
+        float, typer.Option(help="Share of each device's samples held out to decide whether its model is replaced.")
     ] = 0.0,
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds to complete; by default 30, or 1 for a method of one exchange.")
+        int | None, typer.Option(help="Rounds to complete; default: 30, or 1 for a method with a single exchange.")
     ] = None,
     control_rounds: Annotated[
-        int | None, typer.Option(help="Rounds of the controls; by default the method's, or 30 beside one exchange.")
+        int | None,
+        typer.Option(help="Rounds of the control runs; default: --rounds, or 30 for a method with a single exchange."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides partition, models and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the partition, the models and the batches.")] = 0,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method, such as refinement=kkr; repeatable.")
+        list[str] | None, typer.Option("--set", help="Setting of the method, such as refinement=kkr; repeatable.")
     ] = None,
-    image_size: Annotated[int | None, typer.Option(help="Pixels a side that the images are averaged down to.")] = None,
-    train_limit: Annotated[int | None, typer.Option(help="At most this many training images.")] = None,
-    test_limit: Annotated[int | None, typer.Option(help="At most this many test images.")] = None,
-    torch_device: Annotated[str, typer.Option(help="Where the server half computes: auto, cpu, cuda.")] = "auto",
+    image_size: Annotated[
+        int | None, typer.Option(help="Width and height in pixels to which images are reduced by averaging.")
+    ] = None,
+    train_limit: Annotated[int | None, typer.Option(help="Largest number of training images.")] = None,
+    test_limit: Annotated[int | None, typer.Option(help="Largest number of test images.")] = None,
+    torch_device: Annotated[str, typer.Option(help="PyTorch device of the server half: auto, cpu or cuda.")] = "auto",
     controls: Annotated[
-        bool, typer.Option("--controls/--no-controls", help="Also train every device alone, and with FedAvg.")
+        bool, typer.Option("--controls/--no-controls", help="Also run the controls: local training only, and FedAvg.")
     ] = True,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, fleet.png and the models.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output directory for report.json, fleet.png and the models.")] = Path(
         "out/simulation"
     ),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the simulation in the folder, with its settings.")
+        bool, typer.Option("--resume", help="Continue the simulation in --out with its settings.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in --out.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr
 
-    Ctrl-C ends it with a report of the rounds so far; --resume goes on from there.
+    Ctrl-C stops the simulation and writes a report of the completed rounds; --resume continues it.
     """
     from fleetdistill_server.simulation.not_begun import not_begun
 
     if resume and overwrite:
-        raise ConfigurationError("--resume and --overwrite exclude each other; give one of them")
+        raise ConfigurationError("--resume and --overwrite cannot be combined; use one of them")
     try:
         ctrl_c_interrupts()
         from fleetdistill_server.simulation.spec.settings import Simulation
@@ -163,7 +179,7 @@ def simulate(
             rounds=rounds,
             control_rounds=control_rounds,
             seed=seed,
-            link=link,  # type: ignore[arg-type]  # checked by simulate, with a sentence
+            link=link,  # type: ignore[arg-type]  # checked by simulate
             image_size=image_size,
             train_limit=train_limit,
             test_limit=test_limit,
@@ -173,7 +189,7 @@ def simulate(
             out=out,
         )
         _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json)
-    except KeyboardInterrupt:  # in the seconds in which torch is imported
+    except KeyboardInterrupt:  # while torch is being imported
         typer.echo(not_begun(out), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -201,12 +217,15 @@ def _dataset(context: typer.Context, name: str, file: Path | None) -> str | Data
         return name
     source = context.get_parameter_source("dataset")
     if source is not None and source.name == "COMMANDLINE":
-        raise ConfigurationError("--data and --dataset exclude each other; give one of them")
+        raise ConfigurationError("--data and --dataset cannot be combined; use one of them")
     return read_dataset(file)
 
 
 def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -> Simulation:
-    """A saved simulation with the options that stand on the command line; one that differs is refused later."""
+    """Returns the saved simulation with the options given on the command line.
+
+    `simulate` later rejects options that differ from the saved simulation.
+    """
     given = {
         name
         for option in context.params
@@ -220,37 +239,40 @@ def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -
 @app.command()
 @one_sentence
 def methods(
-    samples: Annotated[int, typer.Option(help="Samples of one device.")] = _SIZES.samples,
+    samples: Annotated[int, typer.Option(help="Samples per device.")] = _SIZES.samples,
     features: Annotated[
-        int, typer.Option(help="Numbers in one sample's features: at the extractor's end, or FedD2S's first layer.")
+        int, typer.Option(help="Features per sample: at the extractor's output, or FedD2S's first layer.")
     ] = _SIZES.features,
     classes: Annotated[int, typer.Option(help="Number of classes.")] = _SIZES.classes,
-    parameters: Annotated[int, typer.Option(help="Trainable numbers of the model.")] = _SIZES.model.parameters,
-    buffer_bytes: Annotated[int, typer.Option(help="Bytes of the model's batch-norm statistics.")] = 0,
-    proxy_samples: Annotated[int, typer.Option(help="Samples of the proxy set.")] = _SIZES.proxy_samples,
-    embedding: Annotated[int, typer.Option(help="Numbers that enter the model's last layer.")] = _SIZES.embedding,
+    parameters: Annotated[int, typer.Option(help="Trainable parameters of the model.")] = _SIZES.model.parameters,
+    buffer_bytes: Annotated[int, typer.Option(help="Size of the model's batch-norm statistics in bytes.")] = 0,
+    proxy_samples: Annotated[int, typer.Option(help="Samples in the proxy set.")] = _SIZES.proxy_samples,
+    embedding: Annotated[int, typer.Option(help="Inputs of the model's last layer.")] = _SIZES.embedding,
     extractor_parameters: Annotated[
-        int, typer.Option(help="Trainable numbers of the extractor, where it travels alone.")
+        int, typer.Option(help="Trainable parameters of the extractor, for methods that send only it.")
     ] = _SIZES.extractor.parameters,
-    rounds: Annotated[int, typer.Option(help="Rounds of a run, for methods whose rounds differ.")] = 30,
+    rounds: Annotated[int, typer.Option(help="Rounds of the run, for methods whose rounds differ.")] = 30,
     generator_parameters: Annotated[
-        int, typer.Option(help="Trainable numbers of DaFKD's generator.")
+        int, typer.Option(help="Trainable parameters of DaFKD's generator.")
     ] = _SIZES.generator.parameters,
     channels: Annotated[
-        int | None, typer.Option(help="Channels of the features, which uint8 scales apart; none: each number is one.")
+        int | None,
+        typer.Option(help="Channels of the features, each with its own uint8 scale; default: one per feature."),
     ] = None,
     layer_features: Annotated[
-        int | None, typer.Option(help="Numbers of FedD2S's features at its distillation layer; none: the last layer.")
+        int | None, typer.Option(help="Features per sample at FedD2S's distillation layer; default: the last layer.")
     ] = None,
-    layer_channels: Annotated[int | None, typer.Option(help="Channels at that layer; none: as above.")] = None,
-    head_parameters: Annotated[int, typer.Option(help="Trainable numbers above that layer.")] = 0,
+    layer_channels: Annotated[
+        int | None, typer.Option(help="Channels at FedD2S's distillation layer; default: one per feature.")
+    ] = None,
+    head_parameters: Annotated[int, typer.Option(help="Trainable parameters above FedD2S's distillation layer.")] = 0,
     knowledge_type: Annotated[
-        str, typer.Option(help="float16, float32 or uint8, for features and logits.")
+        str, typer.Option(help="Type of features and logits: float16, float32 or uint8.")
     ] = "float16",
     import_: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Lists the methods: what leaves, what they need, bytes. Example: fleetdistill methods --parameters 25000"""
+    """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods --parameters 25000"""
     from fleetdistill_server.cli.method_table import methods as methods_view
 
     import_modules(import_ or (), "--import")
@@ -279,11 +301,11 @@ app.command("restore")(restore)
 @app.command()
 @one_sentence
 def export(
-    run: str,
+    run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
-    out: Annotated[Path | None, typer.Option(help="File to write; RUN-server.onnx by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file; default: RUN-server.onnx.")] = None,
 ) -> None:
-    """Writes the server's model of a run as ONNX. Example: fleetdistill export digits --out teacher.onnx"""
+    """Exports the server's model of a run to ONNX. Example: fleetdistill export digits --out teacher.onnx"""
     from fleetdistill_server.engine.export import export_server_model
 
     report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
@@ -291,12 +313,12 @@ def export(
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Reads `name=value` with TOML's values; a bare word is a string."""
+    """Parses `name=value` with a TOML value; an unquoted word is a string."""
     import tomllib
 
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigurationError(f"--set {text!r}: give name=value, such as refinement=kkr")
+        raise ConfigurationError(f"--set is {text!r}, expected name=value, such as refinement=kkr")
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

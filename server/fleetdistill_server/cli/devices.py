@@ -1,4 +1,4 @@
-"""`fleetdistill devices`: who checked in, and who is to be forgotten or shut out."""
+"""`fleetdistill devices`: lists, revokes and forgets devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
     JsonOption,
+    RunArgument,
     ServerOption,
     StoreOption,
     one_sentence,
@@ -30,10 +31,10 @@ devices_app = typer.Typer(invoke_without_command=True)
 def devices(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
-    run: Annotated[str | None, typer.Option(help="Only this run.")] = None,
+    run: Annotated[str | None, typer.Option(help="List only the devices of this run.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Lists the devices that checked in. Example: fleetdistill devices --run digits"""
+    """Lists the devices that have checked in. Example: fleetdistill devices --run digits"""
     if context.invoked_subcommand is None:
         show(views.devices(open_store(store), run), as_json)
 
@@ -41,13 +42,13 @@ def devices(
 @devices_app.command("revoke")
 @one_sentence
 def devices_revoke(
-    device: Annotated[str, typer.Argument(help="Its id.")],
-    reason: Annotated[str, typer.Option(help="Why; it stands in the store.")] = "",
+    device: Annotated[str, typer.Argument(help="Id of the device.")],
+    reason: Annotated[str, typer.Option(help="Reason, which is stored.")] = "",
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
 ) -> None:
-    """Shuts a device out, at its next call and for good. Example: fleetdistill devices revoke camera-7"""
+    """Revokes a device permanently, from its next call. Example: fleetdistill devices revoke camera-7"""
     if server is not None:
         with connect(server, identity) as remote:
             changed = remote.revoke(device, reason)
@@ -55,23 +56,27 @@ def devices_revoke(
         opened = open_store(store)
         warn_without_server(store)
         if not opened.credentials.knows_device(device):
-            text = f"no device {device!r} has enrolled or called; it is shut out all the same, but is it the right one?"
+            text = f"device {device!r} has never enrolled or checked in; it is revoked anyway. Check the id"
             typer.echo(f"warning: {text}", err=True)
         changed = revoke_device(opened, device, reason)
-    typer.echo(f"device {device!r} {'is revoked' if changed else 'was revoked before'}")
+    typer.echo(f"device {device!r} {'is revoked' if changed else 'was already revoked'}")
 
 
 @devices_app.command("forget")
 @one_sentence
-def devices_forget(run: str, device: str, store: StoreOption = DEFAULT_STORE) -> None:
-    """Deletes a device's part and payloads in a run. Example: fleetdistill devices forget digits camera-7"""
+def devices_forget(
+    run: RunArgument,
+    device: Annotated[str, typer.Argument(help="Id of the device.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7"""
     from fleetdistill_server.engine.forgetting import ask_to_forget
 
     done = ask_to_forget(open_store(store), run, device, served=served_run(store))
-    later = "are deleted before the run's next round; if the run is over, give this command again"
+    later = "are deleted before the run's next round; if the run has ended, repeat this command"
     when = "are deleted" if done else later
     typer.echo(
-        f"{device} takes no part in run {run!r} any more; its part in the method's state and its payloads {when}. "
-        "Its id, figures and byte counts stay in the run's history, and its share in what was averaged or learned of "
-        "many devices, if the method does either; backups keep what they have"
+        f"{device} no longer takes part in run {run!r}; its data in the method's state and its payloads {when}. "
+        "Its id, figures and byte counts remain in the run's history, and so does its influence on values that the "
+        "method averaged or trained over several devices. Backups are not changed"
     )

@@ -1,4 +1,4 @@
-"""The methods side by side, for who has to choose one: made of what their server halves say about themselves."""
+"""`fleetdistill methods`: a comparison of the methods, computed from their server halves."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from fleetdistill_server.views.units import readable_bytes
 
 LABELS = "labels"
 EXTRACTOR = "extractor"
-"""Name of a part that is less of a model than its kind says."""
+"""Name of parts that contain only the extractor of a model."""
 ROUNDS = 30
-"""Of the run that bytes are shown for, unless told otherwise: the default of run.toml."""
+"""Default number of rounds for the byte counts; the default of run.toml."""
 
 _ABOUT_SAMPLES = ("features", "logits", LABELS)
 
 
 @dataclass(frozen=True)
 class MethodsView(View):
-    """The rows of `methods` with the facts that their bytes hold for."""
+    """The rows of `methods` with the sizes that the byte counts assume."""
 
     def tables(self) -> list[Table | str]:
-        """Two narrow tables, what a method is and what it costs, and what the figures hold for."""
+        """Returns two tables, one on needs and one on costs, and the assumptions behind the figures."""
         rows = self.lists["methods"]
         what = _table("what each method is and needs", [_what(row) for row in rows], right=())
         costs = _table("what a round costs one device", [_costs(row) for row in rows], right=("up", "down"))
@@ -53,15 +53,15 @@ class MethodsView(View):
 
 
 def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsView:
-    """Every method with its default settings, and the bytes of its rounds.
+    """Returns every method with its default settings and the bytes of its rounds.
 
     Args:
         sizes: Model and data of one device.
         knowledge_type: float16, float32 or uint8.
-        rounds: Of a run, at least 1: what bytes are the mean over, for a method whose rounds differ.
+        rounds: Rounds of the run, at least 1; bytes are the mean over them for methods whose rounds differ.
 
     Raises:
-        ConfigurationError: The knowledge type is another, or there is no round.
+        ConfigurationError: `knowledge_type` is unknown, or `rounds` is below 1.
     """
     if rounds < 1:
         raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
@@ -71,7 +71,10 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsV
 
 
 def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS) -> Row:
-    """One method as plain data. Exchanges and bytes are those of a round, or of a whole run that is over early."""
+    """Returns one method as plain data.
+
+    Exchanges and bytes are per round, or for the whole run if the method ends early.
+    """
     config = config_class(name)().for_classes(sizes.classes)
     half = server_class(name, config)
     exchanges, needs = half.exchanges(config, sizes), half.needs(config)
@@ -136,7 +139,7 @@ def _assumed(facts: Mapping[str, Any]) -> str:
     sizes = {"rounds": facts["rounds"]}
     sizes |= {name: value for name, value in facts["sizes"].items() if value is not None}
     said = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
-    return f"For {facts['knowledge_type']} and, in numbers of one device: {', '.join(said)}.\n{_LEFT_OUT}"
+    return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(said)}.\n{_LEFT_OUT}"
 
 
 def _recommended(rows: Sequence[Row]) -> list[str]:
@@ -144,10 +147,9 @@ def _recommended(rows: Sequence[Row]) -> list[str]:
 
 
 _LEFT_OUT = (
-    'Default settings, a usual round, or the mean over a run whose rounds differ; exchanges and bytes "in all" are\n'
-    "those of a whole run, however many rounds it has. Headers (half a kilobyte each), the\n"
-    "first round's initial weights or proxy set and the end result come on top, and so do figures of test data.\n"
-    "docs/reference/methods/index.md says how to read this."
+    'Default settings. Figures are for one round, or the mean over a run whose rounds differ; "in all" means for the\n'
+    "whole run. Not included: payload headers (about 0.5 kB each), the first round's initial weights or proxy set,\n"
+    "the end result, and figures on test data. See docs/reference/methods/index.md."
 )
 
 

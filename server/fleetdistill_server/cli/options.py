@@ -1,4 +1,4 @@
-"""What the commands share: options, errors as one sentence, and how a store is opened and a view printed."""
+"""Shared parts of the commands: options, error handling, opening a store and printing a view."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from fleetdistill_server.views import runs as views
 P = ParamSpec("P")
 R = TypeVar("R")
 
-StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the store, [server] store in run.toml.")]
+StoreOption = Annotated[Path, typer.Option("--store", help="Directory of the store ([server] store in run.toml).")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+RunArgument = Annotated[str, typer.Argument(help="Name of the run.")]
 ServerOption = Annotated[
-    str | None, typer.Option("--server", help="host:port of a server with TLS, instead of a store on this machine.")
+    str | None, typer.Option("--server", help="host:port of a server with TLS, to be used instead of a local store.")
 ]
 IdentityOption = Annotated[
-    Path | None, typer.Option("--identity", help="Your identity for --server, from `fleetdistill pki issue`.")
+    Path | None,
+    typer.Option("--identity", help="Directory with your identity for --server, from `fleetdistill pki issue`."),
 ]
 ImportOption = Annotated[
     list[str] | None,
-    typer.Option("--import", help="A module, package.module, that registers methods of your own; repeatable."),
+    typer.Option("--import", help="Module that registers your own methods, such as package.module; repeatable."),
 ]
 DEFAULT_STORE = Path("fleetdistill-store")
 _PIPED_WIDTH = 240
@@ -36,7 +38,7 @@ _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}
 
 
 def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
-    """Turns an error of ours into one sentence on standard error and exit status 1."""
+    """Decorates a command: a FleetDistillError is printed to standard error as one sentence, with exit status 1."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,27 +52,29 @@ def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def seconds_of(option: str, span: str) -> float:
-    """Reads a span of time such as 30d, given with an option. Raises ConfigurationError."""
+    """Converts a duration such as 30d, given as an option, to seconds. Raises ConfigurationError if it is invalid."""
     number, unit = span[:-1], span[-1:]
     if unit not in _UNITS or not (number.isascii() and number.isdecimal()):
-        raise ConfigurationError(f"{option} {span!r}: give a number and d, h or m, such as 30d")
+        raise ConfigurationError(f"{option} is {span!r}, expected a number followed by d, h or m, such as 30d")
     return int(number) * _UNITS[unit]
 
 
 def counted(number: int, what: str) -> str:
-    """`1 round`, `2 rounds`."""
+    """Returns a number with its noun: `1 round`, `2 rounds`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def open_store(directory: Path) -> Store:
-    """The store in a directory. Raises ConfigurationError if there is none."""
+    """Opens the store in a directory. Raises ConfigurationError if there is none."""
     if not (directory / "store.sqlite").exists():
-        raise ConfigurationError(f"there is no store in {directory}; name the one of your run.toml with --store")
+        raise ConfigurationError(
+            f"there is no store in {directory}; set --store to the [server] store of your run.toml"
+        )
     return Store.open(directory)
 
 
 def show(view: views.View, as_json: bool) -> None:
-    """Prints a view."""
+    """Prints a view as tables, or as JSON."""
     console = Console()
     if not console.is_terminal:
         console.width = _PIPED_WIDTH

@@ -1,4 +1,4 @@
-"""The remote commands: what an operator or viewer asks a server over mTLS, as the views that local commands print."""
+"""Client for operators and viewers: calls a server over mTLS and returns the same views as the local commands."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.runs import View
 
-# Who follows a run may hear nothing for a long time; so it is noticed when the server's machine is gone.
 _TOKENS_AT_ONCE = 1000
 _ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
-"""Lists of a run that are shown empty too."""
+"""Lists of a run that are shown even if they are empty."""
 _LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
+# `runs watch` may receive nothing for a long time; keepalive detects an unreachable server.
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
 
 
 class RemoteServer:
-    """Calls `OperationsService`. Use `connect`."""
+    """Client of `OperationsService`. Create it with `connect`."""
 
     def __init__(self, server: str, stub: Any) -> None:
         self._server = server
         self._stub = stub
 
     def runs(self) -> View:
-        """All runs."""
+        """Returns all runs of the server."""
         rows: list[Row] = []
         more = True
         while more:
@@ -43,7 +43,7 @@ class RemoteServer:
         return View({"runs": rows})
 
     def run(self, name: str) -> View:
-        """One run, as `views.run`; of a server that knows nothing else, its rounds and events."""
+        """Returns one run, like `views.runs.run`; older servers return only its rounds and events."""
         answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
         lists = {one: [_READ.get(one, _row)(row) for row in getattr(answer, one)] for one in _LISTS}
         complete = answer.HasField("totals")
@@ -52,24 +52,24 @@ class RemoteServer:
         return View({one: rows for one, rows in lists.items() if rows or one in always}, {**_row(answer.run), **totals})
 
     def follow(self, name: str) -> Iterator[list[Row]]:
-        """Yields what is new in a run, as `watch.follow` does, until it is over."""
+        """Yields the changes in a run until it ends, like `watch.follow`."""
         with errors_of(self._server):
             for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
                 told = [(one.WhichOneof("change"), one) for one in answer.changes]
-                # A newer server may tell of what is not known here.
+                # A newer server may send kinds of changes that this version does not support.
                 yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in told if kind]
 
     def revoke(self, device: str, reason: str) -> bool:
-        """Revokes a device; False if it was so before."""
+        """Revokes a device; returns False if it was already revoked."""
         request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
         return bool(self._call("RevokeDevice", request).changed)
 
     def cancel(self, run: str) -> bool:
-        """Ends a run for good; False if it was over before."""
+        """Cancels a run permanently; returns False if it had already ended."""
         return bool(self._call("CancelRun", operations_pb2.CancelRunRequest(run=run)).changed)
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
-        """Makes enrolment tokens, as many at a time as fit into an answer."""
+        """Creates enrolment tokens, in batches that fit into one response."""
         if devices:
             groups = [devices[at : at + _TOKENS_AT_ONCE] for at in range(0, len(devices), _TOKENS_AT_ONCE)]
             requests = [
@@ -78,7 +78,7 @@ class RemoteServer:
             return [token for one in requests for token in self._call("CreateTokens", one).tokens]
         made: list[str] = []
         while not made or len(made) < count:
-            wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # which is refused
+            wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # the server refuses it
             request = operations_pb2.CreateTokensRequest(count=wanted, expires_seconds=seconds, run=run)
             made += self._call("CreateTokens", request).tokens
         return made
@@ -90,27 +90,27 @@ class RemoteServer:
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
-                text = f"the server {self._server} is of an earlier release without {method}"
-                raise LinkError(f"{text}; update it, or give the command on its machine with --store") from error
+                text = f"the server {self._server} runs an earlier release without {method}"
+                raise LinkError(f"{text}; upgrade it, or run the command on its machine with --store") from error
 
 
 @contextlib.contextmanager
 def connect(server: str, identity: Path | None) -> Iterator[RemoteServer]:
-    """A connection as the person whose identity is in a directory.
+    """Opens a connection with the identity in a directory.
 
     Raises:
-        ConfigurationError: No identity is given, or it cannot be read.
-        LinkError: The server is away, or its certificate is not of the CA in the identity.
-        RefusedError: This person may not do that.
+        ConfigurationError: `identity` is None, or it cannot be read.
+        LinkError: The server cannot be reached, or the identity's CA did not sign its certificate.
+        RefusedError: The holder of the identity may not make the call.
     """
     if identity is None:
-        raise ConfigurationError("--server needs --identity DIR, a directory that `fleetdistill pki issue` has made")
+        raise ConfigurationError("--server requires --identity DIR, a directory created by `fleetdistill pki issue`")
     with grpc.secure_channel(server, load_credentials(identity).channel(), _OPTIONS) as channel:
         yield RemoteServer(server, operations_pb2_grpc.OperationsServiceStub(channel))
 
 
 def _row(message: Any) -> Row:
-    """A message as a row; absent figures are None."""
+    """Converts a message to a row; absent fields become None."""
     fields = message.DESCRIPTOR.fields
     return {
         one.name: None if one.has_presence and not message.HasField(one.name) else getattr(message, one.name)
@@ -119,9 +119,9 @@ def _row(message: Any) -> Row:
 
 
 def _answers(message: operations_pb2.AnswersOfDevice) -> Row:
-    """Accuracies of a device as a row; those that it has not told are None."""
+    """Converts a device's accuracies to a row; figures that it has not reported are None."""
     return {"device": message.device, **{one.name: _row(one)["accuracy"] for one in message.answers}}
 
 
 _READ: dict[str, Callable[[Any], Row]] = {"test_accuracy_of_answers": _answers}
-"""Lists whose rows are not the fields of a message."""
+"""Converters for the lists whose rows are not simply the fields of a message."""

@@ -1,4 +1,4 @@
-"""`fleetdistill runs`: what the runs of a store did, and commands that change one."""
+"""`fleetdistill runs`: inspects, watches and changes the runs of a store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
     JsonOption,
+    RunArgument,
     ServerOption,
     StoreOption,
     counted,
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
     from fleetdistill_server.store.retention import Freed
 from fleetdistill_server.store.run_names import no_such_run
 
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-runs_app = typer.Typer(help="What the runs of a store did.", no_args_is_help=True)
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
 
 class _LocalStore:
-    """Reads the store in a directory as `RemoteServer` reads a server's."""
+    """Reads runs from a local store, with the same interface as `RemoteServer`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._store = directory, open_store(directory)
@@ -58,7 +59,7 @@ class _LocalStore:
 
 @contextlib.contextmanager
 def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_LocalStore | RemoteServer]:
-    """The runs of a server if one is named, else of the store in a directory."""
+    """Yields a source of runs: a server if one is given, else the store in a directory."""
     if server is None:
         yield _LocalStore(store)
         return
@@ -74,7 +75,7 @@ def runs_list(
     identity: IdentityOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Lists the runs of a store, or of a server. Example: fleetdistill runs list --json"""
+    """Lists the runs of a store or a server. Example: fleetdistill runs list --json"""
     with reader(store, server, identity) as source:
         show(source.runs(), as_json)
 
@@ -82,7 +83,7 @@ def runs_list(
 @runs_app.command("show")
 @one_sentence
 def runs_show(
-    run: str,
+    run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
@@ -96,15 +97,15 @@ def runs_show(
 @runs_app.command("prune")
 @one_sentence
 def runs_prune(
-    run: str,
+    run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
     keep_rounds: Annotated[
-        int | None, typer.Option(help="Closed rounds to keep, the newest first; by default [server] keep_rounds.")
+        int | None, typer.Option(help="Number of newest closed rounds to keep; default: [server] keep_rounds.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only rounds that ended so long ago: a number and d, h or m, such as 30d.")
+        str | None, typer.Option(help="Prune only rounds that ended at least this long ago, such as 30d, 12h or 45m.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
 ) -> None:
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
     from fleetdistill_server.store.retention import prune
@@ -121,35 +122,38 @@ def runs_prune(
     what += f"{counted(pruned.figures, 'figure')}, {_payloads(pruned.freed)}"
     typer.echo(f"would free {what}" if dry_run else f"freed {what}")
     if pruned.later.payloads:
-        typer.echo(f"{_payloads(pruned.later)} written within the hour: left to the server, which deletes them later")
+        typer.echo(f"{_payloads(pruned.later)} are less than an hour old; the server deletes them later")
 
 
 @runs_app.command("rollback")
 @one_sentence
 def runs_rollback(
-    run: str,
-    to: Annotated[int, typer.Option("--to", help="The round whose end the run goes back to; 0: before the first.")],
+    run: RunArgument,
+    to: Annotated[
+        int, typer.Option("--to", help="Round whose final state is restored; 0 for the state before round 1.")
+    ],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Sets a run back to an earlier round's state. Example: fleetdistill runs rollback digits --to 12"""
+    """Rolls a run back to the state after a round. Example: fleetdistill runs rollback digits --to 12"""
     from fleetdistill_server.service import serve_lock
     from fleetdistill_server.store.rollback import roll_back
 
     opened = open_store(store)
-    with serve_lock.take(store, run):  # no server may work on it meanwhile
+    with serve_lock.take(store, run):  # keeps servers from starting the run
         done = roll_back(opened, run, to)
     undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
-    typer.echo(f"run {run!r} is back after round {to}: {undone} undone, {completed} left; start it again to go on")
+    typer.echo(f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left; serve it to continue")
 
 
 @runs_app.command("cancel")
 @one_sentence
 def runs_cancel(
-    run: str, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
 ) -> None:
-    """Ends a run for good, also while it is served. Example: fleetdistill runs cancel digits
+    """Cancels a run permanently, even while it is served. Example: fleetdistill runs cancel digits
 
-    Devices keep their models and are told that the run is over. `[run] start_from` begins another run with its model.
+    Devices keep their models and are notified that the run has ended. To start another run from its model, set [run]
+    start_from.
     """
     from fleetdistill_server.engine.cancelling import cancel
 
@@ -158,13 +162,13 @@ def runs_cancel(
             done = remote.cancel(run)
     else:
         done = cancel(open_store(store), run)
-    typer.echo(f"run {run!r} is cancelled" if done else f"run {run!r} was over already")
+    typer.echo(f"run {run!r} is cancelled" if done else f"run {run!r} had already ended")
 
 
 @runs_app.command("delete")
 @one_sentence
-def runs_delete(run: str, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
-    """Deletes a run that is not served, with its model. Example: fleetdistill runs delete digits --yes"""
+def runs_delete(run: RunArgument, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
+    """Deletes a run and its model; no server may work on it. Example: fleetdistill runs delete digits --yes"""
     from fleetdistill_server.service.run_endings import delete
 
     opened = open_store(store)
@@ -179,19 +183,19 @@ def runs_delete(run: str, store: StoreOption = DEFAULT_STORE, yes: YesOption = F
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
     typer.echo(f"run {run!r} is deleted: {rows}, {_payloads(gone.freed)}")
     if gone.later.payloads:
-        typer.echo(f"{_payloads(gone.later)} written within the hour: left to the server, which deletes them later")
+        typer.echo(f"{_payloads(gone.later)} are less than an hour old; the server deletes them later")
 
 
 @runs_app.command("watch")
 @one_sentence
 def runs_watch(
-    run: str,
+    run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Follows a run until it is over; Ctrl-C ends it. Example: fleetdistill runs watch digits"""
+    """Follows a run until it ends; Ctrl-C stops following. Example: fleetdistill runs watch digits"""
     from fleetdistill_server.views.watch import show_changes
 
     with reader(store, server, identity) as source:

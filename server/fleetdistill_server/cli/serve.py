@@ -1,4 +1,4 @@
-"""`fleetdistill serve`: one run, until it is stopped or over."""
+"""`fleetdistill serve`: serves one run until it ends or the server is stopped."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ logger = logging.getLogger("fleetdistill.server.serve")
 
 @one_sentence
 def serve(
-    config: Annotated[Path, typer.Argument(help="The run.toml.")],
+    config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="End once the run is over and every device knows it.")
+        bool, typer.Option("--until-finished", help="Exit once the run has ended and every device has been notified.")
     ] = False,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plain text on an address that is not the loopback.")
+        bool, typer.Option("--insecure", help="Allow plain text on an address other than loopback.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check the file, with models, data, ports and store; store nothing.")
+        bool, typer.Option("--check", help="Only check the settings, models, data, ports and store; store nothing.")
     ] = False,
-    log_format: Annotated[LogFormat, typer.Option(help="Of the log on standard error.")] = LogFormat.TEXT,
-    log_level: Annotated[LogLevel, typer.Option(help="Lines below it are left out.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of the log on standard error.")] = LogFormat.TEXT,
+    log_level: Annotated[LogLevel, typer.Option(help="Lowest level that is logged.")] = LogLevel.INFO,
 ) -> None:
-    """Serves a run: front and engine, restarted when they die. Example: fleetdistill serve examples/run.toml
+    """Serves a run: front and engine, restarted if they fail. Example: fleetdistill serve examples/run.toml
 
-    Ctrl-C ends it cleanly; starting it again goes on where it was.
+    Ctrl-C stops the server cleanly; starting it again continues the run.
     """
     stopped = threading.Event()
     if not check:
-        for number in (signal.SIGINT, signal.SIGTERM):  # before all that takes a while
+        for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
     from fleetdistill_server.cli.serve_checks import check_new_run, check_security
     from fleetdistill_server.config.run_config import load_run_config
@@ -77,16 +77,16 @@ def _serve(
         )
         over = supervisor.serve(
             until_finished=until_finished,
-            on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; devices are still told so"),
+            on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; notifying its devices"),
         )
-    typer.echo("stopped; the run is over" if over else f"stopped; `fleetdistill serve {path}` goes on from here")
+    typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues the run")
 
 
 def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
     if until_finished and not config.run.rounds:
         raise ConfigurationError(
-            f"[run] rounds is 0, so run {config.run.name!r} has no end that --until-finished could wait for; leave the "
-            "option out, and stop the server with Ctrl-C or SIGTERM"
+            f"--until-finished requires [run] rounds above 0, but run {config.run.name!r} runs until stopped; "
+            "remove the option, and stop the server with Ctrl-C or SIGTERM"
         )
 
 
@@ -102,10 +102,10 @@ def _say_check(config: RunConfig, path: Path, insecure: bool) -> None:
 
 
 def _where(config: RunConfig, supervisor: Supervisor) -> str:
-    """Says where devices find the run."""
+    """Returns the line that reports the addresses at which devices reach the run."""
     tls = config.server.tls()
     enrol = ""
     if tls is not None:
         enrol = f" with TLS, devices enrol on {tls.enrol_listen.rpartition(':')[0]}:{supervisor.enrol_port}"
     host = config.server.listen.rpartition(":")[0]
-    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; Ctrl-C ends it"
+    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; press Ctrl-C to stop"

@@ -1,4 +1,4 @@
-"""What `fleetdistill serve` checks before it starts anything, and what `serve --check` says of a run.toml."""
+"""Checks that `fleetdistill serve` makes before it starts a run, and the report of `serve --check`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LOOK_SECONDS = 0.1
 
 
 def check_security(server: ServerSection, insecure: bool) -> str:
-    """Refuses plain text where others could read it, and a PKI that cannot be used; returns a warning, or nothing.
+    """Rejects plain text on public addresses and an unusable PKI; returns a warning, or an empty string.
 
     Raises:
-        ConfigurationError: The server may not listen so.
+        ConfigurationError: The server must not listen with these settings.
     """
     tls = server.tls()
     if tls is not None:
@@ -38,23 +38,23 @@ def check_security(server: ServerSection, insecure: bool) -> str:
         return ""
     if not insecure:
         raise ConfigurationError(
-            f"[server] listen = {server.listen!r} is not the loopback and there is no TLS: make a PKI with "
-            "`fleetdistill pki init` and name it in [server] pki, listen on 127.0.0.1 behind a tunnel, or accept plain "
-            "text with --insecure"
+            f"[server] listen is {server.listen!r}, which is not a loopback address, and TLS is not configured. "
+            "Create a PKI with `fleetdistill pki init` and set [server] pki, listen on 127.0.0.1 behind a tunnel, or "
+            "allow plain text with --insecure"
         )
-    return f"serving in plain text on {server.listen}; anyone on the way can read and change it"
+    return f"serving in plain text on {server.listen}; anyone on the network path can read and modify the traffic"
 
 
 def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> None:
-    """Has the models built and the data read in a process of its own, for a run that was never served so.
+    """Builds the models and reads the data of a run in a separate process, unless the run is already prepared.
 
     Args:
-        path: The run.toml.
-        config: What it says.
-        stopped: Ends the check, without a result.
+        path: Path of run.toml.
+        config: Settings read from it.
+        stopped: Cancels the check when set.
 
     Raises:
-        ConfigurationError: The run cannot begin with them; nothing was stored.
+        ConfigurationError: The models or data cannot be used; nothing was stored.
     """
     with _existing_store(config) as store:
         if store is not None and is_prepared(store, config):
@@ -71,11 +71,13 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
             return
         said = process.stdout.read().strip() if process.stdout is not None else ""
     if process.returncode:
-        raise ConfigurationError(said or f"the check of the models ended with {process.returncode}; see above")
+        raise ConfigurationError(
+            said or f"checking the models failed with exit status {process.returncode}; see the log"
+        )
 
 
 def problems(config: RunConfig, insecure: bool) -> list[str]:
-    """Everything that keeps a run from being served, in sentences; nothing is stored."""
+    """Returns every error that prevents a run from being served; nothing is stored."""
     found = []
     for check in (
         lambda: check_security(config.server, insecure),
@@ -92,14 +94,14 @@ def problems(config: RunConfig, insecure: bool) -> list[str]:
 
 
 def summary(config: RunConfig) -> list[str]:
-    """What would be served, in a few lines."""
+    """Returns a few lines that describe the run to be served."""
     run, built, scored = config.run, _built(config), _evaluation(config)
     tls = config.server.tls()
     speaks = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
     rounds = f"{run.rounds} rounds" if run.rounds else UNTIL_STOPPED
     sizes = {
         "server half": readable_bytes(built.state_bytes),
-        "first weights of a device": readable_bytes(built.initial_bytes) if built.initial_bytes else "none",
+        "initial weights of a device": readable_bytes(built.initial_bytes) if built.initial_bytes else "none",
         "proxy set": f"{built.proxy_samples} samples" if built.proxy_samples else "none",
         "evaluation": f"{scored} samples" if scored else "none",
     }
@@ -125,7 +127,7 @@ def _evaluation(config: RunConfig) -> int:
 
 def _check_ports(config: RunConfig) -> None:
     if served_run(Path(config.server.store)) == config.run.name:
-        return  # its own server has them
+        return  # the run's own server uses the ports
     tls = config.server.tls()
     addresses = {"listen": config.server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
     for setting, address in addresses.items():
@@ -140,11 +142,11 @@ def _check_ports(config: RunConfig) -> None:
 
 
 class _TakeBack(Exception):
-    """Ends a transaction without its effects."""
+    """Rolls back the transaction of the check."""
 
 
 def _check_store(config: RunConfig) -> None:
-    """Whether the run could be entered in its store."""
+    """Checks that the run can be registered in its store."""
     with _existing_store(config) as store:
         if store is not None:
             with contextlib.suppress(_TakeBack), store.transaction():

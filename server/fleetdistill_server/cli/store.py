@@ -1,9 +1,9 @@
-"""`fleetdistill backup | restore`: copies of a whole store."""
+"""`fleetdistill backup` and `fleetdistill restore`: copies of a whole store."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,16 +15,13 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.views.units import readable_bytes
 
-if TYPE_CHECKING:
-    pass
-
 
 @one_sentence
 def backup(
-    out: Annotated[Path, typer.Argument(help="A directory that is not there yet, or empty.")],
+    out: Annotated[Path, typer.Argument(help="Directory of the backup; it must be empty or not exist.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Copies a store, also while it is served. Example: fleetdistill backup /backups/today"""
+    """Backs up a store, even while a server uses it. Example: fleetdistill backup /backups/today"""
     from fleetdistill_server.store.backup import backup as make_backup
 
     made = make_backup(store, out)
@@ -35,11 +32,11 @@ def backup(
 
 @one_sentence
 def restore(
-    backup: Annotated[Path, typer.Argument(help="What `fleetdistill backup` made.")],
+    backup: Annotated[Path, typer.Argument(help="Directory created by `fleetdistill backup`.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Makes a store of a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
+    """Restores a store from a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
     from fleetdistill_server.store.backup import restore as make_store
 
     payloads = make_store(backup, store)
-    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` goes on from there")
+    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` continues from there")

@@ -1,1 +1,1 @@
-"""Certificates, tokens and revocations. Imports `store`."""
+"""Certificates, enrolment tokens and revocations. May import `store`."""

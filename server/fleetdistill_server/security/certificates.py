@@ -1,4 +1,4 @@
-"""Certificates: the role and holder that one names, and what a request may ask for."""
+"""Certificates: the role and name in a certificate, and the validation of signing requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEMBERED = 20_000
 
 
 class Role(StrEnum):
-    """What a certificate makes of its holder."""
+    """Role of a certificate's holder."""
 
     DEVICE = "device"
     OPERATOR = "operator"
@@ -33,14 +33,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Holder:
-    """Whom a certificate names.
+    """Holder of a certificate.
 
     Attributes:
-        role, name: From the certificate's URI.
-        run: The run that a device is confined to, empty for all.
-        serial: Of the certificate, hex.
-        expires_at: Seconds since 1970.
-        public_key: As `fingerprint` says.
+        role, name: Role and name in the certificate's URI.
+        run: The run that a device is restricted to; empty for all runs.
+        serial: Serial number of the certificate, in hex.
+        expires_at: End of validity, in seconds since 1970.
+        public_key: Fingerprint of the public key; see `fingerprint`.
     """
 
     role: Role
@@ -52,13 +52,13 @@ class Holder:
 
     @property
     def subjects(self) -> tuple[str, str]:
-        """What a revocation may name: the holder, or this certificate alone."""
+        """Subjects of revocations that apply: the holder, and this certificate alone."""
         return f"{self.role}:{self.name}", f"serial:{self.serial}"
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate that was just signed. Times in seconds since 1970, `public_key` as `fingerprint` says."""
+    """A newly signed certificate. Times are in seconds since 1970; `public_key` is a `fingerprint`."""
 
     pem: bytes
     serial: str
@@ -69,7 +69,7 @@ class Issued:
 
 @lru_cache(maxsize=_REMEMBERED)
 def holder_of(pem: bytes) -> Holder | None:
-    """Reads whom a certificate is for; None if it names no role of ours. Its signature was checked by TLS."""
+    """Returns the holder of a certificate whose signature TLS has verified; None if it names no known role."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -97,33 +97,33 @@ def _ours(uri: str) -> bool:
 
 
 def check_hosts(names: Sequence[str]) -> None:
-    """Raises ConfigurationError if a server certificate cannot be for one of these host names and addresses."""
+    """Raises ConfigurationError if a name is not a valid host name or address for a server certificate."""
     for name in names:
         general_name(name)
 
 
 def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
-    """The public key of a signing request, whose signature proves that the sender has the private one.
+    """Returns the public key in a signing request. Its signature proves that the sender has the private key.
 
     Raises:
-        RefusedError: It is no such request, or of another kind of key.
+        RefusedError: The request is malformed, or its key is not ECDSA P-256.
     """
     try:
         if len(der) > _LARGEST_REQUEST:
-            raise ValueError(f"it has {len(der)} bytes, at most {_LARGEST_REQUEST} are taken")
+            raise ValueError(f"it has {len(der)} bytes, must have at most {_LARGEST_REQUEST}")
         request = x509.load_der_x509_csr(der)
         key = request.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise ValueError("its key is not ECDSA P-256")
         if not request.is_signature_valid:
-            raise ValueError("its signature is not by its key")
+            raise ValueError("its signature does not match its key")
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
-        raise RefusedError(Code.BAD_MESSAGE, f"the signing request cannot be used: {error}") from error
+        raise RefusedError(Code.BAD_MESSAGE, f"the signing request is invalid: {error}") from error
     return key
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> bytes:
-    """SHA-256 of a public key."""
+    """Returns the SHA-256 digest of a public key."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return sha256(key.public_bytes(serialization.Encoding.DER, form)).digest()
 
@@ -138,4 +138,4 @@ def general_name(name: str) -> x509.GeneralName:
             raise ValueError("it is empty")
         return x509.DNSName(name)
     except ValueError as error:
-        raise ConfigurationError(f"--names: {name!r} is no host name or address: {error}") from error
+        raise ConfigurationError(f"--names: {name!r} is not a host name or address: {error}") from error

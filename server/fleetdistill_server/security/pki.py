@@ -1,13 +1,14 @@
-"""The server's own certificate authority: one directory with everything that TLS needs.
+"""The server's certificate authority (CA): a directory with all files that TLS needs.
 
-    ca.pem        the CA certificates that are accepted, the newest first; the second one while the CA changes
-    ca-key.pem    key of the CA that signs, 0600; enrolment and renewal need it
-    server.pem    the server's key and certificate and, while the CA changes, the link from the old CA; 0600
-    ROLE-NAME/    identity of a person: identity.pem (key and certificate, 0600) and ca.pem
+    ca.pem        accepted CA certificates, newest first; two certificates during a CA rotation
+    ca-key.pem    private key of the signing CA, mode 0600; required for enrolment and renewal
+    server.pem    the server's key and certificate and, during a CA rotation, the link certificate from the old CA;
+                  mode 0600
+    ROLE-NAME/    identity of a person: identity.pem (key and certificate, mode 0600) and ca.pem
 
-Keys are ECDSA P-256. A certificate says who it is for in a URI among its alternative names, `fleetdistill:ROLE:NAME`,
-and a device's may confine it to a run with `fleetdistill:run:NAME`. Only what stands in the certificate counts; of a
-signing request nothing but the public key is used.
+Keys are ECDSA P-256. A certificate names its holder in a URI among its alternative names, `fleetdistill:ROLE:NAME`. A
+device's certificate can restrict it to a run with `fleetdistill:run:NAME`. Only the contents of the certificate are
+used; of a signing request only the public key is used.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ CA_DAYS = 3650.0
 SERVER_DAYS = 365.0
 PERSON_DAYS = 365.0
 _ALWAYS = ("localhost", "127.0.0.1")
-# Clocks of devices differ: a certificate is valid from a little before its issue, but never by much of its life.
+# Devices' clocks differ, so certificates are backdated, by at most a tenth of their validity.
 _BACKDATED_SECONDS = 300.0
 _DAY_SECONDS = 86_400.0
 
 
 class Authority:
-    """The CA of a directory, ready to sign.
+    """The certificate authority in a directory.
 
     Raises:
-        ConfigurationError: The directory has none, or its files cannot be read.
+        ConfigurationError: The directory contains no CA, or its files cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,17 +61,17 @@ class Authority:
 
     @property
     def der(self) -> bytes:
-        """The certificate of the CA that signs, for a token."""
+        """The signing CA's certificate in DER form, for enrolment tokens."""
         return self._own.public_bytes(serialization.Encoding.DER)
 
     def sign_device(self, key: ec.EllipticCurvePublicKey, device: str, run: str, days: float) -> Issued:
-        """A device's certificate.
+        """Signs a device's certificate.
 
         Args:
             key: The device's public key.
-            device: Its id.
-            run: The run that it is confined to, or empty.
-            days: Life of the certificate, above 0.
+            device: Id of the device.
+            run: Run that the device is restricted to; empty for all runs.
+            days: Validity of the certificate in days, above 0.
         """
         uris = [_uri(Role.DEVICE, device), *([_uri("run", run)] if run else [])]
         signed = self._sign(key, device, [x509.UniformResourceIdentifier(uri) for uri in uris], days)
@@ -83,15 +84,17 @@ class Authority:
         )
 
     def issue_person(self, role: Role, name: str, days: float, out: Path) -> None:
-        """Writes the identity of an operator or viewer: a fresh key and its certificate, and the CA.
+        """Creates the identity of an operator or viewer: a new key, its certificate, and the CA certificates.
 
         Raises:
-            ConfigurationError: The name or the role cannot be used, or the files cannot be written.
+            ConfigurationError: The name or the role is invalid, or the files cannot be written.
         """
         if role is Role.DEVICE:
-            raise ConfigurationError("devices are enrolled, so that their keys never leave them: `fleetdistill enrol`")
+            raise ConfigurationError(
+                "--role is device; devices create their own keys: enrol them with `fleetdistill enrol`"
+            )
         if not is_name(name):
-            raise ConfigurationError(f"--name {name!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+            raise ConfigurationError(f"--name is {name!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(_uri(role, name))]
         signed = self._sign(key.public_key(), name, names, days)
@@ -101,10 +104,10 @@ class Authority:
             write_private(out / IDENTITY, _key_pem(key) + _pem(signed))
 
     def issue_server(self, names: Sequence[str], days: float) -> None:
-        """Writes a fresh key and certificate for the server, valid for these host names and addresses.
+        """Creates a new key and certificate for the server, valid for these host names and addresses.
 
         Raises:
-            ConfigurationError: A name cannot be one, or the file cannot be written.
+            ConfigurationError: A name is not a host name or address, or the file cannot be written.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         wanted = [general_name(name) for name in dict.fromkeys([*names, *_ALWAYS])]
@@ -113,7 +116,7 @@ class Authority:
             write_private(self.directory / SERVER, _key_pem(key) + _pem(signed) + self._link())
 
     def server_names(self) -> list[str]:
-        """The names that the present server certificate is for."""
+        """Returns the host names and addresses in the current server certificate."""
         with _readable(self.directory):
             present = x509.load_pem_x509_certificate((self.directory / SERVER).read_bytes())
             names = present.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -123,7 +126,7 @@ class Authority:
         ]
 
     def _link(self) -> bytes:
-        """The CA certified by the one before it, while that is accepted: who trusts only the old one can follow."""
+        """Returns the link certificate: this CA signed by the previous one, for clients that trust only that one."""
         path = self.directory / _link_name(self._own)
         return path.read_bytes() if path.exists() else b""
 
@@ -135,7 +138,7 @@ class Authority:
         days: float,
         usage: x509.ObjectIdentifier = ExtendedKeyUsageOID.CLIENT_AUTH,
     ) -> x509.Certificate:
-        """A certificate of the CA for one use; it never outlives the CA."""
+        """Signs a certificate for one use; it expires no later than the CA."""
         issuer = self._own
         builder = _builder(common_name, issuer.subject, key, days, until=issuer.not_valid_after_utc)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -145,18 +148,18 @@ class Authority:
 
 
 def make_authority(directory: Path, days: float = CA_DAYS) -> Authority:
-    """Makes a CA in a directory.
+    """Creates a CA in a directory.
 
     Args:
-        directory: Made if need be.
-        days: Life of the CA's certificate.
+        directory: Directory of the PKI; created if necessary.
+        days: Validity of the CA's certificate in days.
 
     Raises:
-        ConfigurationError: There is one already, or the directory cannot be written.
+        ConfigurationError: The directory already contains a CA, or it cannot be written.
     """
     if (directory / CA_KEY).exists() or (directory / AUTHORITIES).exists():
         raise ConfigurationError(
-            f"{directory} has a CA already; name another directory, or use `fleetdistill pki rotate-ca`"
+            f"{directory} already contains a CA; choose another directory, or use `fleetdistill pki rotate-ca`"
         )
     key, certificate = _new_ca(days)
     with _readable(directory):
@@ -167,21 +170,24 @@ def make_authority(directory: Path, days: float = CA_DAYS) -> Authority:
 
 
 def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
-    """Begins a change of the CA: a new one signs from now on, the old one is still accepted.
+    """Starts a CA rotation: a new CA signs certificates, and the old one is still accepted.
 
-    Devices learn of the new CA with their next renewal; the server's certificate is signed anew at once and carries the
-    link that lets those follow who know the old CA only. `forget_old_authority` ends the change.
+    Devices receive the new CA with their next renewal. The server's certificate is signed again immediately and
+    includes the
+    link certificate for clients that trust only the old CA. `forget_old_authority` completes the rotation.
 
     Raises:
-        ConfigurationError: There is no CA, a change is under way, or the directory cannot be written.
+        ConfigurationError: There is no CA, a rotation is in progress, or the directory cannot be written.
     """
     old = Authority(directory)
     if len(old._certificates) > 1:
-        raise ConfigurationError(f"{directory}: a change of the CA is under way; end it with `pki forget-old-ca` first")
+        raise ConfigurationError(
+            f"{directory}: a CA rotation is in progress; complete it first with `fleetdistill pki forget-old-ca`"
+        )
     key, certificate = _new_ca(days)
     link = _certify(certificate, old._key, old._own)
     names = old.server_names()
-    with _readable(directory):  # in this order, so that after a crash the old CA goes on signing
+    with _readable(directory):  # in this order, so that the old CA keeps signing after a crash
         write_private(directory / _link_name(certificate), _pem(link))
         write_private(directory / AUTHORITIES, _pem(certificate) + old.bundle)
         write_private(directory / CA_KEY, _key_pem(key))
@@ -191,14 +197,14 @@ def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
 
 
 def forget_old_authority(directory: Path) -> None:
-    """Ends a change of the CA: only certificates of the one that signs are accepted from now on.
+    """Completes a CA rotation: only certificates signed by the current CA are accepted.
 
     Raises:
-        ConfigurationError: No change is under way, or the directory cannot be written.
+        ConfigurationError: No rotation is in progress, or the directory cannot be written.
     """
     authority = Authority(directory)
     if len(authority._certificates) < 2:
-        raise ConfigurationError(f"{directory} accepts one CA only; there is no old one to forget")
+        raise ConfigurationError(f"{directory} has only one CA; there is no old CA to remove")
     with _readable(directory):
         write_private(directory / AUTHORITIES, _pem(authority._own))
         (directory / _link_name(authority._own)).unlink(missing_ok=True)
@@ -206,7 +212,7 @@ def forget_old_authority(directory: Path) -> None:
 
 def _new_ca(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
-    # A name of its own, so that two CAs in one bundle are told apart.
+    # A unique name distinguishes the two CAs in one bundle.
     common_name = f"fleetdistill CA {fingerprint(key.public_key()).hex()[:8]}"
     return key, _ca_builder(common_name, None, key.public_key(), days).sign(key, hashes.SHA256())
 
@@ -214,7 +220,7 @@ def _new_ca(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 def _certify(
     certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate
 ) -> x509.Certificate:
-    """A CA's certificate once more, signed by another CA; it ends with that one."""
+    """Signs another CA's certificate; the result expires no later than the issuer."""
     public_key = certificate.public_key()
     assert isinstance(public_key, ec.EllipticCurvePublicKey)
     (common_name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -231,7 +237,7 @@ def _ca_builder(
 ) -> x509.CertificateBuilder:
     builder = _builder(common_name, issuer, key, days, until)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, no more
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # only signs certificates
     return builder.add_extension(usage, critical=True)
 
 
@@ -283,14 +289,16 @@ def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
 
 @contextlib.contextmanager
 def _readable(directory: Path) -> Iterator[None]:
-    """Turns errors of files and of what is in them into a sentence. Never quotes contents: they may be keys."""
+    """Converts file and format errors to ConfigurationError, without quoting contents, which can be keys."""
     try:
         yield
     except FileNotFoundError as error:
         missing = os.path.basename(error.filename or "")
-        text = f"{directory} has no {missing}; make a PKI with `fleetdistill pki init --pki {directory}`"
+        text = f"{directory} has no {missing}; create a PKI with `fleetdistill pki init --pki {directory}`"
         raise ConfigurationError(text) from error
     except OSError as error:
-        raise ConfigurationError(f"the directory {directory} cannot be used: {in_words(error)}") from error
+        raise ConfigurationError(f"cannot use directory {directory}: {in_words(error)}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigurationError(f"a file in {directory} is damaged, or no key or certificate of ours") from error
+        raise ConfigurationError(
+            f"a file in {directory} is damaged or not a key or certificate of this PKI; restore it from a backup"
+        ) from error

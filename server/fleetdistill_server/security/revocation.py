@@ -1,4 +1,4 @@
-"""Shutting a device out of the server, with everything that follows in the runs it takes part in."""
+"""Revokes devices and ends their participation in all runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LONGEST_REASON = 512
 
 
 def revoke_device(store: Store, device: str, reason: str) -> bool:
-    """Shuts a device out from its next call on, for good; its open asks are closed. False if it was so before.
+    """Revokes a device permanently and closes its open asks. Returns False if it was already revoked.
 
     Args:
-        store: The server's.
-        device: Its id; it need not have called yet.
-        reason: Why; of more than 512 characters the first 512 are kept.
+        store: The server's store.
+        device: Id of the device; it need not have checked in yet.
+        reason: Reason for the revocation; only the first 512 characters are stored.
 
     Raises:
-        ConfigurationError: No device can have this id.
+        ConfigurationError: `device` is not a valid device id.
     """
     if not is_name(device):
-        raise ConfigurationError(f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"device id is {device[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
     with store.transaction():
         if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
             return False

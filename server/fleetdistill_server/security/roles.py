@@ -1,4 +1,4 @@
-"""Every call that the server has, and who may call it. A call that is not in the table is refused to all."""
+"""All calls of the server and the callers allowed to make them. Calls that are not listed are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Caller(StrEnum):
-    """What a connection proves of whoever calls."""
+    """Identity of a caller, as proven by its connection."""
 
     PLAIN = "plain text"
     ANONYMOUS = "TLS without a certificate"
@@ -18,7 +18,7 @@ class Caller(StrEnum):
 _DEVICE = "/fleetdistill.wire.v1.DeviceService/"
 _ENROLMENT = "/fleetdistill.wire.v1.EnrolmentService/"
 _OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
-_DEVICES = frozenset({Caller.DEVICE, Caller.PLAIN})  # on plain text the secret of the first check-in tells the device
+_DEVICES = frozenset({Caller.DEVICE, Caller.PLAIN})  # on plain text a secret identifies the device
 _PEOPLE = frozenset({Caller.OPERATOR, Caller.VIEWER})
 _INSIDE = _DEVICES | _PEOPLE
 WHO_MAY: dict[str, frozenset[Caller]] = {
@@ -42,7 +42,7 @@ WHO_MAY: dict[str, frozenset[Caller]] = {
     "/grpc.health.v1.Health/Watch": _INSIDE,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
 }
-"""Every method that the server has, and its callers."""
+"""Allowed callers of every gRPC method."""
 STAYS_OPEN = frozenset(
     {
         f"{_OPERATIONS}WatchRun",
@@ -50,4 +50,4 @@ STAYS_OPEN = frozenset(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
-"""Calls beside those of devices that stay open as long as their caller wants."""
+"""Streaming calls, besides those of devices, that have no time limit."""

@@ -1,4 +1,4 @@
-"""One-time enrolment tokens, and what becomes of one: a certificate, once."""
+"""One-time enrolment tokens and the certificates issued for them."""
 
 from __future__ import annotations
 
@@ -30,30 +30,33 @@ _SECRET_BYTES = 32
 def create_tokens(
     store: Store, authority: Authority, port: int, count: int, seconds: float, run: str, devices: Sequence[str] = ()
 ) -> list[str]:
-    """Makes tokens and keeps the SHA-256 of their secrets.
+    """Creates enrolment tokens and stores the SHA-256 of their secrets.
 
     Args:
-        store: Where the server looks them up.
-        authority: The CA whose certificate goes into them.
-        port: Of the enrolment port.
-        count: How many, 1 to 10,000.
-        seconds: Until they expire, above 0, at most a year.
-        run: The run that their devices are confined to; empty for all.
-        devices: Ids that one token each is bound to, in place of `count` tokens for any id.
+        store: The server's store.
+        authority: CA whose certificate is included in the tokens.
+        port: Port for enrolment.
+        count: Number of tokens, 1 to 10,000.
+        seconds: Validity in seconds, above 0 and at most a year.
+        run: Run that the devices are restricted to; empty for all runs.
+        devices: Device ids; if given, one token is created for each id, and `count` is ignored.
+
+    Returns:
+        The tokens.
 
     Raises:
-        ConfigurationError: A value is out of range, or there is no such run.
+        ConfigurationError: A value is out of range, or the run does not exist.
     """
     count = len(devices) or count
     if not 1 <= count <= MOST_TOKENS:
         raise ConfigurationError(f"count is {count}, must be 1 to {MOST_TOKENS}")
     for device in devices:
         if not is_name(device):
-            raise ConfigurationError(f"device {device[:70]!r} must be {NAME_RULE}")
+            raise ConfigurationError(f"device is {device[:70]!r}, must be {NAME_RULE}")
     if not 0 < seconds <= MOST_SECONDS:
-        raise ConfigurationError(f"tokens would expire after {seconds:g} seconds, must be above 0 and at most a year")
+        raise ConfigurationError(f"the validity is {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):
-        raise ConfigurationError(f"run {run[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"run is {run[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
     if run and store.runs.get(run) is None:
         raise ConfigurationError(
             f"{no_such_run(run, store.runs.names())}. Serve the run once before you create its tokens"
@@ -66,12 +69,12 @@ def create_tokens(
 
 
 def token_bytes(authority: Authority) -> int:
-    """Bytes of one token's text, and of what is around it in an answer."""
+    """Returns the size in bytes of one token in a response, including its framing."""
     return len(write_token(enrolment_pb2.EnrolmentToken(secret=b"x" * _SECRET_BYTES, ca=authority.der, port=1))) + 8
 
 
 def state_of(token: Row, now: float) -> str:
-    """used, revoked, expired or open."""
+    """Returns the state of a token: used, revoked, expired or open."""
     if token["device"] is not None:
         return "used"
     if token["revoked"]:
@@ -81,27 +84,27 @@ def state_of(token: Row, now: float) -> str:
 
 @dataclass(frozen=True)
 class EnrolmentApi:
-    """Gives certificates to devices.
+    """Issues certificates to devices.
 
     Attributes:
-        directory: Of the PKI; read at every call, so that a change of the CA needs no restart.
-        days: Life of a device's certificate.
+        directory: Directory of the PKI. It is read at every call, so that a CA rotation needs no restart.
+        days: Validity of a device's certificate in days.
     """
 
     directory: Path
     days: float
 
     def check_token(self, store: Store, secret: bytes) -> None:
-        """Raises RefusedError for a secret that is no live token's, before anything else of a request is looked at."""
+        """Raises RefusedError unless the secret belongs to a valid token; called before parsing the request."""
         _live(store.credentials.token(sha256(secret).digest()))
 
     def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
-        """Uses a token, in one transaction with the record of its certificate; returns the certificate.
+        """Uses a token and returns the device's certificate; both are recorded in one transaction.
 
-        The same token with the same key and id gets the same certificate again until the token expires.
+        A repeated call with the same token, key and id returns the same certificate until the token expires.
 
         Raises:
-            RefusedError: The token is not live, or the id is malformed, revoked, or another key's.
+            RefusedError: The token is not valid, or the id is malformed, revoked, or in use with another key.
         """
         key = read_request(request)
         token_hash = sha256(secret).digest()
@@ -109,7 +112,7 @@ class EnrolmentApi:
         if token["device"] is not None:
             return _same_again(store, token, device, key)
         if token["for_device"] not in ("", device):
-            text = f"the enrolment token is not for device id {device[:64]!r}; use the id that it was made for"
+            text = f"the enrolment token is not valid for device id {device[:64]!r}; use the id that it was created for"
             raise RefusedError(Code.BAD_TOKEN, text)
         _check_id(store, device, key)
         issued = Authority(self.directory).sign_device(key, device, token["run"], self.days)
@@ -117,14 +120,14 @@ class EnrolmentApi:
         return issued.pem
 
     def renew(self, store: Store, holder: Holder, request: bytes) -> bytes:
-        """The next certificate of a device; the newest one again while more than half of its life is left.
+        """Returns a renewed certificate; the current one if more than half of its validity is left.
 
         Raises:
-            RefusedError: The request is for another key than the device's.
+            RefusedError: The request has another key than the device.
         """
         key = read_request(request)
         if fingerprint(key) != holder.public_key:
-            text = f"device {holder.name!r} keeps its key; another one needs another id and a token"
+            text = f"device {holder.name!r} must renew with its own key; a new key requires a new id and token"
             raise RefusedError(Code.NOT_ALLOWED, text)
         for newest in store.credentials.certificates(holder.name)[-1:]:
             if time.time() < (newest["expires_at"] + newest["issued_at"]) / 2 and newest["run"] == holder.run:
@@ -138,7 +141,7 @@ def _live(token: Row | None) -> Row:
     state = "unknown" if token is None else state_of(token, time.time())
     over = token is not None and (token["revoked"] or token["expires_at"] < time.time())
     if token is None or over:
-        raise RefusedError(Code.BAD_TOKEN, f"the enrolment token is {state}; ask the operator for a fresh one")
+        raise RefusedError(Code.BAD_TOKEN, f"the enrolment token is {state}; ask the operator for a new token")
     return token
 
 
@@ -146,17 +149,17 @@ def _same_again(store: Store, token: Row, device: str, key: ec.EllipticCurvePubl
     row = store.credentials.certificate(token["serial"])
     same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
     if row is None or not same or row["expires_at"] < time.time():
-        raise RefusedError(Code.BAD_TOKEN, "the enrolment token is used; ask the operator for a fresh one")
+        raise RefusedError(Code.BAD_TOKEN, "the enrolment token is used; ask the operator for a new token")
     return bytes(row["pem"])
 
 
 def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None:
-    """An id belongs to the first key that enrolled with it, for good."""
+    """Raises RefusedError if the id is invalid, revoked, or already enrolled with another key."""
     if not is_name(device):
-        text = f"device id {device[:70]!r} must be 1 to 64 letters, digits, '-', '_' or '.'"
+        text = f"device id is {device[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'"
         raise RefusedError(Code.BAD_IDENTITY, text)
     if store.credentials.revocation(f"{Role.DEVICE}:{device}", "") is not None:
-        raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; it can only come back under another id")
+        raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; enrol it with another id")
     known = {row["public_key"] for row in store.credentials.certificates(device)}
     if known and fingerprint(key) not in known:
         text = (
