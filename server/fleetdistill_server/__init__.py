@@ -1,10 +1,10 @@
-"""The server of fleetdistill: methods of your own, and simulated fleets.
+"""Server of fleetdistill: custom methods and simulated fleets.
 
     from fleetdistill_server import Simulation, simulate
 
     report = simulate(Simulation(method="feddkc", devices=5, rounds=10))
 
-Names are looked up when they are used, so that importing the package loads neither torch nor pydantic.
+Exported names are loaded on first use, so importing the package loads neither torch nor pydantic.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Kinds of a run's events that more than one folder names."""
+"""Kinds of events that several packages use."""
 
 from __future__ import annotations
 
 LEFT_OUT = ("summary-left-out", "update-left-out", "upload-left-out")
-"""Kinds of the events about a device whose answer is far from the others'."""
+"""Kinds of events for a device whose answer was left out as an outlier."""
 MOST_OF_THE_WEIGHT = "most-of-the-weight"
-"""Kind of the event about a device that has more than half of a mean's weight."""
+"""Kind of the event for a device with more than half of the weight in a mean."""
 LARGE_DEVICE = "large-device"
-"""Kind of the event about a device that declares far more samples than the others; once for each."""
+"""Kind of the event for a device that declares far more samples than the others; written once per device."""
 ENGINE_FAILED = "engine-failed"
-"""Kind of the event that says why an engine ended."""
+"""Kind of the event that records why an engine failed."""
 GUARD = "-guard"
-"""How the kind of an event ends that a method's guard wrote; see `Cohort.guard`."""
+"""Suffix of the kinds of events written by a method's guards; see `Cohort.guard`."""

@@ -1,7 +1,7 @@
-"""The server's log: one line an event on standard error, as text or JSON, alike in every process of `serve`.
+"""Logging of the server: one line per event on standard error, as text or JSON, in the same format for all processes.
 
-All loggers are below `fleetdistill`. What an event is about goes into `extra`, by the names in `FIELDS`. Nothing that a
-device or a person keeps secret is ever logged, and what a device chose is printable.
+All loggers are below `fleetdistill`. The subject of a record is passed in `extra`, with the names in `FIELDS`. Secrets
+of devices and people are never logged, and text chosen by devices is made printable.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fleetdistill.printable import PrintableRecords, printable
 
 
 class LogFormat(StrEnum):
-    """How a line of the log looks."""
+    """Format of the log."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class LogLevel(StrEnum):
-    """From which level on lines are written."""
+    """Lowest level that is logged."""
 
     DEBUG = "DEBUG"
     INFO = "INFO"
@@ -33,7 +33,7 @@ class LogLevel(StrEnum):
 
 
 FIELDS = ("run", "round", "device", "ask", "event", "code")
-"""What a line may be about; `event` and `code` as in `fleetdistill runs show`."""
+"""Names of the fields of a log line; `event` and `code` as in `fleetdistill runs show`."""
 _ORDINARY = (
     "settings-changed",
     "started-from",
@@ -44,20 +44,20 @@ _ORDINARY = (
     "restored",
     "refusals-left-out",
 )
-"""Events that no operator has to look at."""
+"""Kinds of events that need no attention from the operator."""
 _LOGGED_WHERE_THEY_HAPPEN = ("engine-failed",)
-"""Events whose line has the traceback, or has to be there when the store cannot be written."""
+"""Kinds of events that are logged elsewhere, with a traceback or even if the store cannot be written."""
 _events = logging.getLogger("fleetdistill.server.events")
-_events.addHandler(logging.NullHandler())  # a program that configures no log has none of them on its terminal
+_events.addHandler(logging.NullHandler())  # no output unless the program configures logging
 
 
 def configure(process: str, log_format: str = LogFormat.TEXT, level: str = LogLevel.INFO) -> None:
-    """Sets the log of this process up; warnings of libraries become lines of it.
+    """Configures logging for this process; library warnings are logged too.
 
     Args:
-        process: Its name in every line: serve, front or engine.
+        process: Name of the process in every line: serve, front or engine.
         log_format: A `LogFormat`.
-        level: A `LogLevel`; lower lines are left out.
+        level: A `LogLevel`; lower levels are not logged.
     """
     handler = logging.StreamHandler()
     handler.addFilter(PrintableRecords())
@@ -67,12 +67,12 @@ def configure(process: str, log_format: str = LogFormat.TEXT, level: str = LogLe
 
 
 def about(**fields: Any) -> dict[str, Any]:
-    """`extra` of a log call; fields that are empty are left out."""
+    """Returns the `extra` argument of a logging call, without empty fields."""
     return {f"about_{name}": value for name, value in fields.items() if value not in (None, "", 0)}
 
 
 def log_event(row: Mapping[str, Any]) -> None:
-    """Logs an event of the store, once it is committed there."""
+    """Logs an event that has been committed to the store."""
     if row["kind"] in _LOGGED_WHERE_THEY_HAPPEN:
         return
     level = logging.INFO if row["kind"] in _ORDINARY else logging.WARNING
@@ -88,21 +88,21 @@ class TextLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback follows on indented lines."""
+        """Formats a record as one line; a traceback follows on separate lines."""
         words = [_when(record), record.levelname, self._process, record.getMessage()]
         words += [f"{name}={_word(value)}" for name, value in _fields(record).items()]
         return "\n".join([" ".join(words), *([record.exc_text] if record.exc_text else [])])
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, the `FIELDS` that there are, and a traceback."""
+    """One JSON object per line: time, level, process, logger, message, the non-empty `FIELDS`, and a traceback."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever it holds."""
+        """Formats a record as one line of JSON."""
         line = {
             "time": _when(record),
             "level": record.levelname.lower(),
@@ -125,7 +125,7 @@ def _when(record: logging.LogRecord) -> str:
 
 
 def _word(value: object) -> str:
-    """A value that holds together and cannot look like another field."""
+    """Quotes a value that contains spaces or could be mistaken for another field."""
     text = printable(str(value))
     plain = text and not set(text) & set(' ="\\')
     return text if plain else json.dumps(text)

@@ -1,4 +1,4 @@
-"""Where the command `fleetdistill` begins: before anything is imported that takes a while."""
+"""Entry point of the command `fleetdistill`; handles signals before the slow imports."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import signal
 import sys
 
 INTERRUPTED = 130
-"""What shells say of a program that Ctrl-C has ended."""
+"""Exit status that shells report for a program stopped by Ctrl-C."""
 
 
 def main() -> None:
-    """Runs the command line; a signal that comes while `serve` is still being imported ends it like a later one."""
+    """Runs the command line; signals during the imports of `serve` end it in the same way as later ones."""
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))
     if sys.argv[1:2] == ["simulate"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _not_begun)
-    sys.path.append(os.getcwd())  # last: own models and methods are found, and no file here hides an installed module
+    sys.path.append(os.getcwd())  # appended, so that local files do not shadow installed modules
     try:
         from fleetdistill_server.cli.app import app
     except KeyboardInterrupt:
-        print("interrupted before anything was done: give the same command again", file=sys.stderr)
+        print("interrupted before anything was done; run the command again", file=sys.stderr)
         sys.exit(INTERRUPTED)
     app()
 
 
 def _not_begun(number: int, frame: object) -> None:
-    print("interrupted before anything was simulated: give the same command again", file=sys.stderr)
+    print("interrupted before the simulation started; run the command again", file=sys.stderr)
     sys.exit(INTERRUPTED)
 
 
 def ctrl_c_interrupts() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, as it usually does."""
+    """Restores the default behaviour of Ctrl-C, which raises KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is _not_begun:
         signal.signal(signal.SIGINT, signal.default_int_handler)

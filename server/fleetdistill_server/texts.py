@@ -1,11 +1,11 @@
-"""How long a sentence may be that the store keeps: devices have a hand in most of them."""
+"""Limits the length of texts in the store, because devices provide most of them."""
 
 from __future__ import annotations
 
 LONGEST = 1000
-"""Characters."""
+"""Largest number of characters in a stored text."""
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The text, or its beginning with an ellipsis at the end: at most `longest` characters."""
+    """Returns the text, truncated to at most `longest` characters with an ellipsis at the end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -1,1 +1,1 @@
-"""A run as rows for people and scripts. Imports `store`, `security` and `service`."""
+"""Views of a store's runs for the command line and scripts. May import `store`, `security` and `service`."""

@@ -1,6 +1,6 @@
-"""What devices expect of their answers on unseen data, told by leave-one-out: nothing is held out for it.
+"""Expected accuracy of devices' predictors on unseen data, estimated by leave-one-out without held-out data.
 
-Only devices whose apps allow `metrics` tell; class statistics is the method that has these figures.
+Only devices whose apps allow `metrics` report it, and only class statistics has these figures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one device, from the newest round that it told of.
+    """Leave-one-out results of one device, from the newest round that it reported.
 
     Attributes:
-        rows: Own rows, at least 1.
-        general: Those that the general answer gets right, left out.
-        personal: The same of the personal answer that the device uses.
-        own_statistics_kept: Whether that one is made of the device's own statistics alone, because it was better.
+        rows: Number of the device's samples, at least 1.
+        general: Number of samples that the general variant predicts correctly when they are left out.
+        personal: The corresponding number for the personal variant that the device uses.
+        own_statistics_kept: Whether that variant uses only the device's own statistics, because it was better.
     """
 
     rows: int
@@ -37,12 +37,15 @@ class Expected:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Shares of own rows by answer."""
+        """Share of correct predictions by variant."""
         return {"general": self.general / self.rows, "personal": self.personal / self.rows}
 
 
 def expected(store: Store, run: str) -> dict[str, Expected]:
-    """Device -> what it expects, without devices that are forgotten; empty for methods that have no such figures."""
+    """Returns the expected accuracy by device, without devices that are forgotten or to be forgotten.
+
+    The result is empty for methods without these figures.
+    """
     gone = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
     told = {
         (row["device"], row["name"], row["round"]): row
@@ -56,7 +59,7 @@ def expected(store: Store, run: str) -> dict[str, Expected]:
 
 
 def _of_device(told: Mapping[tuple[str, str, int], Row], device: str, number: int) -> Expected | None:
-    """None where a device reports something that cannot be."""
+    """Returns a device's results, or None if it reported inconsistent figures."""
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_LEAVE_ONE_OUT, OWN_KEPT)
     general, personal, own, kept = (told.get((device, name, number)) for name in names)
     own_kept = own is not None and kept is not None and kept["sum"] > 0
@@ -67,7 +70,7 @@ def _of_device(told: Mapping[tuple[str, str, int], Row], device: str, number: in
 
 
 def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:
-    """Rates over all rows of all devices; None without any."""
+    """Returns the shares of correct predictions over the samples of all devices; None if there are no devices."""
     told = list(devices)
     rows = sum(one.rows for one in told)
     if not rows:

@@ -1,4 +1,4 @@
-"""What a person or a script sees of a store: plain data first, tables made of it."""
+"""Views of runs and devices: plain data, and tables made from them."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.suspects import suspects_by_round
 
 UNTIL_STOPPED = "until stopped"
-"""What people read of a run that wants no number of rounds."""
+"""Text shown for a run without a number of rounds."""
 _FURTHER = "/accuracy"
-"""How the name of a further answer's accuracy ends; before it is the answer's."""
+"""Suffix of the accuracy figures of further variants; the variant's name precedes it."""
 MOST_EVENTS = 1000
-"""The newest, which are shown of a run."""
+"""Largest number of events shown for a run; the newest are shown."""
 _MOST_ANSWERS = 4
-"""Further answers that are shown: a device may call its figures what it likes."""
+"""Largest number of further variants shown, because devices choose the names of their figures."""
 
 
 @dataclass(frozen=True)
 class View:
-    """Named lists of rows; `facts` stand above the tables.
+    """Named lists of rows, with `facts` shown above the tables.
 
     Attributes:
-        lists: Title to rows of plain values.
-        facts: Name to value.
+        lists: Rows of plain values, by title.
+        facts: Values by name.
     """
 
     lists: dict[str, list[Row]]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
-        """Everything as JSON; a single list as a list."""
+        """Returns everything as JSON; a view with a single list and no facts as an array."""
         value: Any = {**self.facts, **self.lists}
         if not self.facts and len(self.lists) == 1:
             value = next(iter(self.lists.values()))
         return json.dumps(value, indent=1)
 
     def tables(self) -> Sequence[Table | Text | str]:
-        """Everything as tables, in which nothing is markup: devices chose some of the words."""
+        """Returns everything as tables. Markup is disabled, because devices choose some of the texts."""
         told = _for_people(self.facts)
         facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in told.items()))] if told else []
         lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
@@ -64,20 +64,20 @@ class View:
 
 
 def runs(store: Store, served: Served = NOBODY) -> View:
-    """All runs; `served` is the one that a server works on at this moment, if one does."""
+    """Returns all runs; `served` is the run that a server currently works on."""
     return View({"runs": [_run_row(row, served) for row in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOBODY) -> View:
-    """One run: rounds, accuracies, traffic, and everything out of the ordinary.
+    """Returns one run: its rounds, accuracies, traffic and events.
 
     Args:
-        store: Where it lives.
-        name: The run.
-        served: The run that a server works on at this moment, if one does.
+        store: Store that contains the run.
+        name: Name of the run.
+        served: The run that a server currently works on.
 
     Raises:
-        ConfigurationError: There is no run of that name.
+        ConfigurationError: The run does not exist.
     """
     found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
@@ -113,7 +113,7 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
 
 
 def devices(store: Store, only: str | None) -> View:
-    """Devices of all runs, or of one."""
+    """Returns the devices of one run, or of all runs if `only` is None."""
     names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(no_such_run(only, store.runs.names()))
@@ -145,7 +145,7 @@ Groups = Mapping[Any, list[Row]]
 
 @dataclass(frozen=True)
 class _Told:
-    """What the devices of a run reported, read once: rows of figures by round, or by device."""
+    """Figures that the devices of a run reported, grouped by round or by device and read once."""
 
     verdicts: Groups
     train_loss: Groups
@@ -160,7 +160,7 @@ class _Told:
         )
 
     def totals(self) -> Row:
-        """Verdicts over the whole run."""
+        """Returns how many app models were replaced and kept in the whole run."""
         counted = verdicts([row for rows in self.verdicts.values() for row in rows])
         return {"models_replaced": counted.replaced, "models_kept": counted.kept}
 
@@ -173,12 +173,12 @@ def _grouped(rows: Iterable[Row], column: str) -> Groups:
 
 
 def _verdict_cells(rows: Sequence[Row] | None) -> Row:
-    """Verdicts of one round or one device; empty where its apps gave no validation data."""
+    """Returns how many app models one round or device kept and replaced; None if no app has validation data."""
     return asdict(verdicts(rows)) if rows else {"kept": None, "replaced": None}
 
 
 def _mean_figure(rows: Iterable[Row]) -> float | None:
-    """Mean over the devices of what they reported for a round; None if none did."""
+    """Returns the mean over devices of a reported figure; None if no device reported it."""
     rates = [row["sum"] / row["count"] for row in rows if row["count"]]
     return round(sum(rates) / len(rates), 4) if rates else None
 
@@ -209,13 +209,16 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
 
 
 def _answers(store: Store, run: str) -> dict[str, list[Row]]:
-    """Where devices have several answers, the newest test accuracy of each; the method names the further ones."""
+    """Returns each device's newest test accuracy by variant, if devices report several variants.
+
+    The method defines the names of the further variants.
+    """
     told = _grouped(store.history.newest_figures(run, "accuracy", "test"), "name")
-    taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # columns of other things
+    taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # names of other columns
     further = [name for name in told if name != "accuracy" and name not in taken]
     if not further:
         return {}
-    usual = sorted(further, key=lambda name: -len(told[name]))[:_MOST_ANSWERS]  # those that the most devices have
+    usual = sorted(further, key=lambda name: -len(told[name]))[:_MOST_ANSWERS]  # variants reported by the most devices
     named = {name.removesuffix(_FURTHER): told[name] for name in sorted(usual)}
     answers = {GENERAL: told.get("accuracy", []), **named}
     rows: dict[str, Row] = {}
@@ -227,7 +230,7 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
 
 
 def _leave_one_out(hopes: Mapping[str, Expected]) -> dict[str, list[Row]]:
-    """What each device expects of its answers on unseen data like its own, where it can tell."""
+    """Returns the accuracy that each device expects on unseen data like its own, if devices report it."""
     rows = [
         {
             "device": device,
@@ -240,12 +243,12 @@ def _leave_one_out(hopes: Mapping[str, Expected]) -> dict[str, list[Row]]:
 
 
 def _expected_of_the_fleet(hopes: Mapping[str, Expected]) -> Row:
-    """The same over the rows of all devices."""
+    """Returns the expected accuracy over the samples of all devices."""
     return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in (of_the_fleet(hopes.values()) or {}).items()}
 
 
 def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
-    """Tensors and headers as they are, the headers of both directions, and everything as it travelled."""
+    """Returns per device: uncompressed bytes of tensors and headers, header bytes, and bytes on the link."""
     rows: dict[str, Row] = {}
     nothing = dict.fromkeys(("up", "down", "envelope_bytes", "up_sent", "down_sent"), 0)
     for one in traffic:
@@ -257,7 +260,7 @@ def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
 
 
 def _bytes_by_kind(traffic: Sequence[Row]) -> list[Row]:
-    """The same by what the parts are; all devices and rounds together."""
+    """Returns the byte counts by kind of part, over all devices and rounds."""
     rows: dict[str, Row] = {}
     for one in sorted(traffic, key=lambda row: str(row["kind"])):
         kind = one["kind"] or "not told apart"
@@ -268,7 +271,7 @@ def _bytes_by_kind(traffic: Sequence[Row]) -> list[Row]:
 
 
 def _sent_cells(traffic: Iterable[Row]) -> Row:
-    """What travelled in one round, all devices together."""
+    """Returns the bytes on the link in one round, over all devices."""
     cells = {"bytes_up": 0, "bytes_down": 0}
     for one in traffic:
         cells[f"bytes_{one['direction']}"] += one["sent_bytes"]
@@ -305,33 +308,33 @@ def _device_row(row: Row, told: _Told, hopes: Mapping[str, Expected], revoked: s
 
 
 def _forgotten(row: Row) -> str | None:
-    """When a device was forgotten, or "asked" while it is still to be done; None where nobody wants it."""
+    """Returns when a device was forgotten, "asked" while that is pending, or None if it was not requested."""
     if row["forgotten_at"] is not None:
         return when(row["forgotten_at"])
     return "asked" if row["forget_asked_at"] is not None else None
 
 
 def when(seconds: float) -> str:
-    """A moment as people read it, ISO 8601 in UTC."""
+    """Formats Unix time in seconds as ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _for_people(row: Row) -> Row:
-    """A row with words where a script has None."""
+    """Replaces None by text where a table needs it."""
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
 
 _HEADINGS = {"cohort": "devices asked", "used": "answers used", "reported": "answers not used"}
-"""Of columns whose name, which scripts read, says too little to people."""
+"""Table headings for columns whose names, which scripts read, are too terse."""
 
 
 def heading(name: str) -> str:
-    """What people read above a column of that name."""
+    """Returns the table heading of a column."""
     return _HEADINGS.get(name, name.replace("_", " "))
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    """A table of rows with the same names; columns that are empty in all of them are left out."""
+    """Builds a table from rows with equal keys; columns that are empty in all rows are omitted."""
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     table = Table(title=Text(f"{title} ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in names:

@@ -1,4 +1,7 @@
-"""Devices that `robust` has left out three rounds running: shown to the operator, and nothing is revoked by itself."""
+"""Finds devices that `[method] robust` left out in three consecutive rounds of theirs.
+
+They are only shown to the operator; no device is revoked automatically.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _ROUNDS = 3
 
 
 def named(store: Store, run: str) -> dict[str, list[str]]:
-    """Devices that the run named as far from the others or as too heavy, each with the kinds of the events."""
+    """Returns the devices reported as outliers or as having too much weight, each with the kinds of the events."""
     found = defaultdict[str, list[str]](list)
     for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
         for device in sorted({row["device"] for row in store.history.events(run, kind)}):
@@ -21,7 +24,10 @@ def named(store: Store, run: str) -> dict[str, list[str]]:
 
 
 def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
-    """For each completed round the devices left out of it and of the last two before that they took part in."""
+    """Returns the suspects of each completed round.
+
+    A suspect was left out of the round and of the two preceding rounds that it took part in.
+    """
     left_out = defaultdict[str, set[int]](set)
     for kind in LEFT_OUT:
         for row in store.history.events(run, kind):

@@ -1,7 +1,7 @@
-"""`fleetdistill runs watch`: follows a run from its store, live on a terminal, line by line anywhere else.
+"""`fleetdistill runs watch`: follows a run in its store, with a live table on a terminal and lines elsewhere.
 
-`changes` reads what is new and knows nothing of printing; the printers are given what it found. Every change is plain
-data with a `kind`: run, round, step or event.
+`changes` reads the changes; the printers format them. Every change is plain data with a `kind`: run, round, step or
+event.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _LAST_ROUNDS = 20
 
 
 def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
-    """What is new in a run, oldest first.
+    """Returns the changes in a run since the previous call, oldest first.
 
     Args:
-        store: Where the run is.
-        run: Its name.
-        seen: What earlier calls found, by what it is about; empty at first, then what this function left in it.
+        store: Store that contains the run.
+        run: Name of the run.
+        seen: State of earlier calls, updated by this function; empty at first.
 
     Raises:
-        ConfigurationError: There is no run of that name.
+        ConfigurationError: The run does not exist.
     """
     found = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
     if found is None:
@@ -63,14 +63,14 @@ def _without(row: Row, *names: str) -> Row:
 
 
 def _moment(change: Row) -> tuple[bool, int, int]:
-    """By round; what the run says of itself comes last, and a round that ended after what happened in it."""
+    """Sort key: by round, with a round's end after its steps and events, and the run itself last."""
     ended = change["kind"] == "round" and change["status"] != "open"
     order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
     return change["kind"] == "run", int(change.get("round", 0)), order
 
 
 def is_over(new: list[Row]) -> bool:
-    """Whether the run is over with these changes."""
+    """Returns whether the run has ended according to these changes."""
     return any(one["kind"] == "run" and one["status"] in AT_REST for one in new)
 
 
@@ -79,12 +79,12 @@ def _pause() -> None:
 
 
 def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Iterator[list[Row]]:
-    """Yields what is new, again and again, until the run is over.
+    """Yields the changes in a run until it ends.
 
     Args:
-        store: Where the run is.
-        run: Its name.
-        wait: Called between two looks.
+        store: Store that contains the run.
+        run: Name of the run.
+        wait: Called between two reads of the store.
     """
     seen: dict[str, Row] = {}
     while True:
@@ -96,14 +96,14 @@ def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Itera
 
 
 class Printer(Protocol):
-    """Shows changes as they come."""
+    """Displays changes as they arrive."""
 
     def show(self, new: list[Row]) -> None:
-        """Takes what is new."""
+        """Displays new changes."""
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """Prints one JSON object per line."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
@@ -114,7 +114,7 @@ class JsonLines:
 
 
 class PlainLines:
-    """One sentence a line, for pipes and logs."""
+    """Prints one sentence per line, for pipes and logs."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
@@ -125,7 +125,10 @@ class PlainLines:
 
 
 class LiveTable:
-    """What goes on now, above the newest rounds: as many as the terminal has lines for. Drawn anew at every change."""
+    """Live display of the current step and events, above the newest rounds that fit on the terminal.
+
+    It is redrawn after every change.
+    """
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -155,7 +158,7 @@ class LiveTable:
         drawn = self._with_rounds(0)
         for count in range(1, min(len(self._rounds), _LAST_ROUNDS) + 1):
             taller = self._with_rounds(count)
-            if len(console.render_lines(taller, pad=False)) >= console.height:  # a line is left for the cursor
+            if len(console.render_lines(taller, pad=False)) >= console.height:  # keeps one line for the cursor
                 break
             drawn = taller
         return drawn
@@ -163,11 +166,11 @@ class LiveTable:
     def _with_rounds(self, count: int) -> Group:
         lines = [Text(sentence(self._run), style="bold"), *map(Text, (self._step, *self._events))]
         for line in lines:
-            line.no_wrap, line.overflow = True, "ellipsis"  # `runs show` has the events in full
+            line.no_wrap, line.overflow = True, "ellipsis"  # `runs show` prints the full texts
         return Group(*lines, *([self._table(count)] if count else []))
 
     def _table(self, count: int) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns are enough
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits in 80 columns
         for name in (
             "round",
             "status",
@@ -203,7 +206,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def sentence(change: Row) -> str:
-    """A change in words, on one line and without what a terminal would obey: events quote devices."""
+    """Formats a change as one line without control characters, because events contain text sent by devices."""
     return printable(_sentence(change))
 
 
@@ -236,7 +239,7 @@ def _round_sentence(row: Row) -> str:
 
 
 def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
-    """Shows what is new as it comes: a live table where `console` is a terminal, else lines; Ctrl-C ends it."""
+    """Displays changes as they arrive: a live table if `console` is a terminal, else lines. Ctrl-C stops."""
     live = console.is_terminal and not as_json
     screen = Live(console=console, auto_refresh=False) if live else None
     shown: AbstractContextManager[object] = screen if screen is not None else nullcontext()
