@@ -346,7 +346,7 @@ def test_options_reach_the_bytes() -> None:
 def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
     console = Console(width=WIDTH, file=io.StringIO())
     largest = Sizes(samples=10**6, features=10**6, model=Weights(10**9), layer_features=512)
-    console.print(*methods(largest, "float32").tables())
+    console.print(*methods(largest, "float32").tables()[:2])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= WIDTH for line in lines)
     for name in METHODS:

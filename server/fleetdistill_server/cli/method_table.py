@@ -147,8 +147,8 @@ def _recommended(rows: Sequence[Row]) -> list[str]:
 
 
 _LEFT_OUT = (
-    'Default settings. Figures are for one round, or the mean over a run whose rounds differ; "in all" means for the\n'
-    "whole run. Not included: payload headers (about 0.5 kB each), the first round's initial weights or proxy set,\n"
+    'Default settings. Figures are for one round, or the mean over a run whose rounds differ; "in all" means for the '
+    "whole run. Not included: payload headers (about 0.5 kB each), the first round's initial weights or proxy set, "
     "the end result, and figures on test data. See docs/reference/methods/index.md."
 )
 
