@@ -212,7 +212,7 @@ def test_export_of_a_run_without_a_round_says_so(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin("young", {"run": {"name": "young"}})
     store.close()
-    assert "no round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
+    assert "not completed a round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
 
 
 def test_export_of_a_run_whose_payloads_are_pruned_says_what_to_do(work: Path, tmp_path: Path) -> None:
