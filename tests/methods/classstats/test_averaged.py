@@ -79,7 +79,7 @@ from fleetdistill_server.store.store import Store
         ({"temperature": 0.0}, "temperature must be > 0"),
         ({"server_epochs": 0}, "server_epochs must be >= 1"),
         ({"agreement_from": "fleet"}, "unknown agreement_from 'fleet', expected one of devices, server"),
-        ({"agreement_from": "server"}, "agreement_from is 'server' and agreement_every 0.* set agreement_every"),
+        ({"agreement_from": "server"}, "agreement_from is 'server', but agreement_every is 0.* set agreement_every"),
         ({"personal_extractor": "thawed"}, "unknown personal_extractor 'thawed', expected one of frozen, own"),
         ({"rate_drop_after": -1}, "rate_drop_after"),
     ],
@@ -103,7 +103,9 @@ def test_a_run_without_a_round_after_the_extractors_is_refused_before_it_starts(
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
         "method": {"features": "averaged", "extractor_rounds": extractor_rounds},
     }
-    with pytest.raises(ConfigurationError, match=rf"rounds is {rounds}, .* run at least {extractor_rounds + 1} rounds"):
+    with pytest.raises(
+        ConfigurationError, match=rf"rounds is {rounds}, .* set rounds to at least {extractor_rounds + 1}, or lower"
+    ):
         run_config(values)
     run_config({**values, "run": {**values["run"], "rounds": extractor_rounds + 1}})
 

@@ -112,7 +112,7 @@ def test_predictors_of_the_table_read_coordinates(name: str) -> None:
 def test_a_predictor_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown predictor 'tree', expected one of space_linear"):
         make_predictor("tree", 3, 4)
-    with pytest.raises(ConfigurationError, match=r"gives \[2, 5\] for 2 rows of 3, expected \[2, 4\]"):
+    with pytest.raises(ConfigurationError, match=r"returns \[2, 5\] for 2 rows of 3, expected \[2, 4\]"):
         make_predictor(lambda inputs, classes: nn.Linear(inputs, 5), 3, 4)
 
 
@@ -184,7 +184,7 @@ def spaces() -> Mapping[str, dict[str, Any]]:
         "not finite": {"directions": nan},
         "shrinkage 1,": {"shrinkage": np.array(1.0)},
         "outside -1,": {"outside": np.array(-1.0)},
-        "df 0;": {"df": np.array(0)},
+        "df 0, expected": {"df": np.array(0)},
         "without samples": {"counts": np.array([0, 1, 2, 3], np.int32)},
     }
 

@@ -42,7 +42,7 @@ from fleetdistill_server.methods.classstats.server import ClassStatsServer
         ({"drawn_images": -1}, "drawn_images must be >= 0"),
         (
             {"own_network": "taught", "features": "model"},
-            "draws images through the scattering, and features is 'model'",
+            "needs images from the scattering, but features is 'model'",
         ),
     ],
 )
@@ -76,7 +76,7 @@ def test_the_usual_form_is_one_exchange() -> None:
     ],
 )
 def test_features_and_covariance_of_two_forms_do_not_go_together(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="does not go with covariance"):
+    with pytest.raises(ConfigurationError, match="cannot be combined with covariance"):
         config_class("classstats", settings)
 
 

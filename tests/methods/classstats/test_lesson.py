@@ -107,7 +107,7 @@ def signed_extractor(input_shape: Sequence[int]) -> nn.Module:
 def test_a_lesson_before_the_statistics_is_refused() -> None:
     half = make_device([20, 12, 3, 0])
     plan = Plan(values={"draw_seed": 1, "nonnegative": True})
-    with pytest.raises(WireError, match="before the fleet's class statistics"):
+    with pytest.raises(WireError, match="needs the fleet's class statistics, which are not in its state"):
         half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": plan}))
 
 
@@ -134,7 +134,7 @@ def spoilt_parts(parts: Parts, spoil: str) -> Parts:
     ("spoil", "says"),
     [
         ("features", r"means of the fleet's classes have shape \[4, 127\], expected finite numbers of \[4, 128\]"),
-        ("label", r"fleet's classes are \[3, 4, 5, 6\], expected different ones in \[0, 4\)"),
+        ("label", r"fleet's classes are \[3, 4, 5, 6\], expected distinct ones in \[0, 4\)"),
         ("rows", r"soft predictions on drawn rows are \[3, 4\], expected \[40, 4\]"),
         ("columns", r"soft predictions on drawn rows are \[40, 2\], expected \[40, 4\]"),
         *((name, f"the plan's {name} is None, expected") for name in RoundPlan.__annotations__),

@@ -407,7 +407,7 @@ def test_features_that_are_not_finite_are_refused_with_their_row() -> None:
 def test_features_that_do_not_fit_float16_are_refused(scale: float, what: str) -> None:
     rows, labels = many_rows(2, 6, 3)
     rows = rows * scale if what == "means" else (rows - rows.mean(axis=0)) * scale
-    with pytest.raises(KnowledgeError, match=r"go up to .*float16 to 65504; scale the features down"):
+    with pytest.raises(KnowledgeError, match=r"reach .*float16 holds at most 65504; scale the features down"):
         to_wire(moments_of(rows, labels), 8)
 
 

@@ -1,10 +1,10 @@
-"""Class statistics behind an averaged extractor, `features = "averaged"`: what both halves agree on, and what the
-device does. Our own method; no paper describes it.
+"""Device half of class statistics with an averaged extractor, `features = "averaged"`. No paper describes this method.
 
 Devices with different predictors average a small extractor for a few rounds and freeze it. Each then sends, once, a
-low-rank Gaussian of its features for every class that it has enough samples of, and gets, once, those of the fleet.
-From then on it trains on its own rows and on rows drawn from the Gaussians, so that it learns classes that it has never
-seen; a second predictor trains on its own rows alone.
+low-rank Gaussian of its features for every class with enough samples, and receives, once, the fleet's Gaussians. From
+then on it trains on its own rows and on rows drawn from the Gaussians, and so learns classes of which it has no
+samples. A second predictor trains on the device's own rows alone. The comments name the lines of the section "The
+mathematics" in `docs/reference/methods/classstats-averaged.md`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from fleetdistill.training.rollback import train_or_roll_back
 
 
 class AveragedDevice(DeviceMethod):
-    """Device half: the general predictor is that of the app's model, the personal one is kept beside it."""
+    """Device half: the app's model has the general predictor; the personal predictor is a second model."""
 
     config: AveragedConfig
 
     def __init__(self, config: AveragedConfig, local: Local) -> None:
         super().__init__(config, local)
         self.personal: torch.nn.Module | None = None
-        self._frozen: str | None = None  # digest of the extractor that it began with
+        self._frozen: str | None = None  # digest of the frozen extractor
         self.classes: dict[int, ClassSummary] | None = None
-        self._merge: int | None = None  # the server's name of these classes
+        self._merge: int | None = None  # the server's number of this merge
         self.agreed: tuple[int, Array] | None = None
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -67,7 +67,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Before R0: local training of the whole model from the fleet's extractor; only the extractor goes back."""
+        """Before R0: trains the whole model from the fleet's extractor, and sends the extractor alone."""
         self._load_extractor(ask)
         self.trained = train_epochs(
             self.local.model,
@@ -84,7 +84,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
-        """At R0: freezes the extractor, sets the personal predictor apart, and sends the summaries of own classes."""
+        """At R0: freezes the extractor, creates the personal predictor, and sends the summaries of own classes."""
         self._freeze(ask)
         features = self.features_of_data().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
@@ -95,7 +95,7 @@ class AveragedDevice(DeviceMethod):
         return Answer(parts={"statistics": sent}, samples=len(self.local.data), notes=notes)
 
     def _moments(self, rows_nf: Array) -> dict[int, ClassSummary]:
-        """What leaves of own rows, by class; the one place where noise would be added, of which there is none."""
+        """Returns the summaries to send, by class. They are sent without noise, which would be added here."""
         labels = self.local.data.labels.cpu().numpy()
         held = np.bincount(labels, minlength=self.local.classes)
         classes = {
@@ -106,7 +106,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("agree")
     def agree(self, ask: Ask) -> Answer:
-        """Soft predictions of the general predictor on the round's drawn rows."""
+        """Sends the general predictor's soft predictions on the round's drawn rows."""
         plan = self._take_classes(ask)  # line merge, made by the server
         drawn, _ = self.draw(plan)  # line draw
         logits = extract(self.local.taps.predict, drawn, model=self.local.model)
@@ -116,7 +116,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """From R0 on: the general predictor on own and drawn rows together, the personal one on own rows."""
+        """From R0 on: trains the general predictor on own and drawn rows, and the personal predictor on own rows."""
         plan = self._take_classes(ask)  # line merge, made by the server
         self._take_agreed(ask)
         features = self.features_of_data()
@@ -136,21 +136,26 @@ class AveragedDevice(DeviceMethod):
         take_weights(self.local.taps.extractor, ask.part("extractor", ModelParameters))
 
     def _freeze(self, ask: Ask) -> None:
-        """Takes the extractor for good. Where a round is played again, the personal predictor is there already."""
+        """Freezes the extractor. When a round is repeated with the same extractor, the personal predictor stays."""
         if self.config.extractor_rounds:
             self._load_extractor(ask)
         digest = _digest(self.local.taps.extractor)
         if digest != self._frozen:
-            self.optimizers.clear()  # of the whole model, which is not trained any more
+            self.optimizers.clear()  # the whole model is not trained any more
             self.personal, self._frozen = self._copy_of_model(), digest
 
     def _copy_of_model(self) -> torch.nn.Module:
-        """For the personal predictor: with the very tensors of an extractor that is frozen, so that there is one."""
+        """Returns the model with the personal predictor; it shares the tensors of a frozen extractor."""
         shared = [] if self._personal_has_own_extractor else state_tensors(self.local.taps.extractor)
         return copy.deepcopy(self.local.model, {id(one): one for one in shared})
 
     def _take_classes(self, ask: Ask) -> RoundPlan:
-        """The plan, and the fleet's classes where they come along; else those that it names must be here already."""
+        """Returns the round's plan, and stores the fleet's classes if the ask contains them.
+
+        Raises:
+            WireError: The device has no statistics of the fleet, or the ask's do not fit its features.
+            CannotAnswer: The plan is about another merge than the device's.
+        """
         sent = self._sent_classes(ask) if "classes" in ask.parts else self.classes
         self._check_summarised(ask, sent)  # guard
         plan = RoundPlan.of(ask)
@@ -162,33 +167,38 @@ class AveragedDevice(DeviceMethod):
     def _check_summarised(self, ask: Ask, classes: Mapping[int, ClassSummary] | None) -> None:
         if classes is None or self.personal is None:
             raise WireError(
-                f"step {ask.step!r} came before the fleet's class statistics, is the state directory older? The server "
-                "asks for the summary again"
+                f"step {ask.step!r} needs the fleet's class statistics, which are not in its state directory; the "
+                "server asks for the device's summary again"
             )
 
     def _check_merge(self, ask: Ask, plan: RoundPlan) -> None:
         if plan.merge != self._merge:
             raise CannotAnswer(
-                f"step {ask.step!r} is about class statistics {plan.merge}, this device has {self._merge}: an answer "
-                "of its came to nothing, or server or device is older; the server sends them with the next ask"
+                f"step {ask.step!r} is about class statistics {plan.merge}, this device has {self._merge}; the server "
+                "sends the current ones with the next ask"
             )
 
     def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
-        """Raises WireError for classes that are not the contract's, or of other features than this device's."""
+        """Returns the ask's classes. Raises WireError if classes or features are not the contract's."""
         sent = ask.part("classes", ClassStatistics)
         check_statistics(sent, prod(self._features_shape), self.local.classes)
         return from_wire(sent)
 
     def features_of_data(self) -> Tensor:
-        """Features of all own rows behind the frozen extractor, where training is."""
+        """Returns the frozen extractor's features of all own rows, `[N, ...]`, on the device that computes."""
         found = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         return found.to(self.local.torch_device)
 
     # --- drawn rows
 
     def draw(self, plan: RoundPlan) -> tuple[Tensor, Tensor]:
+        """Returns the round's drawn rows `[R, ...]` and their labels `[R]`.
+
+        Raises:
+            CannotAnswer: The fleet's statistics have no class.
+        """
         if not self.classes:
-            raise CannotAnswer("the fleet's class statistics have no class that rows could be drawn from")
+            raise CannotAnswer("the fleet's class statistics have no class, so there are no rows to draw")
         features, labels = draw_classes(
             self.classes, self.config.drawn_rows, plan.draw_seed, nonnegative=plan.nonnegative
         )
@@ -201,10 +211,10 @@ class AveragedDevice(DeviceMethod):
         return tuple(first.shape[1:])
 
     def drawn(self, plan: RoundPlan, seed: int) -> DrawnRows | None:
-        """The round's rows, with the soft predictions for them where it has these; None where the fleet has no class.
+        """Returns the round's drawn rows, with soft predictions if it has them; None if the fleet has no class.
 
         Raises:
-            WireError: The soft predictions are of another shape.
+            WireError: The soft predictions do not have one row of C numbers for each drawn row.
         """
         if not self.classes:
             return None
@@ -220,7 +230,7 @@ class AveragedDevice(DeviceMethod):
     # --- training
 
     def _learn_general(self, features: Tensor, drawn: DrawnRows | None, seed: int) -> TrainingReport:
-        """Own and drawn rows in one forward pass, so that batch-norm of the predictor sees both."""
+        """Trains on own and drawn rows in one forward pass, so that the predictor's batch-norm sees both."""
         labels = self.local.data.labels.to(features.device)
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -242,7 +252,7 @@ class AveragedDevice(DeviceMethod):
         return loss
 
     def learn_personal(self, features: Tensor, rate: float, seed: int) -> bool:
-        """Whether it came to nothing finite and is as before: the fleet learns from the general predictor alone."""
+        """Trains the personal predictor; returns whether the training was reverted because it did not stay finite."""
         personal, labels = self.personal, self.local.data.labels.to(features.device)
         assert personal is not None
 
@@ -279,7 +289,7 @@ class AveragedDevice(DeviceMethod):
         )
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        """That of the whole model, of the general or of the personal predictor; each lives on from round to round."""
+        """Returns the optimiser of `whole`, `general` or `personal`; each is kept from round to round."""
         if name not in self.optimizers:
             self.optimizers[name] = make_local_optimizer(self.config, self._trained_by(name))
         return self.optimizers[name]
@@ -291,10 +301,10 @@ class AveragedDevice(DeviceMethod):
         frozen = set() if whole else {id(one) for one in model.extractor.parameters()}  # type: ignore[union-attr]
         return [one for one in model.parameters() if id(one) not in frozen]
 
-    # --- two answers
+    # --- variants
 
     def variants(self) -> Mapping[str, torch.nn.Module]:
-        """3.7: from R0 on also the personal answer, the product of both predictors' probabilities."""
+        """Returns the general variant and, from R0 on, the personal one: the product of both probabilities."""
         if self.personal is None:
             return super().variants()
         shared = not self._personal_has_own_extractor
@@ -304,7 +314,7 @@ class AveragedDevice(DeviceMethod):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The personal predictor, the fleet's classes, the soft predictions that hold, and the optimisers."""
+        """Returns the personal predictor, the fleet's classes, the soft predictions in use, and the optimisers."""
         return {
             "personal": self._personal_state(),
             "frozen": self._frozen,
@@ -321,7 +331,7 @@ class AveragedDevice(DeviceMethod):
         return self.personal.state_dict() if own else _above_extractor(self.personal)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         self.personal, self._frozen = None, state["frozen"]
         if state["personal"] is not None:
             self.personal = self._copy_of_model()
@@ -344,6 +354,6 @@ def _digest(module: torch.nn.Module) -> str:
 
 
 def _above_extractor(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A model's state but for its extractor, which is frozen and kept once, with the general model."""
+    """Returns a model's state without its extractor, which is stored once, with the general model."""
     below = {id(one) for one in state_tensors(model.extractor)}  # type: ignore[arg-type]
     return {name: one.detach() for name, one in model.state_dict(keep_vars=True).items() if id(one) not in below}

@@ -1,4 +1,4 @@
-"""Class statistics with an averaged extractor: the settings."""
+"""Settings of class statistics with an averaged extractor."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedConfig(LocalTraining):
-    """Settings of this form of class statistics beside those of local training.
+    """Settings of the averaged form of class statistics, in addition to those of local training.
 
     Attributes:
-        features: `averaged`: behind an extractor that devices average, or one that is given with `extractor_rounds` 0.
-        covariance: `class`: each class has one of its own.
-        rate_drop_after: Completed rounds after which the learning rate is a tenth, at the earliest when the extractor
-            is frozen; 0 for never.
-        extractor_rounds: R0, rounds that train and average the extractor, at least 0; it is frozen afterwards. 0 only
-            for an extractor that comes with trained weights.
-        rank: r, directions of a class's covariance that are kept, in [0, 64]; 0 is a diagonal Gaussian.
-        rows_per_direction: Samples of a class that a device must have for each direction, at least 2. The more, the
-            less does the span of the directions say about single rows.
-        shrinkage: s, share of the covariance that all classes have in common, in [0, 1).
-        min_samples: n_min, samples that a device must have of a class to send it, at least 2.
-        clip_norm: L2 norm to which the features of a row are scaled down before they are summarised, at least 0; 0 is
-            no clipping. It bounds what one row can do to the sums; without noise it is no differential privacy.
-        drawn_rows: M, rows of each class that are drawn for a round, 1 to 10,000.
-        drawn_weight: λ, weight of their loss beside that of own rows, at least 0.
-        agreement_every: Rounds from one exchange of soft predictions on drawn rows to the next; 0 for none.
-        agreement_from: Whose soft predictions devices learn from: `devices`, the mean of their own; or `server`, those
-            of the server's own predictor, in the round of the merge already and without anything going up.
-        agreement_weight: w, weight of the loss towards them, at least 0.
-        temperature: τ of that loss, above 0.
-        personal_extractor: The personal predictor's: `frozen`, the fleet's; or `own`, a copy of it that trains on with
-            this predictor. It never leaves the device.
-        server_epochs: Passes of the server's own predictor over drawn rows, at least 1, each over new ones.
-        means_only: Send and draw means alone, without spread, as prototypes: the control of what the spread is worth.
-        recognition_guard: Leave out a class whose drawn rows the server's own predictor does not recognise.
+        features: `averaged`: statistics of the features of an extractor that devices average, or of a given one with
+            `extractor_rounds` 0.
+        covariance: `class`: each class has its own covariance.
+        rate_drop_after: Number of completed rounds after which the learning rate is a tenth, but not before the
+            extractor is frozen; 0 for never.
+        extractor_rounds: R0, rounds that train and average the extractor before it is frozen, at least 0. 0 needs an
+            extractor with trained weights.
+        rank: r, directions of a class's covariance, in [0, 64]; 0 is a diagonal Gaussian.
+        rows_per_direction: Least number of a class's samples per direction, at least 2. A larger value reveals less
+            about single rows.
+        shrinkage: s, weight of the covariance that all classes share, in [0, 1).
+        min_samples: n_min, least number of samples of a class that a device sends, at least 2.
+        clip_norm: Largest L2 norm of a row's features before they are summarised, at least 0; longer rows are scaled
+            down, and 0 turns clipping off. It bounds the effect of one row; without noise it is not differential
+            privacy.
+        drawn_rows: M, rows of each class drawn in a round, 1 to 10,000.
+        drawn_weight: λ, weight of the loss on drawn rows, at least 0.
+        agreement_every: Rounds between exchanges of soft predictions on drawn rows, at least 0; 0 for none.
+        agreement_from: Source of the soft predictions: `devices`, the mean of the devices' own; or `server`, those of
+            the server's predictor, which need no upload and start in the round of the merge.
+        agreement_weight: w, weight of the loss on soft predictions, at least 0.
+        temperature: τ of the loss on soft predictions, above 0.
+        personal_extractor: Extractor of the personal predictor: `frozen`, the fleet's; or `own`, a copy that trains
+            with this predictor and is never sent.
+        server_epochs: The server's passes over drawn rows in training its predictor, at least 1; each draws new rows.
+        means_only: Whether only means are sent and drawn, as prototypes; the control for the value of the covariance.
+        recognition_guard: Whether a class is left out if the server's predictor does not recognise its drawn rows.
     """
 
     keeps_optimizer: ClassVar[bool] = True
@@ -96,37 +98,37 @@ class AveragedConfig(LocalTraining):
             check_choice(name, getattr(self, name), known)
         if self.agreement_from == "server" and not self.agreement_every:
             raise ConfigurationError(
-                "agreement_from is 'server' and agreement_every 0, so nobody would learn from its predictions; set "
-                "agreement_every to the rounds from one time to the next, or beyond the run's rounds for once"
+                "agreement_from is 'server', but agreement_every is 0, so no device would learn from the server's "
+                "predictions; set agreement_every to at least 1"
             )
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """The one of one exchange."""
+        """Returns the form with one exchange."""
         from fleetdistill.methods.classstats.config import ClassStatsConfig
 
         return {'features = "scattering" or "model"': ClassStatsConfig}
 
     @property
     def moments(self) -> int:
-        """Vectors of F numbers that are sent of a class: its mean, and of its spread what there is to be."""
+        """Number of vectors of F numbers that are sent for a class: mean, variances and directions."""
         return 1 if self.means_only else 2 + self.rank
 
     def for_classes(self, classes: int) -> AveragedConfig:
-        """The same settings; none depends on the number of classes."""
+        """Returns this configuration: no setting depends on the number of classes."""
         return self
 
     def local_rate(self, number: int) -> float:
-        """Learning rate of devices in a round, numbered from 1; it stays while all train one extractor."""
+        """Returns the devices' learning rate in a round, counted from 1; it does not drop before R0."""
         dropped = bool(self.rate_drop_after) and number > max(self.rate_drop_after, self.extractor_rounds)
         return self.learning_rate * (_DROPPED_TO if dropped else 1.0)
 
     def check_rounds(self, rounds: int) -> None:
-        """There must be one after the extractor's."""
+        """Raises ConfigurationError if no round remains after the extractor's rounds."""
         if 0 < rounds <= self.extractor_rounds:
             raise ConfigurationError(
-                f"[run] rounds is {rounds}, and all of them would go into the extractor: [method] extractor_rounds is "
-                f"{self.extractor_rounds}; run at least {self.extractor_rounds + 1} rounds, or lower extractor_rounds"
+                f"[run] rounds is {rounds}, but [method] extractor_rounds is {self.extractor_rounds}, so no round "
+                f"remains after them; set rounds to at least {self.extractor_rounds + 1}, or lower extractor_rounds"
             )
 
     @property
@@ -136,11 +138,11 @@ class AveragedConfig(LocalTraining):
 
     @property
     def server_teaches(self) -> bool:
-        """Whether the server's own predictor gives them."""
+        """Whether the server's predictor makes the soft predictions."""
         return bool(self.agreement_every) and self.agreement_from == "server"
 
     def agrees_in(self, completed: int) -> bool:
-        """Whether the round after so many completed ones has new soft predictions."""
+        """Returns whether the round after `completed` completed ones exchanges new soft predictions."""
         since = completed - self.extractor_rounds
-        first = 0 if self.server_teaches else 1  # devices have something to say when they have learned once
+        first = 0 if self.server_teaches else 1  # devices predict drawn rows only after they have trained on them
         return bool(self.agreement_every) and since >= first and since % self.agreement_every == 0

@@ -1,8 +1,9 @@
-"""The space of a fleet's classes: few directions in which the covariance within classes is the unit matrix.
+"""The space of a fleet's classes: a few directions in which the covariance within classes is the identity matrix.
 
-The server makes it of merged moments and sends it once; nearest class mean in it is linear discriminant analysis with
-all numbers. In float64 with numpy alone. Letters: n rows, D numbers a row, K classes in the space, q directions, C
-classes of the run. The mathematics is `docs/reference/methods/classstats.md`; numbers in brackets are its equations.
+The server makes the space from merged moments and sends it once. The nearest class mean in it is linear discriminant
+analysis on all D numbers. In float64 with numpy alone. Symbols: n rows, D numbers per row, K classes in the space, q
+directions, C classes of the run. "Line" refers to the section "The mathematics" of
+`docs/reference/methods/classstats.md`.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.training.figures import likelihood
 
 BELOW_ALL = 20.0
-"""How far the logit of a class that is not in the space lies below the least of the others."""
+"""Difference between the smallest logit of the space's classes and the logit of a class that is not in the space."""
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Of which a device takes the best for its personal answer (3.9)."""
+"""Temperatures τ from which a device selects the best one for its personal variant (line personal)."""
 LEAST_SHRINKAGE, MOST_SHRINKAGE = 0.05, 0.5
 _RIDGE = 1e-6
-_SMALLEST_REST = 1e-6  # of 1 - beta E, which a row that is all there is of its class may take to 0
+_SMALLEST_REST = 1e-6  # lower bound of 1 - beta E, which is 0 for a class that consists of one row
 
 
 def shrinkage_rule(dimensions: int, df: int) -> float:
-    """s = D / (4 df), at least 0.05 and at most 0.5 (3.5)."""
+    """Returns s = D / (4 df), at least 0.05 and at most 0.5 (line shrink)."""
     return float(np.clip(dimensions / (4 * max(df, 1)), LEAST_SHRINKAGE, MOST_SHRINKAGE))
 
 
 def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
-    """The covariance moved towards its diagonal (3.5).
+    """Returns T, the covariance moved towards its diagonal (line shrink).
 
     Args:
-        covariance: `[D, D]`.
+        covariance: S, `[D, D]`.
         share: s, in [0, 1).
-        ridge: Share of the mean variance that is added to every variance, so that there is an inverse.
+        ridge: Share of the mean variance that is added to every variance, so that T is invertible.
+
+    Returns:
+        `[D, D]` float64.
     """
     variances = np.diag(covariance)
     added = share * variances + ridge * variances.mean()
@@ -44,23 +48,23 @@ def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
 
 
 def make_space(moments: Moments, shrinkage: float, ridge: float = _RIDGE) -> ClassSpace:
-    """The space of merged moments (3.6).
+    """Makes the space of merged moments (line space).
 
     Args:
-        moments: Of at least two classes.
+        moments: Moments of at least two classes.
         shrinkage: s, in [0, 1).
         ridge: As in `shrunk`.
 
     Returns:
-        The space in float64; it travels in float16.
+        The space in float64; it is sent in float16.
 
     Raises:
-        KnowledgeError: There are fewer than two classes, or all rows of every class are alike.
+        KnowledgeError: The moments have fewer than two classes, or no feature varies within a class.
     """
     if len(moments.labels) < 2:
-        raise KnowledgeError(f"a space needs two classes, the moments have {len(moments.labels)}")
+        raise KnowledgeError(f"a class space needs at least two classes, but the moments have {len(moments.labels)}")
     if not np.diag(moments.covariance).any():
-        raise KnowledgeError("no number of the features varies within a class; check the extractor and its inputs")
+        raise KnowledgeError("no feature varies within a class; check the extractor and its inputs")
     values, vectors = np.linalg.eigh(shrunk(moments.covariance, shrinkage, ridge))
     values = np.maximum(values, np.finfo(np.float64).tiny)
     whitening = vectors / np.sqrt(values)
@@ -83,24 +87,27 @@ def make_space(moments: Moments, shrinkage: float, ridge: float = _RIDGE) -> Cla
 
 
 def _outside(moments: Moments, whitening: Array, directions: Array) -> float:
-    """rho: mean squared distance of a row from its class in all other directions than those of the space."""
+    """Returns ρ, a row's mean squared distance from its class mean in the directions outside the space."""
     whole = np.trace(whitening.T @ moments.covariance @ whitening)
     within = np.trace(directions.T @ moments.covariance @ directions)
     return max(float(whole - within), 0.0) * moments.df / float(moments.counts.sum())
 
 
 def coordinates(space: ClassSpace, rows_nd: Array) -> Array:
-    """v = z P - o, `[n, q]` float64."""
+    """Returns the rows' coordinates v = z P - o, `[n, q]` float64."""
     return np.asarray(rows_nd @ space.directions.astype(np.float64) - space.origin.astype(np.float64))
 
 
 def logits(space: ClassSpace, coordinates_nq: Array, classes: int) -> Array:
-    """The general answer: v b_c - |b_c|^2 / 2 (3.7). `[n, C]`; a class that is not in the space lies below all others.
+    """Returns the general variant's logits, v b_c - |b_c|^2 / 2 (line general).
 
     Args:
-        space: The fleet's.
-        coordinates_nq: What `coordinates` gave.
+        space: The fleet's space.
+        coordinates_nq: Coordinates of the rows, from `coordinates`.
         classes: C.
+
+    Returns:
+        `[n, C]` float64; a class that is not in the space has the smallest logit.
     """
     centres = space.centres.astype(np.float64)
     found = coordinates_nq @ centres.T - np.square(centres).sum(axis=1) / 2
@@ -115,21 +122,22 @@ def leave_one_out(
     classes: int,
     held: float = 1.0,
 ) -> Array:
-    """Logits of own rows as if each had not been counted in the space: what they say of unseen rows (3.8).
+    """Returns logits of own rows as if each row were left out of the space; they estimate those of unseen rows.
 
-    The page takes a row's whole outer product out of the covariance. Where devices send few directions the covariance
-    holds only a share of it, and taking out the whole makes small fleets look far worse than they are.
+    A rank-one correction removes each row from its class mean and from the covariance. If devices send few directions,
+    the covariance contains only a share of the row's outer product, and only that share is removed.
 
     Args:
-        space: The fleet's.
-        coordinates_nq: Of the rows.
-        labels_n: Their classes.
+        space: The fleet's space.
+        coordinates_nq: Coordinates of the rows, from `coordinates`.
+        labels_n: Classes of the rows, `[n]`.
         counted: Classes whose rows of this device are in the space.
         classes: C.
-        held: Share of a row's outer product that the covariance holds, in (0, 1].
+        held: Share of a row's outer product that the covariance contains, in (0, 1].
 
     Returns:
-        `[n, C]`, minus half the squared distances; of rows whose class is not in the space those of `logits`' kind.
+        `[n, C]` float64, minus half the squared distances from the class means. A row whose class is not counted is
+        not corrected.
     """
     centres, outside = space.centres.astype(np.float64), float(space.outside)
     place = {label: number for number, label in enumerate(space.labels)}
@@ -152,18 +160,18 @@ def leave_one_out(
 
 
 def class_prior(labels_n: Array, classes: int) -> Array:
-    """pi_c = (n_c + 1/2) / sum, `[C]`, from all own rows (3.9)."""
+    """Returns the class shares π_c = (n_c + 1/2) / Σ(n_c + 1/2) of own rows, `[C]` (line personal)."""
     counts = np.bincount(labels_n, minlength=classes) + 0.5
     return np.asarray(counts / counts.sum())
 
 
 def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float:
-    """Of `TEMPERATURES` the one under which own rows are likeliest with the device's own class shares (3.9).
+    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of own rows (line personal).
 
     Args:
-        logits_nc: What `leave_one_out` gave.
-        labels_n: The rows' classes.
-        prior_c: What `class_prior` gave.
+        logits_nc: Logits of the rows, from `leave_one_out`.
+        labels_n: Classes of the rows, `[n]`.
+        prior_c: Class shares, from `class_prior`.
     """
     return max(TEMPERATURES, key=lambda one: likelihood(logits_nc / one + np.log(prior_c), labels_n))
 
@@ -176,6 +184,6 @@ def _in_all_classes(found_nk: Array, labels: list[int], classes: int) -> Array:
 
 
 def _with_signs(columns_dq: Array) -> Array:
-    """Each column with the sign that makes its entry of largest magnitude positive."""
+    """Returns the columns with signs that make each column's entry of largest magnitude positive."""
     largest = np.abs(columns_dq).argmax(axis=0)
     return np.where(columns_dq[largest, np.arange(columns_dq.shape[1])] < 0, -columns_dq, columns_dq)

@@ -1,6 +1,6 @@
-"""What a device makes of the fleet's class space and its own rows: two answers, and what it may expect of them.
+"""A device's two variants from the fleet's class space and its own rows, with estimates of their accuracy.
 
-In numpy alone, so that devices with and without PyTorch do the same. Letters as in
+In numpy alone, so that devices with and without PyTorch compute the same. Symbols as in
 `fleetdistill.methods.classstats.class_space`.
 """
 
@@ -24,26 +24,27 @@ from fleetdistill.methods.classstats.class_space import (
 from fleetdistill.methods.classstats.shared_statistics import Moments
 
 LEAVE_ONE_OUT = "leave_one_out"
-"""Metric on split `train`: own rows that the general answer gets right as if each had not been counted; no held-out
-data needed."""
+"""Metric on split `train`: own rows that the general variant classifies correctly when each is left out of the space.
+
+It estimates the accuracy on unseen rows without held-out data."""
 PERSONAL_LEAVE_ONE_OUT = "personal/leave_one_out"
-"""The same of the personal answer from the fleet's statistics."""
+"""Metric on split `train`: as `LEAVE_ONE_OUT`, for the personal variant from the fleet's statistics."""
 OWN_LEAVE_ONE_OUT = "own_statistics/leave_one_out"
-"""The same of a personal answer from the device's own statistics alone, where it has two classes to make one."""
+"""Metric on split `train`: as `LEAVE_ONE_OUT`, for the personal variant from the device's own statistics alone."""
 OWN_KEPT = "own_statistics_kept"
-"""Metric: sum 1 where the personal answer is made of the device's own statistics, because they are better (3.11)."""
+"""Metric: sum 1 if the personal variant is made from the device's own statistics, because it is better; otherwise 0."""
 SPLIT = "train"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PersonalVariant:
-    """softmax(logits / temperature + log prior) in a space (3.9).
+    """A personal variant: softmax(logits / temperature + log prior) in a space (line personal).
 
     Attributes:
-        space: The fleet's, or the device's own.
-        temperature: Above 0.
-        prior: `[C]`, the device's class shares.
-        hits: `[n]`, whether it gets each own row right, left out.
+        space: The fleet's space, or the space of the device's own statistics.
+        temperature: τ, above 0.
+        prior: π, the device's class shares, `[C]`.
+        hits: Whether each own row is classified correctly when left out, `[n]`.
     """
 
     space: ClassSpace
@@ -54,13 +55,13 @@ class PersonalVariant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClassVariants:
-    """Both answers of a device.
+    """Both variants of a device.
 
     Attributes:
-        general: The fleet's space.
-        personal: Whichever is better on own rows, left out.
-        own_kept: Whether that is the one from own statistics.
-        figures: What the device expects of its answers.
+        general: The fleet's space, in which the general variant classifies.
+        personal: The personal variant that is better on own rows, left out.
+        own_kept: Whether `personal` is made from the device's own statistics.
+        figures: Leave-one-out metrics of the variants.
     """
 
     general: ClassSpace
@@ -78,23 +79,23 @@ def class_variants(
     own: Moments | None,
     rows_per_direction: int = 1,
 ) -> ClassVariants:
-    """Both answers from the fleet's space (3.8, 3.9, 3.11).
+    """Makes both variants from the fleet's space.
 
     Args:
-        space: The fleet's, in the dimensions of the rows.
-        rows_nd: All own rows, projected.
-        labels_n: Their classes.
+        space: The fleet's space, for rows of D numbers.
+        rows_nd: Projected features of all own rows, `[n, D]`.
+        labels_n: Classes of the rows, `[n]`.
         counted: Classes whose rows of this device are in the space.
         classes: C.
         own: The device's own moments, for the guard; None for no guard.
-        rows_per_direction: Degrees of freedom for each direction that devices have sent: so many directions of D are
-            all that the covariance holds of a row beyond its diagonal.
+        rows_per_direction: Least degrees of freedom per direction that devices have sent. With few directions the
+            covariance contains only a share of a row's outer product.
     """
     held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
-    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)  # 3.8
-    fleets = _personal(space, left_out, labels_n, classes)  # 3.9
+    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)  # leave-one-out
+    fleets = _personal(space, left_out, labels_n, classes)  # line personal
     local = local_variant(own, rows_nd, labels_n, classes) if own is not None else None
-    personal = _better(fleets, local)  # guard, 3.11
+    personal = _better(fleets, local)  # guard
     figures = [
         _metric(LEAVE_ONE_OUT, left_out.argmax(axis=1) == labels_n, labels_n),
         *_figures(fleets, local, labels_n),
@@ -103,7 +104,7 @@ def class_variants(
 
 
 def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalVariant:
-    """The one that gets more own rows right, left out; the fleet's where both get as many."""
+    """Returns the variant with more correct own rows, left out; the fleet's if they are equal."""
     return local if local is not None and local.hits.sum() > fleets.hits.sum() else fleets
 
 
@@ -117,7 +118,7 @@ def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: A
 
 
 def local_variant(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalVariant | None:
-    """A personal answer from the device's own statistics; None where they make no space (fewer than two classes)."""
+    """Returns a personal variant from the device's own statistics; None if they do not make a space."""
     try:
         space = make_space(own, shrinkage_rule(own.dimensions, own.df))
     except KnowledgeError:

@@ -1,4 +1,4 @@
-"""Class statistics in one exchange: the settings."""
+"""Settings of class statistics in one exchange."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ _OF_THE_OTHER_FORM = {"features": ("averaged",), "covariance": ("class",)}
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatsConfig(LocalTraining):
-    """Settings of class statistics; those of local training are of a trained predictor and of a taught network.
+    """Settings of class statistics; local training's apply to a trained predictor and to a taught network.
 
     Attributes:
-        features: What statistics are of: `scattering`, fixed wavelets for images; or `model`, the extractor that
-            [model] extractor names, with its weights. (`averaged` is another form, with settings of its own.)
+        features: Features that the statistics describe: `scattering`, fixed wavelets for images; or `model`, the
+            features of [model] extractor with its weights. (`averaged` selects the form `AveragedConfig`.)
         covariance: `shared`: one for all classes.
-        dimensions: D, numbers that features are projected to, in [8, 2048]; 0 for 256 with images below 12 pixels a
-            side and 384 otherwise. Features of fewer numbers stay as they are.
-        rank: R, most directions of the covariance that a device sends, in [0, 512]; 0 is the diagonal alone.
-        rows_per_direction: Degrees of freedom that a device must have for each direction, at least 2. The more, the
-            less does the span of the directions say about single rows.
-        min_samples: n_min, samples that a device must have of a class to send it, at least 2.
-        shrinkage: s, share of its diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
-        count_cap: Most rows of a device, as a multiple of the median device's, that its statistics count for, at least
-            1; 0 for 3, and for no bound where `robust` is off.
-        predictor: `closed_form`, the nearest class mean; or `trained`, a predictor of the device's own.
-        predictor_steps: Least steps that it is trained for, at least 1.
-        own_statistics_guard: A device whose own statistics alone give a better personal answer takes that one.
-        own_network: What becomes of the network that the app gave: `kept` as it is, or `taught` by the general answer.
-        own_network_epochs: Passes over own rows that it is taught for, at least 1.
-        own_network_rate: Learning rate of these, above 0; it falls to a tenth.
-        drawn_images: Images of the fleet's classes that the device makes for it from its own ones, 0 to
-            100,000.
+        dimensions: D, numbers of the projected features, in [8, 2048]; 0 means 256 for images below 12 pixels a side
+            and 384 otherwise. Features with at most D numbers are not projected.
+        rank: R, largest number of directions of the covariance that a device sends, in [0, 512]; 0 sends the diagonal
+            alone.
+        rows_per_direction: Least degrees of freedom per direction, at least 2. A larger value reveals less about single
+            rows.
+        min_samples: n_min, least number of samples of a class that a device sends, at least 2.
+        shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
+        count_cap: Upper bound of a device's rows in the merge, as a multiple of the median device's, at least 1; 0
+            means 3, or no bound if `robust` is `off`.
+        predictor: `closed_form`, the nearest class mean; or `trained`, a predictor that the device trains.
+        predictor_steps: Least number of training steps of the predictor, at least 1.
+        own_statistics_guard: Whether a device uses a personal variant of its own statistics alone if that is better.
+        own_network: Treatment of the app's own network: `kept` unchanged, or `taught` by the general variant.
+        own_network_epochs: Passes over own rows in teaching the network, at least 1.
+        own_network_rate: Learning rate of teaching the network, above 0; it falls to a tenth.
+        drawn_images: Number of images of the fleet's classes that a device makes from its own images to teach the
+            network, 0 to 100,000.
     """
 
     usual_rounds: ClassVar[int] = 1
 
-    keeps_optimizer: ClassVar[bool] = True  # of training alone, the control
+    keeps_optimizer: ClassVar[bool] = True  # for the local-training control
 
     learning_rate: float = 0.02
     features: str = SCATTERING
@@ -95,8 +96,8 @@ class ClassStatsConfig(LocalTraining):
             check_range("count_cap", self.count_cap, 1)
         if self.own_network == "taught" and self.features != SCATTERING:
             raise ConfigurationError(
-                f"own_network = 'taught' draws images through the scattering, and features is {self.features!r}; take "
-                "own_network = 'kept', or features = 'scattering'"
+                f"own_network = 'taught' needs images from the scattering, but features is {self.features!r}; set "
+                "own_network = 'kept' or features = 'scattering'"
             )
         self._check_shrinkage()
 
@@ -108,14 +109,14 @@ class ClassStatsConfig(LocalTraining):
 
     @classmethod
     def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """`features = "averaged"` and `covariance = "class"` choose the other form; one implies the other."""
+        """Returns `AveragedConfig` for `features = "averaged"` or `covariance = "class"`, which imply each other."""
         chosen = settings.get("features"), settings.get("covariance")
         if "averaged" not in chosen and "class" not in chosen:
             return cls
         if chosen[0] not in (None, "averaged") or chosen[1] not in (None, "class"):
             raise ConfigurationError(
-                f"features = {chosen[0]!r} does not go with covariance = {chosen[1]!r}; take features = 'averaged' "
-                "with covariance = 'class', or leave both out"
+                f"features = {chosen[0]!r} cannot be combined with covariance = {chosen[1]!r}; set features = "
+                "'averaged' with covariance = 'class', or leave both out"
             )
         from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 
@@ -123,15 +124,15 @@ class ClassStatsConfig(LocalTraining):
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """The averaged one."""
+        """Returns the averaged form."""
         from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 
         return {'features = "averaged"': AveragedConfig}
 
     def for_classes(self, classes: int) -> ClassStatsConfig:
-        """The same settings; none depends on the number of classes."""
+        """Returns this configuration: no setting depends on the number of classes."""
         return self
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
-        """D of a run: what is set, or what suits its inputs; never more than the features have."""
+        """Returns D for a run: `dimensions` or the default for its inputs, at most the numbers of the features."""
         return min(self.dimensions or usual_dimensions(input_shape), features)

@@ -1,8 +1,8 @@
-"""Class statistics: what both halves agree on, and what the device does. Our own method; no paper describes it.
+"""Device half of class statistics in one exchange. No paper describes this method.
 
-Behind an extractor that nobody trains, each device sends once the means of its classes and one covariance that they
-share. The server merges these exactly, and sends once the space in which they tell the classes apart. A device then has
-two answers without training: a general one, and one for its own mix of classes.
+Each device sends, once, the means of its classes and one covariance for all of them, in the features of a fixed
+extractor. The server merges these statistics exactly and returns, once, the space of the fleet's classes. A device then
+has two variants without training: a general one, and a personal one for its own class shares.
 
 With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats.averaged`.
 """
@@ -32,7 +32,7 @@ from fleetdistill.training.model import output_shape
 
 
 class ClassStatsDevice(DeviceMethod):
-    """Device half. The network that the app gave is an answer of its own beside the two of the space."""
+    """Device half. The app's own network is a third variant beside the two variants in the space."""
 
     config: ClassStatsConfig
     own_variant = OWN
@@ -52,7 +52,7 @@ class ClassStatsDevice(DeviceMethod):
 
     @classmethod
     def form(cls, config: Any) -> type[DeviceMethod]:
-        """As the configuration's."""
+        """Returns the device half for the form that the configuration has."""
         if isinstance(config, ClassStatsConfig):
             return cls
         return AveragedDevice
@@ -61,12 +61,12 @@ class ClassStatsDevice(DeviceMethod):
 
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
-        """As `DeviceStatistics`."""
+        """Sends the statistics of the device's rows; see `DeviceStatistics.summarise`."""
         return self.own.summarise()
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """As `DeviceStatistics`; then trains what is wanted (3.10)."""
+        """Makes the variants from the fleet's space; then trains a predictor and teaches the app's network, if set."""
         answer = self.own.learn(ask)
         self.figures = self.own.current_variants.figures
         if self.config.predictor == "trained":
@@ -85,7 +85,7 @@ class ClassStatsDevice(DeviceMethod):
         dimensions = self.config.dimensions_for(shape, features)
         return FixedFeatures(extractor, features, dimensions, self.local.torch_device)
 
-    # --- training, where it is wanted
+    # --- training
 
     def _train_predictor(self, seed: int) -> None:
         space, plan = self.own.space_and_plan
@@ -99,16 +99,16 @@ class ClassStatsDevice(DeviceMethod):
         self.trained = teach_network(self.local, general, space, self.config, plan.draw_seed, seed)
         self._taught = True
 
-    # --- answers
+    # --- variants
 
     def variants(self) -> Mapping[str, torch.nn.Module]:
-        """Once there is a space: the general answer, the personal one, and the app's network where it is taught."""
+        """Returns the general and the personal variant once there is a space, and the app's network once taught."""
         own = {OWN: self.local.model} if self._taught else {}
         made = self.own.variants
         if made is None:
             return own
         trained, personal = self._predictor, made.personal
-        for_own = None if made.own_kept else trained  # a trained predictor knows the fleet's space alone
+        for_own = None if made.own_kept else trained  # the predictor is trained in the fleet's space
         temperature = 1.0 if for_own is not None else personal.temperature
         general = SpaceModel(self._fixed, self.local.classes, trained).take(made.general)
         personally = SpaceModel(self._fixed, self.local.classes, copy.deepcopy(for_own))
@@ -117,7 +117,7 @@ class ClassStatsDevice(DeviceMethod):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The fleet's space and its plan; answers are made of them and of own rows again."""
+        """Returns the fleet's space and its plan, from which the variants are made again, and the trained networks."""
         return {
             "space": None if self.own.space is None else packed(self.own.space),
             "plan": None if self.own.plan is None else dict(self.own.plan.to_wire().values),
@@ -126,7 +126,7 @@ class ClassStatsDevice(DeviceMethod):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores a state that `state_dict` returned."""
         self.own.restore(None if state["space"] is None else unpacked(state["space"]), state["plan"])
         self.own.remake_variants()
         self._taught, self._predictor = state["taught"], None

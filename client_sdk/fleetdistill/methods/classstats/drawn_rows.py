@@ -1,4 +1,4 @@
-"""Class statistics with an averaged extractor: rows drawn from the fleet's statistics."""
+"""A round's plan and its rows drawn from the fleet's statistics, in class statistics with an averaged extractor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fleetdistill.methods.base import Ask, check_range
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What the server's plan says of a round.
+    """The server's plan for a round.
 
     Attributes:
-        draw_seed: Of the round's drawn rows.
-        nonnegative: Whether features cannot be below 0.
-        merge: The server's name of the classes that they are drawn from.
-        learning_rate: Of both predictors.
+        draw_seed: Seed of the round's drawn rows.
+        nonnegative: Whether features are at least 0.
+        merge: The server's number of the merge from which rows are drawn.
+        learning_rate: Learning rate of both predictors, above 0.
     """
 
     draw_seed: int
@@ -32,26 +32,26 @@ class RoundPlan:
 
     @classmethod
     def of(cls, ask: Ask) -> RoundPlan:
-        """Raises WireError for a plan that lacks something, or says it in another type."""
+        """Returns the plan of an ask. Raises WireError if a value is missing or of another type."""
         values = ask.part("plan", Plan).values
         expected = {"draw_seed": int, "nonnegative": bool, "merge": int, "learning_rate": float}
         found: dict[str, Any] = {name: values.get(name) for name in expected}
         for name, kind in expected.items():
             if type(found[name]) is not kind:
                 text = f"the plan's {name} is {found[name]!r}, expected {kind.__name__}"
-                raise WireError(f"step {ask.step!r}: {text}; the server is of another version, or broken")
+                raise WireError(f"step {ask.step!r}: {text}; update the older of device and server")
         check_range("learning_rate", found["learning_rate"], 0, open_low=True)
         return cls(**found)
 
 
 class DrawnRows:
-    """Rows drawn for a round, handed out in shuffled passes.
+    """A round's drawn rows, taken in shuffled passes.
 
     Args:
-        features: `[R, ...]`.
-        labels: `[R]`.
-        soft: `[R, C]`, soft predictions for them, the fleet's mean or the server's; None where there are none.
-        seed: Of the order.
+        features: Features of the rows, `[R, ...]`.
+        labels: Classes of the rows, `[R]`.
+        soft: Soft predictions for the rows, the devices' mean or the server's, `[R, C]`; None for a round without them.
+        seed: Seed of the order.
     """
 
     def __init__(self, features: Tensor, labels: Tensor, soft: Tensor | None, seed: int) -> None:
@@ -63,5 +63,5 @@ class DrawnRows:
             yield from torch.randperm(len(self.labels), generator=generator).tolist()
 
     def take(self, count: int) -> list[int]:
-        """Positions of the next rows."""
+        """Returns the positions of the next `count` rows."""
         return [next(self._order) for _ in range(count)]

@@ -1,7 +1,8 @@
-"""Low-rank summaries of a class's features: what devices send once, how they merge, and rows drawn from them.
+"""Low-rank Gaussian summaries of a class's features: computing, merging, shrinking and drawing from them.
 
-All in float64 with numpy alone; shapes use n rows, F feature numbers and rank r. A summary stands for the Gaussian
-with mean `mean` and covariance `directions.T @ directions + diag(variance)`.
+In float64 with numpy alone. Symbols: n rows, F numbers per row, rank r. A summary is the Gaussian with mean `mean` and
+covariance `directions.T @ directions + diag(variance)`. "Line" refers to the section "The mathematics" of
+`docs/reference/methods/classstats-averaged.md`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _LARGEST_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClassSummary:
-    """What is known of the features of one class.
+    """A Gaussian summary of one class's features.
 
     Attributes:
-        count: Rows behind it, at least 1.
-        mean: `[F]` float64.
-        directions: `[r, F]` float64, the longest first; rows of zeros where there are fewer.
-        variance: `[F]` float64, at least 0: what the directions leave of each feature's variance.
+        count: Number of rows that the summary describes, at least 1.
+        mean: μ, `[F]` float64.
+        directions: U, `[r, F]` float64, longest first; missing directions are rows of zeros.
+        variance: d, `[F]` float64, at least 0: each feature's variance that the directions do not explain.
     """
 
     count: int
@@ -39,35 +40,35 @@ class ClassSummary:
 
     @property
     def diagonal(self) -> Array:
-        """`[F]`, the whole variance of each feature."""
+        """Total variance of each feature, `[F]`."""
         return np.asarray(self.variance + np.square(self.directions).sum(axis=0))
 
 
 def clip(rows_nf: Array, norm: float) -> Array:
-    """Rows scaled down to an L2 norm of at most `norm`, so that one row can move a sum of rows by no more than this.
+    """Returns the rows scaled down to an L2 norm of at most `norm`, which bounds one row's effect on a sum of rows.
 
     Args:
-        rows_nf: `[n, F]` float64, finite. Rows that are no longer than `norm` stay as they are, bit for bit.
-        norm: Above 0.
+        rows_nf: `[n, F]` float64, finite. Rows with a norm of at most `norm` are returned unchanged, bit for bit.
+        norm: Largest L2 norm, above 0.
     """
     lengths_n1 = np.linalg.norm(rows_nf, axis=1, keepdims=True)
     return np.asarray(rows_nf * (norm / np.maximum(lengths_n1, norm)))
 
 
 def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> ClassSummary:
-    """Summary of one class's rows, with no more directions than `most_directions` allows.
+    """Returns the summary of one class's rows (line summary), with at most the directions of `most_directions`.
 
     Args:
         rows_nf: `[n, F]`, finite, n at least 1.
-        rank: Directions wanted, at least 0.
-        rows_per_direction: Rows that there must be for each direction, at least 2.
+        rank: Largest number of directions, at least 0.
+        rows_per_direction: Least number of rows per direction, at least 2.
 
     Raises:
-        KnowledgeError: There is no row, or a number is not finite.
+        KnowledgeError: There are no rows, or a number is not finite.
     """
     rows_nf = np.asarray(rows_nf, dtype=np.float64)
     if not len(rows_nf) or not np.isfinite(rows_nf).all():
-        raise KnowledgeError(f"cannot summarise {len(rows_nf)} rows: there must be one, and every number finite")
+        raise KnowledgeError(f"cannot summarise {len(rows_nf)} rows: at least one row of finite numbers is required")
     count, mean = len(rows_nf), rows_nf.mean(axis=0)
     scaled_nf = (rows_nf - mean) / np.sqrt(max(count - 1, 1))
     kept = most_directions(rank, count, rows_per_direction)
@@ -76,19 +77,19 @@ def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRE
 
 
 def merge(parts: Sequence[ClassSummary], rank: int) -> ClassSummary:
-    """Summary of one class over devices, as if the variance within and between them were one.
+    """Returns the summary of one class over all devices, with the variance within and between devices (line merge).
 
-    Its diagonal is exactly the pooled one. The order of the devices matters only for rounding.
+    The diagonal is exactly the pooled one. The order of the devices affects only rounding.
 
     Args:
-        parts: One summary a device, at least one, all of one F.
-        rank: Directions wanted, at least 0.
+        parts: One summary per device, at least one, all with the same F.
+        rank: Largest number of directions, at least 0.
 
     Raises:
-        KnowledgeError: There is no part.
+        KnowledgeError: `parts` is empty.
     """
     if not parts:
-        raise KnowledgeError("there is no summary to merge")
+        raise KnowledgeError("no summary to merge; at least one is required")
     total = sum(part.count for part in parts)
     shares = [part.count / total for part in parts]
     mean = sum((share * part.mean for share, part in zip(shares, parts, strict=True)), np.zeros_like(parts[0].mean))
@@ -104,16 +105,16 @@ def merge(parts: Sequence[ClassSummary], rank: int) -> ClassSummary:
 
 
 def length(summary: ClassSummary) -> float:
-    """Root mean square L2 norm of the rows that a summary describes."""
+    """Returns the root mean square L2 norm of the rows that a summary describes."""
     return float(np.sqrt(np.square(summary.mean).sum() + summary.diagonal.sum()))
 
 
 def shrink(classes: Mapping[int, ClassSummary], share: float) -> dict[int, ClassSummary]:
-    """Moves every class's covariance towards the diagonal one that all classes share.
+    """Returns the summaries with each covariance moved towards the diagonal that all classes share (line shrink).
 
     Args:
         classes: Summaries by label.
-        share: The specification's s, in [0, 1); 0 changes nothing.
+        share: s, in [0, 1); 0 changes nothing.
     """
     if not classes:
         return {}
@@ -131,13 +132,13 @@ def shrink(classes: Mapping[int, ClassSummary], share: float) -> dict[int, Class
 
 
 def draw(summary: ClassSummary, rows: int, seed: int, *, nonnegative: bool) -> Array:
-    """Rows of features from a summary's Gaussian: the same from the same seed, whoever draws them.
+    """Draws rows of features from a summary's Gaussian (line draw); a seed gives the same rows on every device.
 
     Args:
-        summary: Of the class.
-        rows: How many, at least 0.
-        seed: Of the portable noise, in [0, 2**64).
-        nonnegative: Whether features cannot be below 0, as after a ReLU; what is drawn below becomes 0.
+        summary: Summary of the class.
+        rows: Number of rows, at least 0.
+        seed: Seed of the portable noise, in [0, 2**64).
+        nonnegative: Whether features are at least 0, as after a ReLU; negative numbers then become 0.
 
     Returns:
         `[rows, F]` float64.
@@ -145,7 +146,7 @@ def draw(summary: ClassSummary, rows: int, seed: int, *, nonnegative: bool) -> A
     rank, size = summary.directions.shape
     noise = portable_noise(seed, rows, rank + size).astype(np.float64)
     drawn = summary.mean + noise[:, rank:] * np.sqrt(summary.variance)
-    for number in range(rank):  # not a matrix product, whose rounding depends on library and thread count
+    for number in range(rank):  # the rounding of a matrix product would depend on library and thread count
         drawn += noise[:, number : number + 1] * summary.directions[number]
     return np.maximum(drawn, 0) if nonnegative else np.asarray(drawn)
 
@@ -153,12 +154,12 @@ def draw(summary: ClassSummary, rows: int, seed: int, *, nonnegative: bool) -> A
 def draw_classes(
     classes: Mapping[int, ClassSummary], rows: int, seed: int, *, nonnegative: bool
 ) -> tuple[Array, Array]:
-    """Rows of every class, each class from a seed of its own: what a round trains on.
+    """Draws a round's rows of every class, each class from a separate seed.
 
     Args:
         classes: Summaries by label, at least one.
-        rows: Rows of each, at least 1.
-        seed: The round's.
+        rows: Number of rows of each class, at least 1.
+        seed: Seed of the round.
         nonnegative: As in `draw`.
 
     Returns:
@@ -171,13 +172,13 @@ def draw_classes(
 
 
 def without_spread(summary: ClassSummary) -> ClassSummary:
-    """The same class without its spread, as a prototype: every row drawn from it is its mean."""
+    """Returns the summary without directions and variances, as a prototype: every row drawn from it is its mean."""
     size = len(summary.mean)
     return replace(summary, directions=np.zeros((0, size)), variance=np.zeros(size))
 
 
 def to_wire(classes: Mapping[int, ClassSummary], *, variances: bool = True) -> ClassStatistics:
-    """Summaries as they travel, in the order of their labels; without `variances` means and directions alone."""
+    """Returns the summaries' wire form, in the order of their labels; `variances` false leaves the variances out."""
     labels = sorted(classes)
     if not labels:
         return ClassStatistics(labels=[])
@@ -193,9 +194,9 @@ def to_wire(classes: Mapping[int, ClassSummary], *, variances: bool = True) -> C
 
 
 def from_wire(sent: ClassStatistics) -> dict[int, ClassSummary]:
-    """Summaries by label; `sent` has passed the checks of whoever took it in, or comes from the server.
+    """Returns the summaries of checked statistics, by label.
 
-    What was not sent, directions or variances, is none.
+    Missing directions have rank 0, missing variances are zeros.
     """
     if not sent.labels:
         return {}
@@ -221,9 +222,9 @@ def _complete(count: int, mean: Array, directions: Array, diagonal: Array) -> Cl
 
 
 def _principal(rows_nf: Array, rank: int, kept: int) -> Array:
-    """`[rank, F]`: the rows S_j v_j of a singular value decomposition, no more than `kept` of them, the rest zero.
+    """Returns the first `kept` rows S_j v_j of the rows' singular value decomposition, then zeros: `[rank, F]`.
 
-    By way of the smaller of the two Gram matrices, which is many times quicker than a decomposition of the rows.
+    An eigendecomposition of the smaller Gram matrix is many times faster than a decomposition of the rows.
     """
     directions = np.zeros((rank, rows_nf.shape[1]))
     count = min(rank, kept, *rows_nf.shape)
@@ -233,7 +234,7 @@ def _principal(rows_nf: Array, rank: int, kept: int) -> Array:
     values, vectors = np.linalg.eigh(rows_nf @ rows_nf.T if wide else rows_nf.T @ rows_nf)
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
     found = vectors.T @ rows_nf if wide else np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
-    found[values <= max(rows_nf.shape) * _EPSILON * max(float(values[0]), 0.0)] = 0  # rounding, no direction
+    found[values <= max(rows_nf.shape) * _EPSILON * max(float(values[0]), 0.0)] = 0  # nothing but rounding errors
     largest = np.abs(found).argmax(axis=1)
     found[found[np.arange(count), largest] < 0] *= -1
     directions[:count] = found

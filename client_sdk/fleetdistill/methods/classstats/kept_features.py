@@ -1,6 +1,7 @@
-"""Features behind an extractor that nobody trains: computed once for each set of rows, and kept.
+"""Cache of the features of a fixed extractor, computed once for each set of rows.
 
-What is kept depends on extractor and rows alone, so the devices of a process share it: simulated ones are tested alike.
+The features depend on extractor and rows alone, so all devices of a process share the cache: simulated devices have the
+same test rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.training.local_training import extract
 
 MOST_BYTES = 512 << 20
-"""Of all that is kept; what was used longest ago goes first."""
+"""Largest size of the cache in bytes; the least recently used features are removed first."""
 _BATCH = 256
 
 _kept: OrderedDict[bytes, Array] = OrderedDict()
@@ -28,13 +29,13 @@ _lock = threading.Lock()
 
 
 class FixedFeatures:
-    """Inputs to projected features z (oneshot.md, 3.1 and 3.2).
+    """Computes projected features z of inputs (line features), with a cache.
 
     Args:
-        extractor: On the CPU; its weights do not change any more.
-        features: F, numbers that it makes of one input.
-        dimensions: D.
-        torch_device: Where to compute.
+        extractor: Fixed extractor, on the CPU.
+        features: F, numbers that the extractor makes of one input.
+        dimensions: D, numbers of the projected features.
+        torch_device: Device to compute on.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FixedFeatures:
         self.dimensions = min(features, dimensions)
 
     def of(self, inputs: Tensor) -> Array:
-        """`[n, D]` float32 of inputs `[n, ...]`, read-only."""
+        """Returns the projected features of inputs `[n, ...]`, a read-only `[n, D]` float32 array."""
         name = self._name(inputs)
         with _lock:
             found = _kept.get(name)
@@ -70,7 +71,7 @@ class FixedFeatures:
         return rows
 
     def _name(self, inputs: Tensor) -> bytes:
-        """SHA-256 of all that the features depend on."""
+        """Returns the cache key: the SHA-256 digest of extractor, D and inputs."""
         digest = hashlib.sha256(f"{self.extractor!r} {self.dimensions} {tuple(inputs.shape)}".encode())
         for tensor in [*self.extractor.state_dict().values(), inputs]:
             digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).data)
@@ -79,5 +80,5 @@ class FixedFeatures:
 
 @functools.lru_cache(maxsize=4)
 def projection_tensor(features: int, dimensions: int) -> Tensor:
-    """G `[F, D]` as a tensor; not to be changed."""
+    """Returns G, `[F, D]`, as a shared tensor that callers must not change."""
     return torch.from_numpy(projection(features, dimensions))

@@ -1,4 +1,4 @@
-"""A class space as a device keeps it."""
+"""Conversion of a class space to and from saved state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fleetdistill.knowledge import ClassSpace
 
 
 def copied(space: ClassSpace) -> ClassSpace:
-    """A space of its own memory: what came may lie in a file that is deleted."""
+    """Returns a copy in memory; the arrays of a received space are mapped from a file that is deleted later."""
     arrays = {name: np.array(value) for name, value in vars(space).items() if name != "labels"}
     return ClassSpace(labels=list(space.labels), **arrays)
 
 
 def packed(space: ClassSpace) -> dict[str, Any]:
-    """A space as `fleetdistill.state.state_file` keeps it."""
+    """Returns a space in the form that `fleetdistill.state.state_file` stores."""
     import torch
 
     arrays = {name: torch.from_numpy(np.array(value)) for name, value in vars(space).items() if name != "labels"}
@@ -25,5 +25,5 @@ def packed(space: ClassSpace) -> dict[str, Any]:
 
 
 def unpacked(state: Mapping[str, Any]) -> ClassSpace:
-    """What `packed` gave."""
+    """Returns the space in a value of `packed`."""
     return ClassSpace(**{name: value if name == "labels" else value.numpy() for name, value in state.items()})

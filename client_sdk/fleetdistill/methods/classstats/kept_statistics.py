@@ -1,4 +1,4 @@
-"""Class statistics of single classes: checked, and as a device keeps them."""
+"""Checks of the fleet's class statistics, and their conversion to and from saved state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from fleetdistill.methods.classstats.averaged_config import MOST_RANK
 
 
 def check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
-    """Raises WireError for statistics that are not of F = `size` features and of the run's classes, or not finite."""
+    """Checks statistics from the server.
+
+    Args:
+        sent: The statistics.
+        size: F, numbers of the device's features.
+        classes: C, classes of the contract.
+
+    Raises:
+        WireError: A class or a shape does not fit the run, or a number is not finite.
+    """
     known = len(sent.labels)
     if len(set(sent.labels)) != known or any(not 0 <= label < classes for label in sent.labels):
-        raise WireError(f"the fleet's classes are {sent.labels[:20]}, expected different ones in [0, {classes})")
+        raise WireError(f"the fleet's classes are {sent.labels[:20]}, expected distinct ones in [0, {classes})")
     if not known:
         return
     rank = 0 if sent.directions is None or sent.directions.ndim != 3 else sent.directions.shape[1]
@@ -33,19 +42,19 @@ def check_statistics(sent: ClassStatistics, size: int, classes: int) -> None:
 
 
 def packed(sent: ClassStatistics) -> list[Any]:
-    """Class statistics as `fleetdistill.state.state_file` keeps them: tensors in their types on the wire."""
+    """Returns class statistics in the form that `fleetdistill.state.state_file` stores, with wire dtypes."""
 
     def tensor(array: Array | None) -> Tensor | None:
         if array is None:
             return None
-        # What has travelled is no finer than float32. Copied: what came may lie in a file that is deleted.
+        # The wire has at most float32. The copy is needed because received arrays are mapped from a file.
         return torch.from_numpy(np.array(array, dtype=np.float32 if array.dtype == np.float64 else None))
 
     return [list(sent.labels), *map(tensor, (sent.counts, sent.means, sent.directions, sent.variances))]
 
 
 def unpacked(state: list[Any]) -> ClassStatistics:
-    """What `packed` gave."""
+    """Returns the statistics in a value of `packed`."""
     labels, *tensors = state
     counts, means, directions, variances = (None if one is None else one.numpy() for one in tensors)
     return ClassStatistics(labels=labels, counts=counts, means=means, directions=directions, variances=variances)

@@ -1,6 +1,6 @@
-"""The fixed random projection of features: the same on every device, in every run, in any language; never sent.
+"""The fixed random projection of features, the same on every device and in every run; it is never sent.
 
-Its signs are the bits of SplitMix64 with seed 1. Numpy alone: a device without torch projects too.
+The signs are the bits of SplitMix64 with seed 1. In numpy alone, for devices without torch.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from fleetdistill.knowledge import Array
 from fleetdistill.training.portable_noise import splitmix64
 
 SEED = 1
-"""One for all runs, so that a summary serves every run."""
+"""Seed of the signs, the same for all runs so that statistics are comparable between runs."""
 _SMALL_SIDE = 12
 _FEW, _USUAL = 256, 384
 
 
 def usual_dimensions(input_shape: tuple[int, ...]) -> int:
-    """D where the operator names none: 256 for images below 12 pixels a side, else 384."""
+    """Returns the default of D: 256 for images below 12 pixels a side, otherwise 384."""
     small = len(input_shape) == 3 and min(input_shape[1:]) < _SMALL_SIDE
     return _FEW if small else _USUAL
 
 
 def projection(features: int, dimensions: int) -> Array:
-    """G, whose entries are +-1 / sqrt(F): bit f D + d of the random words decides the sign of entry (f, d).
+    """Returns G with entries ±1 / √F; bit f·D + d of the random words is the sign of entry (f, d).
 
     Args:
         features: F, at least 1.
         dimensions: D, at least 1.
 
     Returns:
-        `[F, D]` float32; `[F, F]`, the unit matrix, where D is not below F.
+        `[F, D]` float32; the identity matrix `[F, F]` if D is at least F.
     """
     if features <= dimensions:
         return np.eye(features, dtype=np.float32)
@@ -41,11 +41,11 @@ def projection(features: int, dimensions: int) -> Array:
 
 
 def project(features_nf: Array, dimensions: int) -> Array:
-    """z = h G.
+    """Returns projected features z = h G (line features).
 
     Args:
-        features_nf: `[n, F]`, any float type.
-        dimensions: D; features of at most so many numbers stay as they are.
+        features_nf: h, `[n, F]`, any float dtype.
+        dimensions: D, at least 1; features of at most D numbers are not projected.
 
     Returns:
         `[n, min(F, D)]` float64.

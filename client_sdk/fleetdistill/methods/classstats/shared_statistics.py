@@ -1,7 +1,7 @@
-"""Class statistics with one covariance that all classes share: what a device sends once, and its exact merge.
+"""Class means with one covariance that all classes share: moments, their wire form, and their exact merge.
 
-All in float64 with numpy alone. Letters: n rows, D numbers a row, K classes, r directions. The mathematics is
-`docs/reference/methods/classstats.md`; numbers in brackets are its equations.
+In float64 with numpy alone. Symbols: n rows, D numbers per row, K classes, r directions. "Line" refers to the section
+"The mathematics" of `docs/reference/methods/classstats.md`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LARGEST_STEP = 127
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """Moments of rows by class, as one Gaussian for each class with a covariance that all share.
+    """Moments of rows by class: one Gaussian per class, with a covariance that all classes share.
 
     Attributes:
         labels: The K classes, ascending.
-        counts: `[K]` int64, rows of each, at least 1.
-        means: `[K, D]` float64.
-        covariance: `[D, D]` float64, within classes.
-        df: Degrees of freedom behind it: rows less classes, at least 0.
+        counts: Rows of each class, `[K]` int64, at least 1.
+        means: Mean of each class, `[K, D]` float64.
+        covariance: Covariance within classes, `[D, D]` float64.
+        df: Degrees of freedom of the covariance, rows minus classes, at least 0.
     """
 
     labels: tuple[int, ...]
@@ -39,17 +39,17 @@ class Moments:
 
     @property
     def dimensions(self) -> int:
-        """D."""
+        """D, numbers per row."""
         return int(self.means.shape[1])
 
 
 def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments:
-    """The moments of rows, of the classes that have enough of them (3.3).
+    """Returns the moments of the classes with enough rows (line device).
 
     Args:
         rows_nd: `[n, D]`, finite.
-        labels_n: `[n]` whole numbers.
-        min_samples: Rows that a class must have, at least 1; smaller classes count for nothing.
+        labels_n: Classes of the rows, `[n]` integers.
+        min_samples: Least number of rows of a class, at least 1; smaller classes are left out.
 
     Raises:
         KnowledgeError: A number is not finite.
@@ -75,20 +75,23 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
 
 
 def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> int:
-    """r: directions that a device sends; as many as it has degrees of freedom would span its very rows."""
+    """Returns r, the number of directions that a device sends (line device).
+
+    As many directions as degrees of freedom would span the rows themselves and so reveal them.
+    """
     return min(rank, df // rows_per_direction, dimensions)
 
 
 def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> SharedStatistics:
-    """What a device sends of its moments: means in float16, the largest directions in int8, the rest as a diagonal.
+    """Returns the wire form of moments: means in float16, the largest directions in int8, the rest as a diagonal.
 
-    The diagonal is taken from the directions as their receiver has them, so that the variance of every number arrives
-    exactly but for its own rounding (3.3, 3.4).
+    The diagonal is computed from the rounded directions, so that each feature's variance is exact up to the rounding
+    of the diagonal itself (line device).
 
     Args:
-        moments: Of the device.
-        rank: R, directions wanted, at least 0.
-        rows_per_direction: Degrees of freedom that there must be for each direction, at least 2.
+        moments: The device's moments.
+        rank: R, largest number of directions, at least 0.
+        rows_per_direction: Least degrees of freedom per direction, at least 2.
 
     Raises:
         KnowledgeError: A number does not fit float16.
@@ -113,7 +116,7 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PE
 
 
 def from_wire(sent: SharedStatistics) -> Moments:
-    """The moments that were sent; `sent` has passed the checks of whoever took it in."""
+    """Returns the moments of checked statistics."""
     if not sent.labels:
         return Moments(
             labels=(), counts=np.zeros(0, np.int64), means=np.zeros((0, 0)), covariance=np.zeros((0, 0)), df=0
@@ -137,12 +140,12 @@ def from_wire(sent: SharedStatistics) -> Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """The moments of all rows together, whatever way they are spread over the parts (3.5).
+    """Returns the moments of all rows together (line merge); their distribution over the parts has no effect.
 
-    One part is in memory at a time. The order of the parts matters only for rounding.
+    One part is in memory at a time. The order of the parts affects only rounding.
 
     Raises:
-        KnowledgeError: There is no class in any part.
+        KnowledgeError: No part has a class.
     """
     counts: dict[int, int] = {}
     means: dict[int, Array] = {}
@@ -156,9 +159,9 @@ def merge(parts: Iterable[Moments]) -> Moments:
             away = mean - centre
             scatter += before * count / (before + count) * np.outer(away, away)
             counts[label], means[label] = before + count, centre + away * (count / (before + count))
-            df += before > 0  # one class of both parts has one mean instead of two
+            df += before > 0  # the class has one mean after the merge, and had two before
     if not counts:
-        raise KnowledgeError("no part has a class; there is nothing to merge")
+        raise KnowledgeError("no part has a class, so there is nothing to merge")
     labels = tuple(sorted(counts))
     return Moments(
         labels=labels,
@@ -170,10 +173,16 @@ def merge(parts: Iterable[Moments]) -> Moments:
 
 
 def in_int8(rows_rd: Array) -> tuple[Array, Array]:
-    """Rows in 255 steps each: `[r, D]` int8 and `[r]` float16, the size of a step (3.4).
+    """Quantises each row to 255 levels.
+
+    Args:
+        rows_rd: `[r, D]`, finite.
+
+    Returns:
+        Levels `[r, D]` int8, and the size of a level for each row, `[r]` float16.
 
     Raises:
-        KnowledgeError: A step does not fit float16.
+        KnowledgeError: The size of a level is out of float16's range.
     """
     steps = _half(np.abs(rows_rd).max(axis=1, initial=0) / _LARGEST_STEP, "directions")
     steps = np.where(steps == 0, np.float16(1), steps)
@@ -182,7 +191,7 @@ def in_int8(rows_rd: Array) -> tuple[Array, Array]:
 
 
 def _with_signs(rows_rd: Array) -> Array:
-    """Each row with the sign that makes its entry of largest magnitude positive."""
+    """Returns the rows with signs that make each row's entry of largest magnitude positive."""
     at = np.abs(rows_rd).argmax(axis=1) if len(rows_rd) else np.zeros(0, np.int64)
     negative = rows_rd[np.arange(len(rows_rd)), at] < 0
     return np.where(negative[:, None], -rows_rd, rows_rd)
@@ -193,5 +202,5 @@ def _half(numbers: Array, name: str) -> Array:
         found = numbers.astype(np.float16)
     if not np.isfinite(found).all():
         largest = float(np.abs(numbers).max())
-        raise KnowledgeError(f"{name} go up to {largest:g}, float16 to 65504; scale the features down")
+        raise KnowledgeError(f"{name} reach {largest:g}, but float16 holds at most 65504; scale the features down")
     return np.asarray(found)

@@ -1,6 +1,6 @@
-"""Models that answer in the space of a fleet's classes: fixed extractor, projection, space, predictor.
+"""Models that classify in the space of a fleet's classes: fixed extractor, projection, space and predictor.
 
-As one file of ONNX they lead from an image to its class.
+Exported as one ONNX file, a model maps an image to logits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MakePredictor = Callable[[int, int], nn.Module]
 
 
 def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn.Module:
-    """A predictor over coordinates, of a name of `PREDICTORS` or of the app's own making.
+    """Builds a predictor from coordinates to logits.
 
     Args:
-        wanted: Its name, or a function of `inputs` and `classes`.
+        wanted: A key of `PREDICTORS`, or the app's function of `inputs` and `classes` that returns a module.
         inputs: q, coordinates of a row, at least 1.
         classes: C, at least 2.
 
     Raises:
-        ConfigurationError: The name is unknown, or the predictor does not give `[batch, C]`.
+        ConfigurationError: The name is unknown, or the predictor's output is not `[batch, C]`.
     """
     check_predictor(wanted)
     if callable(wanted):
@@ -45,14 +45,14 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
     with torch.no_grad():
         shape = tuple(made.eval()(torch.zeros(2, inputs)).shape)
     if shape != (2, classes):
-        raise ConfigurationError(f"the predictor gives {list(shape)} for 2 rows of {inputs}, expected [2, {classes}]")
+        raise ConfigurationError(f"the predictor returns {list(shape)} for 2 rows of {inputs}, expected [2, {classes}]")
     return made
 
 
 class ClosedForm(nn.Module):
-    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (oneshot.md, 3.7).
+    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (line general of the method's page).
 
-    A class that is not in the space lies below all others.
+    A class that is not in the space has the smallest logit.
     """
 
     centres: Tensor
@@ -64,14 +64,14 @@ class ClosedForm(nn.Module):
         self.register_buffer("present", torch.ones(classes, dtype=torch.bool))
 
     def forward(self, v: Tensor) -> Tensor:
-        """Logits `[batch, C]` of coordinates `[batch, q]`."""
+        """Returns logits `[batch, C]` of coordinates `[batch, q]`."""
         logits = v @ self.centres.T - self.centres.square().sum(dim=1) / 2
         below = logits.masked_fill(~self.present, torch.inf).amin(dim=1, keepdim=True) - BELOW_ALL
         return torch.where(self.present, logits, below)
 
 
 class SpaceHead(nn.Module):
-    """Projected features `[batch, D]` to logits: space, predictor, temperature and class shares."""
+    """Maps projected features `[batch, D]` to logits: space, predictor, temperature and class shares."""
 
     directions: Tensor
     origin: Tensor
@@ -87,47 +87,48 @@ class SpaceHead(nn.Module):
         self.register_buffer("log_prior", torch.zeros(classes))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Logits `[batch, C]`."""
+        """Returns logits `[batch, C]` of projected features `[batch, D]`."""
         return self.logits(z @ self.directions - self.origin)
 
     def logits(self, v: Tensor) -> Tensor:
-        """Logits `[batch, C]` of coordinates `[batch, C - 1]`."""
+        """Returns logits `[batch, C]` of coordinates `[batch, C - 1]`."""
         logits: Tensor = self.predictor(v)
         return logits / self.temperature + self.log_prior
 
 
 class SpaceModel(nn.Module):
-    """Inputs to logits. Models may share an extractor.
+    """Maps inputs to logits. Several models may share an extractor.
 
     Attributes:
-        fixed: The extractor and its projection, whose features can be kept.
-        above: The rest, from projected features on.
-        matrix: `[F, C - 1]`, projection and space in one.
+        fixed: Extractor and projection, with their cache.
+        above: The layers after the projected features.
+        matrix: Product of projection and space, `[F, C - 1]`.
     """
 
     matrix: Tensor
 
     def __init__(self, fixed: FixedFeatures, classes: int, predictor: nn.Module | None = None) -> None:
-        """Makes a model that knows no class yet.
+        """Creates a model without classes; `take` sets its space.
 
         Args:
             fixed: Extractor and projection.
             classes: C of the contract, at least 2.
-            predictor: From coordinates `[batch, C - 1]` to logits; None for the closed form. It is used, not copied.
+            predictor: Module from coordinates `[batch, C - 1]` to logits, not copied; None for the closed form.
         """
         super().__init__()
         self.fixed = fixed
-        self.extractor = fixed.extractor  # so that it moves with the model, and is exported with it
+        self.extractor = fixed.extractor  # a submodule, so that it moves with the model and is exported with it
         self.above = SpaceHead(fixed.dimensions, classes, predictor or ClosedForm(classes - 1, classes))
         self.register_buffer("matrix", torch.zeros(fixed.features, classes - 1), persistent=False)
         self.register_load_state_dict_post_hook(_join)  # type: ignore[no-untyped-call]
 
     def take(self, space: ClassSpace, temperature: float = 1.0, prior: Array | None = None) -> SpaceModel:
-        """Answers in this space from now on; returns itself.
+        """Sets the space in which the model classifies, and returns the model.
 
         Args:
-            space: Of the fleet, or of the device alone. Directions that it lacks are zeros.
-            temperature, prior: Of a personal answer; `prior` is `[C]`.
+            space: The fleet's space, or that of the device's own statistics. Missing directions become zeros.
+            temperature: Temperature of a personal variant, above 0.
+            prior: Class shares of a personal variant, `[C]`; None for uniform ones.
         """
         where = self.above.directions.device
         self.above.directions = _padded(space.directions, self.above.directions.shape).to(where)
@@ -141,17 +142,17 @@ class SpaceModel(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `[batch, C]` of inputs `[batch, *input_shape]`."""
+        """Returns logits `[batch, C]` of inputs `[batch, *input_shape]`."""
         return self.above.logits(self.coordinates(x))
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Coordinates `[batch, C - 1]` of inputs."""
+        """Returns coordinates `[batch, C - 1]` of inputs `[batch, *input_shape]`."""
         features: Tensor = self.extractor(x)
         return features.flatten(1) @ self.matrix - self.above.origin
 
 
 def _join(model: nn.Module, keys: Any = None) -> None:
-    """Makes one matrix of projection and space: a file of ONNX has no use for both."""
+    """Multiplies projection and space into `matrix`, so that an exported ONNX file contains one matrix."""
     assert isinstance(model, SpaceModel)
     directions = model.above.directions
     signs = projection_tensor(model.fixed.features, model.fixed.dimensions).double()

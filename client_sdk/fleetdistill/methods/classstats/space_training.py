@@ -1,4 +1,4 @@
-"""Training in class statistics, where it is wanted: a predictor of the device's own over coordinates of the space."""
+"""Optional training in class statistics: a predictor over coordinates of the space, and teaching the app's network."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DRAWING_STEPS, _DRAWING_RATE, _DRAWN_AT_ONCE = 30, 0.05, 100
 
 
 def draw_in_space(space: ClassSpace, rows: int, seed: int) -> tuple[Array, Array]:
-    """Rows b_c + xi of every class of the space, with portable normal numbers xi: the same on every device.
+    """Draws rows b_c + ξ of every class of the space, with portable normal noise ξ; the same rows on every device.
 
     Args:
-        space: The fleet's.
-        rows: Of each class, at least 1.
-        seed: The round's.
+        space: The fleet's space.
+        rows: Number of rows of each class, at least 1.
+        seed: Seed of the round.
 
     Returns:
         `[K * rows, q]` float32 and their labels `[K * rows]` int64, in the order of the labels.
@@ -55,17 +55,17 @@ def train_predictor(
     draw_seed: int,
     seed: int,
 ) -> TrainingReport:
-    """Trains on own rows and on as many drawn ones, at a rate that falls to a tenth (oneshot.md, 3.10).
+    """Trains a predictor on own rows and as many drawn rows; the learning rate falls to a tenth.
 
     Args:
-        predictor: From coordinates `[batch, C - 1]` to logits.
-        space: The fleet's.
-        coordinates_nq: Own rows in it; coordinates that it lacks are zeros.
-        labels_n: Their classes.
-        config: Optimiser, batch size and least steps.
+        predictor: Module from coordinates `[batch, C - 1]` to logits.
+        space: The fleet's space.
+        coordinates_nq: Coordinates of own rows, `[n, q]`; missing coordinates become zeros.
+        labels_n: Classes of own rows, `[n]`.
+        config: Optimiser, batch size, learning rate and least number of steps.
         classes: C.
-        draw_seed: Of the drawn rows, the same on every device.
-        seed: Of the order of the batches.
+        draw_seed: Seed of the drawn rows, the same on every device.
+        seed: Seed of the order of the batches.
 
     Raises:
         KnowledgeError: The loss is not finite.
@@ -118,18 +118,18 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def teach_network(
     local: Local, general: SpaceModel, space: ClassSpace, config: ClassStatsConfig, draw_seed: int, seed: int
 ) -> TrainingReport:
-    """Trains the app's own network towards the general answer, on own images and on drawn ones; nothing is sent.
+    """Trains the app's own network towards the general variant, on own and on drawn images; nothing is sent.
 
-    Of what was tried this helped most (benchmarks/RESULTS.md). The personal answer as teacher only says again what the
-    labels say; drawn images show classes that the device has never seen.
+    This was the best of the alternatives measured in benchmarks/RESULTS.md. The personal variant as a teacher repeats
+    the labels; drawn images show classes of which the device has no samples.
 
     Args:
         local: The app's network and its data, images in [0, 1].
-        general: The general answer, in eval mode.
-        space: Which it is in.
-        config: Optimiser, batch size, passes, rate and number of drawn images.
-        draw_seed: Of what is drawn.
-        seed: Of the order of the batches and of how images are moved.
+        general: The general variant, in eval mode.
+        space: Space of the general variant.
+        config: Optimiser, batch size, passes, learning rate and number of drawn images.
+        draw_seed: Seed of the drawn images.
+        seed: Seed of the order of the batches and of the images' shifts and noise.
 
     Raises:
         KnowledgeError: The loss is not finite.
@@ -166,14 +166,17 @@ def teach_network(
 
 
 def draw_images(general: SpaceModel, space: ClassSpace, images_nchw: Tensor, count: int, seed: int) -> Tensor:
-    """Own images, changed until the space sees rows drawn of every class in them: `[count, ch, h, w]` in [0, 1].
+    """Makes images whose coordinates are near rows drawn of every class, by gradient steps on own images.
 
     Args:
-        general: A model in this space; its extractor is what the changes go through.
-        space: The fleet's.
-        images_nchw: What to begin with, at least one.
-        count: How many, at least 0.
-        seed: Of the wanted rows and of the choice of images.
+        general: A model in `space`; gradients pass through its extractor.
+        space: The fleet's space.
+        images_nchw: Own images to start from, at least one.
+        count: Number of images to make, at least 0.
+        seed: Seed of the drawn rows and of the choice of images.
+
+    Returns:
+        `[count, channels, height, width]` in [0, 1].
     """
     if not count:
         return images_nchw[:0]
@@ -200,7 +203,7 @@ def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
 
 
 def _moved(images_bchw: Tensor, generator: torch.Generator) -> Tensor:
-    """The batch shifted by up to a fourteenth of its width, edges repeated, with a little noise."""
+    """Returns the images shifted by up to a fourteenth of their width, with repeated edges and Gaussian noise."""
     reach = max(images_bchw.shape[-1] // 14, 1)
     padded = functional.pad(images_bchw, (reach,) * 4, mode="replicate")
     top, left = torch.randint(2 * reach + 1, (2,), generator=generator).tolist()
