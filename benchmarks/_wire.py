@@ -28,7 +28,10 @@ from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.store.store import Store
 
 MB = 10**6
@@ -168,10 +171,13 @@ def live_front(handed_out: list[Payload] | None = None, tls: Secured | None = No
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         store = _prepared_store(directory, handed_out or [])
-        command = [sys.executable, "-m", "fleetdistill_server.front", "--store", name, "--listen", "127.0.0.1:0"]
+        server = ServerSection(store=name, listen="127.0.0.1:0", compression="none")
         if tls:
-            command += ["--pki", str(tls.directory), "--enrol-listen", "127.0.0.1:0", "--certificate-days", "1"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            server = server.model_copy(update={"pki": str(tls.directory), "enrol_listen": "127.0.0.1:0"})
+        config = directory / "served.toml"
+        config.write_text(as_toml(ServerConfig(server=server)))
+        command = [sys.executable, "-m", "fleetdistill_server.front", str(config)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=front_environment())
         try:
             assert process.stdout is not None
             port = next(line.split()[1] for line in process.stdout if line.startswith("listening"))

@@ -31,9 +31,11 @@ import grpc
 
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc, tensor_pb2
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.front.grpc_options import channel_options
 from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
-from fleetdistill_server.service.processes import allow_open_files
+from fleetdistill_server.service.processes import allow_open_files, front_environment
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
 
@@ -138,6 +140,7 @@ def server(arguments: Sequence[str], ends: Ends | None = None) -> Iterator[Serve
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         text=True,
+        env=front_environment(),
         pass_fds=[x for x in (given.read, given.write) if x >= 0],
     )
     try:
@@ -150,7 +153,9 @@ def server(arguments: Sequence[str], ends: Ends | None = None) -> Iterator[Serve
 
 def front_command(directory: str, ends: Ends) -> list[str]:
     """How the supervisor starts a front."""
-    return ["-m", "fleetdistill_server.front", "--store", directory, "--listen", "127.0.0.1:0", f"--wakeups={ends}"]
+    config = Path(directory) / "served.toml"
+    config.write_text(as_toml(ServerConfig(server=ServerSection(store=directory, listen="127.0.0.1:0"))))
+    return ["-m", "fleetdistill_server.front", str(config), f"--wakeups={ends}"]
 
 
 # --- the clients

@@ -127,7 +127,6 @@ def measured(kind: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, float]
     """One device's exchange with a server of its own."""
     from fleetdistill_server.config.run_config import run_config
     from fleetdistill_server.service.supervisor import Supervisor
-    from fleetdistill_server.simulation.links.links import as_toml
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -139,9 +138,7 @@ def measured(kind: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, float]
                 "server": {"store": str(folder / "store"), "listen": "127.0.0.1:0", "torch_device": "cpu"},
             }
         )
-        file = folder / "run.toml"
-        file.write_text(as_toml(config))
-        supervisor = Supervisor(file, config, log=folder / "server.log")
+        supervisor = Supervisor(config, log=folder / "server.log")
         serving = threading.Thread(target=supervisor.serve)
         serving.start()
         try:

@@ -40,7 +40,7 @@ def test_a_device_reaches_its_server_without_torch() -> None:
 
 
 def test_the_front_knows_neither_torch_nor_methods() -> None:
-    loaded = loaded_by("import fleetdistill_server.front.server")
+    loaded = loaded_by("import fleetdistill_server.front.process")
     methods = of_packages(loaded, "fleetdistill.methods", "fleetdistill_server.methods")
     assert of_packages(loaded, "torch", "torchvision", "onnx", "onnxruntime") == set()
     assert methods == set()

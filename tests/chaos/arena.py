@@ -27,8 +27,8 @@ from support.forked import Forked
 
 from fleetdistill.wire import payload as wire
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
-from fleetdistill_server.simulation.links.links import as_toml
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.store import Store
 
@@ -199,7 +199,7 @@ class Arena:
         return {name: Member(name, forked, points.get(name, ())) for name, forked in made.items()}
 
     def _make_front(self) -> Forked:
-        return members.front(self._place, self._port, self._wanted.lease_seconds)
+        return members.front(self._place, self._port)
 
     # --- while it runs
 

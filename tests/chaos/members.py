@@ -95,9 +95,9 @@ def preload() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
 
 
-def front(place: Place, port: int, lease_seconds: float) -> Forked:
+def front(place: Place, port: int) -> Forked:
     """The front, on this port in all its lives."""
-    return Forked(_run_front, place, port, lease_seconds)
+    return Forked(_run_front, place, port)
 
 
 def engine(place: Place) -> Forked:
@@ -115,13 +115,12 @@ def make_pipes(place: Place) -> tuple[Pipe, Pipe]:
     return Pipe(place.pipe("front")), Pipe(place.pipe("engine"))
 
 
-def _run_front(points: str, place: Place, port: int, lease_seconds: float) -> None:
+def _run_front(points: str, place: Place, port: int) -> None:
     from fleetdistill_server.front.process import main
 
     _begin("front", points, place)
     ends = f"{_open(place.pipe('front'))},{_open(place.pipe('engine'))}"
-    arguments = ["--store", str(place.store), "--listen", f"127.0.0.1:{port}", "--lease-seconds", str(lease_seconds)]
-    _main(main, ["front", *arguments, f"--wakeups={ends}"])
+    _main(main, ["front", str(place.config), "--port", str(port), f"--wakeups={ends}"])
 
 
 def _run_engine(points: str, place: Place) -> None:
@@ -132,7 +131,7 @@ def _run_engine(points: str, place: Place) -> None:
     _begin("engine", points, place)
     counting_server.register()
     ends = f"{_open(place.pipe('engine'))},{_open(place.pipe('front'))}"
-    _main(main, ["engine", str(place.config), "--store", str(place.store), f"--wakeups={ends}"])
+    _main(main, ["engine", str(place.config), f"--wakeups={ends}"])
 
 
 def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:

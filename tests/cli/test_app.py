@@ -17,13 +17,14 @@ from typer.testing import CliRunner, Result
 from fleetdistill import Step
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.links.links import DriveDevices, as_toml
+from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN, make_run_config, make_specs

@@ -80,8 +80,8 @@ def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: P
 
 def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:
     path = write_run(tmp_path, "127.0.0.1:0")
-    first = Supervisor(path, load_run_config(path))
+    first = Supervisor(load_run_config(path))
     with pytest.raises(RunError, match=r"another `fleetdistill serve` uses the store .*store; stop it first"):
-        Supervisor(path, load_run_config(path))
+        Supervisor(load_run_config(path))
     first.lock.close()
     first.store.close()

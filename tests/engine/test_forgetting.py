@@ -34,6 +34,8 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.engine import forgetting
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.engine.engine import Engine
@@ -540,7 +542,7 @@ class Joined:
 @pytest.fixture
 def joined(tmp_path: Path) -> Iterator[Joined]:
     store = prepare_store(tmp_path / "store")
-    with open_api(tmp_path / "store", lambda: None, lease_seconds=60.0) as (api, _):
+    with open_api(ServerSection(store=str(tmp_path / "store")), Limits(), lambda: None) as (api, _):
         yield Joined(store, api)
     store.close()
 

@@ -544,7 +544,7 @@ def test_the_fronts_memory_does_not_grow_with_the_upload(tmp_path: Path) -> None
     """One upload fills its buffers; one four times as large then needs hardly more.
 
     What could grow are the chunks that are read ahead, gRPC's buffers, and heaps of threads that each worked on some
-    chunks: all three are bounded, however busy the machine is. Without `keep_freed_memory` 10 to 44 MB were seen
+    chunks: all three are bounded, however busy the machine is. Without `front_environment` 10 to 44 MB were seen
     here, with it 0 to 6.
     """
     wide = [contract_pb2.NamedShape(name="cut", shape=WIDE)]

@@ -61,7 +61,7 @@ from fleetdistill.wire.v1 import (
     service_pb2_grpc,
 )
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.config.run_config import LimitsSection, run_config
+from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.front.streams import with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import Allowance, Limiter, Reservation
@@ -196,13 +196,6 @@ def test_without_limits_nothing_is_refused() -> None:
         limiter.hold_bytes(ONE, 1 << 60)
         limiter.check_devices(ONE, 1 << 60)
         limiter.begin_enrolment()
-
-
-def test_limits_reach_the_front_as_they_stand_in_the_file() -> None:
-    limits = LimitsSection(uploads_per_hour=7, enrolments_at_once=3, stall_seconds=0.5).limits()
-    assert (limits.uploads_per_hour, limits.enrolments_at_once, limits.stall_seconds) == (7, 3, 0.5)
-    assert Limits.parse(str(limits)) == limits
-    assert LimitsSection().limits() == Limits()
 
 
 def test_limits_may_change_between_two_starts_of_a_run() -> None:

@@ -50,7 +50,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.links import as_toml, device_processes
+from fleetdistill_server.simulation.links.links import device_processes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.store.store import Store
@@ -196,9 +196,7 @@ def serving(work: Path, **run: Any) -> Iterator[int]:
     """A server of its own; gives its port."""
     config = config_of(**run)
     config = config.model_copy(update={"server": config.server.model_copy(update={"store": str(work / "store")})})
-    file = work / "run.toml"
-    file.write_text(as_toml(config))
-    supervisor = Supervisor(file, config, log=work / "server.log")
+    supervisor = Supervisor(config, log=work / "server.log")
     thread = threading.Thread(target=supervisor.serve)
     thread.start()
     try:

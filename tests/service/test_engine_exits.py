@@ -47,7 +47,7 @@ def end_of(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> i
 def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(process, "end_with_parent", lambda parent: None)
     monkeypatch.setattr(process, "begin_beats", lambda directory: None)
-    monkeypatch.setattr(sys, "argv", ["engine", str(config), "--store", str(config.parent / "store")])
+    monkeypatch.setattr(sys, "argv", ["engine", str(config)])
     return process.main()
 
 
@@ -86,22 +86,6 @@ def test_an_engine_whose_run_is_cancelled_has_not_failed(config: Path, monkeypat
     monkeypatch.setattr(engine.Engine, "run", cancelled)
     assert engine_main(config, monkeypatch) == 0
     assert failures(config) == []
-    store.close()
-
-
-def test_a_run_is_not_replaced_by_an_engine_that_is_started_again(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only `serve` itself replaces a run, before it has devices: here run.toml is edited while it is served."""
-    store = Store.open(config.parent / "store")
-    register(store, load_run_config(config))
-    config.write_text(config.read_text().replace("[run]", "[run]\nseed = 7"))
-    assert end_of(config, monkeypatch, AssertionError("the engine ran")) == EXIT_CONFIGURATION
-    assert failures(config) == [
-        f"run.toml was changed while run {RUN!r} is served: run.seed was 0, is 7; put the old values back, or stop the "
-        "server and start it again"
-    ]
-    assert json.loads((store.runs.get(RUN) or {})["config"])["run"]["seed"] == 0
     store.close()
 
 
@@ -154,7 +138,7 @@ class Ended:
 
 @pytest.fixture
 def serving(config: Path) -> Iterator[Supervisor]:
-    made = Supervisor(config, load_run_config(config))
+    made = Supervisor(load_run_config(config))
     yield made
     made.store.close()
     made.lock.close()

@@ -129,7 +129,7 @@ class Hung:
 def serving(tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.setattr(supervisor, "Beats", lambda directory: Beats(directory, seconds))
     path = write_config(tmp_path)
-    made = Supervisor(path, load_run_config(path))
+    made = Supervisor(load_run_config(path))
     yield made
     made.store.close()
     made.lock.close()

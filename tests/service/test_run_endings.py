@@ -294,7 +294,7 @@ torch_device = "cpu"
 def test_a_run_that_is_served_is_cancelled_and_its_devices_go(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN_TOML.format(store=tmp_path / "store"))
-    supervisor = Supervisor(path, load_run_config(path), log=tmp_path / "server.log")
+    supervisor = Supervisor(load_run_config(path), log=tmp_path / "server.log")
     told: list[str] = []
     ended: list[bool] = []
     serving = threading.Thread(target=lambda: ended.append(supervisor.serve(on_over=told.append)), name="serving")

@@ -164,7 +164,7 @@ def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path
 def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
     for listen, lease in (("127.0.0.1:0", 60.0), ("localhost:0", 30.0)):
         path = write_config(tmp_path, server_listen=listen, server_lease_seconds=lease)
-        Supervisor(path, load_run_config(path)).store.close()
+        Supervisor(load_run_config(path)).store.close()
 
 
 def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
@@ -210,6 +210,11 @@ def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_pa
 def test_killed_children_are_started_again(tmp_path: Path) -> None:
     with serve(write_config(tmp_path)) as served, AnsweringFleet(served.port(), RUN, 2):
         store = Store.open(tmp_path / "store")
+        wait_until(lambda: completed(store) >= 1, "a round")
+        before_edit = run_row(store)["config"]
+        write_config(
+            tmp_path, run_seed=7, run_rounds=1, server_listen="127.0.0.1:1"
+        )  # for the next start of the server
         for module in (ENGINE, FRONT):
             wait_until(lambda: completed(store) >= 1, "a round")
             wait_until(lambda: kill_in(lambda: _asks_open(store), served.child(module)), "a moment in mid-round")  # noqa: B023
@@ -217,6 +222,7 @@ def test_killed_children_are_started_again(tmp_path: Path) -> None:
             wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
         assert settled(store)
         assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
+        assert run_row(store)["config"] == before_edit
         store.close()
 
 
@@ -271,7 +277,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     monkeypatch.setattr(supervisor_module, "MAX_RESTARTS", 2)
     path = write_config(tmp_path, model_server="broken_predictor:make")
     log = tmp_path / "server.log"
-    supervisor = Supervisor(path, load_run_config(path), log=log)
+    supervisor = Supervisor(load_run_config(path), log=log)
     failures: list[FleetDistillError] = []
 
     def run() -> None:
@@ -314,7 +320,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
 def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_path: Path) -> None:
     """Two devices check in and never answer."""
     path = write_config(tmp_path, run_deadline_seconds=0.2)
-    supervisor = Supervisor(path, load_run_config(path), log=tmp_path / "server.log", most_short_rounds=3)
+    supervisor = Supervisor(load_run_config(path), log=tmp_path / "server.log", most_short_rounds=3)
     failures: list[FleetDistillError] = []
 
     def run() -> None:

@@ -14,7 +14,7 @@ from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, ru
 from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.links import as_toml, device_processes
+from fleetdistill_server.simulation.links.links import device_processes
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -49,9 +49,7 @@ class Fleet:
 
     def __init__(self, prepared: Prepared) -> None:
         self._config, self._specs, work = prepared
-        config_file = work / "run.toml"
-        config_file.write_text(as_toml(self._config))
-        self.supervisor = Supervisor(config_file, self._config, log=work / "server.log")
+        self.supervisor = Supervisor(self._config, log=work / "server.log")
         self.store = self.supervisor.store
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = contextlib.ExitStack()

@@ -1,6 +1,6 @@
 """A front that leaks on purpose, so that a test can see that the soak finds it.
 
-python -m soak.leaks --store ...       with the front's own arguments
+python -m soak.leaks run.toml ...       with the front's own arguments
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from soak.slope import Point, theil_sen
 from support.forked import Forked
 
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.simulation.links.links import as_toml
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.store.store import Store
 
 RUN = "soak"
@@ -294,7 +295,7 @@ def _start_front(place: Place, port: int, leak: bool) -> subprocess.Popen[bytes]
     """A process of its own from the start, with nothing in it that a server's front would not have."""
     pipes = [os.open(place.pipe(name), os.O_RDWR | os.O_NONBLOCK) for name in ("front", "engine")]
     module = "soak.leaks" if leak else "fleetdistill_server.front"
-    serve = ["--store", str(place.store), "--listen", f"127.0.0.1:{port}", "--lease-seconds", str(LEASE_SECONDS)]
+    serve = [str(place.config), "--port", str(port)]
     try:
         with place.output_of("front").open("ab") as output:
             return subprocess.Popen(
@@ -302,7 +303,7 @@ def _start_front(place: Place, port: int, leak: bool) -> subprocess.Popen[bytes]
                 pass_fds=pipes,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env=front_environment(),
             )
     finally:
         for end in pipes:

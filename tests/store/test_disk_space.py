@@ -250,7 +250,7 @@ def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path:
     write_asks(store, number, "d1")
     ballast = tmp_path / "store" / "ballast"
     ballast.write_bytes(bytes(20_000_000))
-    with live_front(tmp_path / "store", options=["--disk-budget-bytes", "20000000"]) as front:
+    with live_front(tmp_path / "store", disk_budget_bytes=20_000_000) as front:
         client = Client(front.port)
         client.check_in()
         with refused() as found:
@@ -304,7 +304,7 @@ def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Pa
             outcomes[name] = found[0].reason
         client.channel.close()
 
-    with live_front(small_disk / "store", options=["--keep-free-bytes", "1000000"]) as front:
+    with live_front(small_disk / "store", keep_free_bytes=1_000_000) as front:
         threads = [threading.Thread(target=send, args=(front.port, name)) for name in names]
         for thread in threads:
             thread.start()

@@ -21,8 +21,8 @@ from support.processes import wait_until
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
+from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.links import as_toml
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
 from fleetdistill_server.store.store import Store
@@ -113,7 +113,7 @@ class ForkedEngine(Forked):
         (work / "run.toml").write_text(as_toml(config))
         self.pipe = Pipe(work / "engine.fifo")
         self.front_pipe = Pipe(work / "front.fifo")
-        super().__init__(_run_engine, work / "run.toml", config.server.store, self.pipe.path, self.front_pipe.path)
+        super().__init__(_run_engine, work / "run.toml", self.pipe.path, self.front_pipe.path)
 
     def wait_until_it_waits(self) -> None:
         """Returns once the engine has done everything that it can do without another answer, or has ended."""
@@ -121,12 +121,12 @@ class ForkedEngine(Forked):
         wait_until(lambda: self.pipe.is_empty or not self.is_alive, "the engine to wait")
 
 
-def _run_engine(points: str, config: Path, store: str, pipe: Path, front_pipe: Path) -> None:
+def _run_engine(points: str, config: Path, pipe: Path, front_pipe: Path) -> None:
     from fleetdistill_server.engine.process import main
 
     ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]
     failpoints.switch_on(points)
-    sys.argv = ["engine", str(config), "--store", store, "--wakeups", f"{ends[0]},{ends[1]}"]
+    sys.argv = ["engine", str(config), "--wakeups", f"{ends[0]},{ends[1]}"]
     sys.exit(main())
 
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
+from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 
@@ -78,22 +81,34 @@ def write_asks(
     store.asks.write(rows)
 
 
+def write_server_config(store: Path, config: ServerConfig) -> Path:
+    """Writes what a front reads into the store's directory, by default without compression and reserve."""
+    defaults = {"store": str(store), "compression": "none", "keep_free_bytes": 0}
+    given = config.server.model_dump(exclude_unset=True)
+    path = store / "served.toml"
+    path.write_text(as_toml(config.model_copy(update={"server": ServerSection(**{**defaults, **given})})))
+    return path
+
+
 class LiveFront:
     """One front process at a time, always on the same port once it has one. Made by `live_front`."""
 
     def __init__(
-        self, directory: Path, lease_seconds: float, ends: Ends, limits: Limits, options: Sequence[str] = ()
+        self, directory: Path, lease_seconds: float, ends: Ends, limits: Limits, settings: Mapping[str, Any]
     ) -> None:
-        self._directory = directory
-        self._options = ["--lease-seconds", str(lease_seconds), f"--wakeups={ends}", "--limits", str(limits), *options]
+        server = {"lease_seconds": lease_seconds, "listen": "127.0.0.1:0", **settings}
+        self._config = write_server_config(directory, ServerConfig(server=ServerSection(**server), limits=limits))
+        self._ends = ends
         self._fds = [end for end in (ends.read, ends.write) if end >= 0]
         self.port = 0
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        where = ["--store", str(self._directory), "--listen", f"127.0.0.1:{self.port}"]
-        command = [sys.executable, "-m", "fleetdistill_server.front", *where, *self._options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=self._fds)
+        options = [f"--port={self.port}", f"--wakeups={self._ends}"]
+        command = [sys.executable, "-m", "fleetdistill_server.front", str(self._config), *options]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, pass_fds=self._fds, env=front_environment()
+        )
         assert process.stdout is not None
         word, _, port = process.stdout.readline().partition(" ")
         assert word == "listening", "the front ended before it listened; what it said stands above"
@@ -126,10 +141,10 @@ def live_front(
     lease_seconds: float = 60.0,
     ends: Ends | None = None,
     limits: Limits | None = None,
-    options: Sequence[str] = (),
+    **settings: Any,
 ) -> Iterator[LiveFront]:
-    """Runs a front, with further options of its command line, until the end of the block."""
-    front = LiveFront(directory, lease_seconds, ends or Ends(), limits or Limits(), options)
+    """Runs a front, with further settings of [server], until the end of the block."""
+    front = LiveFront(directory, lease_seconds, ends or Ends(), limits or Limits(), settings)
     try:
         yield front
     finally:

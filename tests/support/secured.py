@@ -17,15 +17,18 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from support.live_front import write_server_config
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.security.certificates import Role, read_request
 from fleetdistill_server.security.pki import SERVER, Authority, make_authority
 from fleetdistill_server.security.tokens import create_tokens
+from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.store.store import Store
 
 CALL_SECONDS = PATIENCE_SECONDS
@@ -88,13 +91,20 @@ class SecuredFront:
 
     def start(self) -> None:
         """Starts the process and waits until it listens."""
-        where = ["--store", str(self.store_dir), "--listen", f"127.0.0.1:{self.port}", "--pki", str(self.pki)]
-        where += ["--enrol-listen", f"127.0.0.1:{self.enrol_port}", "--certificate-days", str(self.certificate_days)]
-        where += ["--limits", str(self.limits), "--lease-seconds", str(self.lease_seconds)]
-        where += ["--log-level", "DEBUG" if self.log else "INFO"]
-        command = [sys.executable, "-m", "fleetdistill_server.front", *where]
+        server = ServerSection(
+            listen=f"127.0.0.1:{self.port}",
+            lease_seconds=self.lease_seconds,
+            pki=str(self.pki),
+            enrol_listen=f"127.0.0.1:{self.enrol_port}",
+            certificate_days=self.certificate_days,
+        )
+        config = write_server_config(self.store_dir, ServerConfig(server=server, limits=self.limits))
+        log_level = "DEBUG" if self.log else "INFO"
+        command = [sys.executable, "-m", "fleetdistill_server.front", str(config), "--log-level", log_level]
         errors = self.log.open("ab") if self.log else None
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=front_environment()
+        )
         if errors:
             errors.close()
         assert self.process.stdout is not None

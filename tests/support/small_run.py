@@ -52,6 +52,7 @@ server = ""
 device = "digits_cnn_small"
 [server]
 torch_device = "cpu"
+compression = "none"
 """
 
 
@@ -155,8 +156,7 @@ def _front(points: str, place: Place) -> None:
     from fleetdistill_server.front.process import main
 
     failpoints.switch_on(points)
-    where = ["--store", str(place.store), "--listen", f"127.0.0.1:{place.port}"]
-    sys.argv = ["front", *where, f"--wakeups={place.ends('front', 'engine')}"]
+    sys.argv = ["front", str(place.config), "--port", str(place.port), f"--wakeups={place.ends('front', 'engine')}"]
     sys.exit(main())
 
 
@@ -164,8 +164,7 @@ def _engine(points: str, place: Place) -> None:
     from fleetdistill_server.engine.process import main
 
     failpoints.switch_on(points)
-    sys.argv = ["engine", str(place.config), "--store", str(place.store)]
-    sys.argv.append(f"--wakeups={place.ends('engine', 'front')}")
+    sys.argv = ["engine", str(place.config), f"--wakeups={place.ends('engine', 'front')}"]
     sys.exit(main())
 
 
@@ -233,7 +232,7 @@ def small_run(work: Path, points: Mapping[str, Sequence[str]] | None = None) -> 
     """Prepares a run in an empty folder; nothing of it lives on after the block."""
     work.mkdir()
     place = Place(work, _free_port())
-    place.config.write_text(_CONFIG)
+    place.config.write_text(f"{_CONFIG}store = {json.dumps(str(place.store))}\n")
     with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
         store.runs.begin(RUN, load_run_config(place.config).fixed_part())
     pipes = [Pipe(place.pipe(name)) for name in ("front", "engine")]

@@ -69,7 +69,6 @@ def _serve(
     over = False
     if not stopped.is_set():
         supervisor = Supervisor(
-            path,
             config,
             on_listening=lambda port: typer.echo(_where(config, supervisor)),
             stopped=stopped,

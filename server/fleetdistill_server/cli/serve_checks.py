@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
-from fleetdistill_server.config.run_config import RunConfig, ServerSection
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register

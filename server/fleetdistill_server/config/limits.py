@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from fleetdistill_server.config.section import Section
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The `[limits]` of run.toml; docs/reference/run-toml.md says what each means."""
+class Limits(Section):
+    """The `[limits]` of run.toml, which may change between starts of a run; see docs/reference/run-toml.md."""
 
-    open_calls: int = 20_000
-    open_calls_per_device: int = 8
-    open_calls_per_connection: int = 100
-    uploads_per_hour: int = 3_600_000
-    uploads_per_hour_per_device: int = 36_000
-    bytes_in_flight: int = 64 << 30
-    bytes_in_flight_per_device: int = 4 << 30
-    devices: int = 100_000
-    enrolments_at_once: int = 8  # half of the front's threads
-    enrolments_per_minute: int = 600
-    refusals_per_hour: int = 20
-    stall_seconds: float = 120.0
-    handshake_seconds: float = 20.0
-    idle_seconds: float = 600.0
-    connections: int = 20_000
-    enrol_connections: int = 2_000
-    request_bytes: int = 256 << 20
-    request_bytes_per_caller: int = 64 << 20
-    request_seconds: float = 30.0
-    new_devices_per_minute: int = 600
-    new_devices_per_minute_per_address: int = 300
-
-    @classmethod
-    def parse(cls, text: str) -> Limits:
-        """Reads what `str` wrote."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
+    open_calls: Annotated[int, Field(ge=1, lt=2**30)] = 20_000
+    open_calls_per_device: Annotated[int, Field(ge=1)] = 8
+    open_calls_per_connection: Annotated[int, Field(ge=1, lt=2**31)] = 100
+    uploads_per_hour: Annotated[int, Field(ge=1)] = 3_600_000
+    uploads_per_hour_per_device: Annotated[int, Field(ge=1)] = 36_000
+    bytes_in_flight: Annotated[int, Field(ge=1)] = 64 << 30
+    bytes_in_flight_per_device: Annotated[int, Field(ge=1)] = 4 << 30
+    devices: Annotated[int, Field(ge=1)] = 100_000
+    enrolments_at_once: Annotated[int, Field(ge=1)] = 8  # half of the front's threads
+    enrolments_per_minute: Annotated[int, Field(ge=1)] = 600
+    refusals_per_hour: Annotated[int, Field(ge=1)] = 20
+    stall_seconds: Annotated[float, Field(gt=0)] = 120.0
+    handshake_seconds: Annotated[float, Field(gt=0)] = 20.0
+    idle_seconds: Annotated[float, Field(gt=0)] = 600.0
+    connections: Annotated[int, Field(ge=1, lt=2**31)] = 20_000
+    enrol_connections: Annotated[int, Field(ge=1, lt=2**31)] = 2_000
+    request_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    request_bytes_per_caller: Annotated[int, Field(ge=1)] = 64 << 20
+    request_seconds: Annotated[float, Field(gt=0)] = 30.0
+    new_devices_per_minute: Annotated[int, Field(ge=1)] = 600
+    new_devices_per_minute_per_address: Annotated[int, Field(ge=1)] = 300

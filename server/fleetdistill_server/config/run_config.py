@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     create_model,
@@ -20,37 +16,16 @@ from pydantic import (
     model_validator,
 )
 
-from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
+from fleetdistill_server.config import server_config
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.section import Section, Settings, read_toml
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.config.setting_errors import sentences
-from fleetdistill_server.config.tls import ENROL_PORT, Tls
-
-
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class _Section(_Settings):
-    """Of run.toml; methods check their numbers themselves."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-def _host_and_port(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    plain = (host.startswith("[") and host.endswith("]")) or ":" not in host
-    if not (host and plain and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError("must be host:port, such as 127.0.0.1:50051 or [::1]:50051")
-    return address
-
-
-Address = Annotated[str, AfterValidator(_host_and_port)]
-"""`host:port`; port 0 takes a free one."""
-
 
 OPERATORS = (
     "rounds",
@@ -65,7 +40,7 @@ OPERATORS = (
 """Settings of [run] that may change between starts of one run, because they say how it is operated, not what it is."""
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """[run]: the job itself."""
 
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
@@ -79,7 +54,7 @@ class RunSection(_Section):
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
     start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
-    modules: Annotated[list[str], Field(alias="import")] = []
+    modules: Annotated[list[str], Field(alias="import")] = []  # noqa: RUF012  (pydantic copies it)
     """Modules to import, which register methods; `import` is no name for it in Python."""
 
     @model_validator(mode="after")
@@ -89,7 +64,7 @@ class RunSection(_Section):
         return self
 
 
-class ContractSection(_Section):
+class ContractSection(Section):
     """[contract]: what every device must fit."""
 
     classes: int | list[str]
@@ -111,7 +86,7 @@ class ContractSection(_Section):
         return [str(label) for label in range(self.classes)] if isinstance(self.classes, int) else self.classes
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """[model]: zoo names, or package.module:factory."""
 
     extractor: str = "digits_extractor"
@@ -119,7 +94,7 @@ class ModelSection(_Section):
     device: str = ""
 
 
-class ProxySection(_Section):
+class ProxySection(Section):
     """[proxy]: the labelled data set that the server hands to every device, for methods that need one."""
 
     data: str = ""
@@ -135,7 +110,7 @@ class ProxySection(_Section):
         return self
 
 
-class EvaluationSection(_Section):
+class EvaluationSection(Section):
     """[evaluation]: the operator's labelled data, for scoring the run's global model after each round.
 
     Attributes:
@@ -146,63 +121,7 @@ class EvaluationSection(_Section):
     trusted_rows: Annotated[int, Field(ge=0, lt=2**32)] = 5
 
 
-class ServerSection(_Section):
-    """[server]: where and how the server runs; may change between starts of one run."""
-
-    listen: Address = "127.0.0.1:50051"
-    store: str = "fleetdistill-store"
-    lease_seconds: Annotated[float, Field(gt=0)] = 60.0
-    engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
-    max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
-    torch_device: str = "auto"
-    pki: str = ""
-    enrol_listen: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
-    certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
-    compression: Literal["zstd", "none"] = "zstd"
-    keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
-    keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
-    disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
-    keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
-
-    def tls(self) -> Tls | None:
-        """How the front speaks TLS; None for plain text. The enrolment port is on the host of `listen` by default."""
-        if not self.pki:
-            return None
-        usual = f"{self.listen.rpartition(':')[0]}:{ENROL_PORT}"
-        return Tls(Path(self.pki), self.enrol_listen or usual, self.certificate_days)
-
-
-class LimitsSection(_Section):
-    """[limits]: what devices may ask of the server; may change between starts of one run."""
-
-    open_calls: Annotated[int, Field(ge=1, lt=2**30)] = Limits.open_calls
-    open_calls_per_device: Annotated[int, Field(ge=1)] = Limits.open_calls_per_device
-    open_calls_per_connection: Annotated[int, Field(ge=1, lt=2**31)] = Limits.open_calls_per_connection
-    uploads_per_hour: Annotated[int, Field(ge=1)] = Limits.uploads_per_hour
-    uploads_per_hour_per_device: Annotated[int, Field(ge=1)] = Limits.uploads_per_hour_per_device
-    bytes_in_flight: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight
-    bytes_in_flight_per_device: Annotated[int, Field(ge=1)] = Limits.bytes_in_flight_per_device
-    devices: Annotated[int, Field(ge=1)] = Limits.devices
-    enrolments_at_once: Annotated[int, Field(ge=1)] = Limits.enrolments_at_once
-    enrolments_per_minute: Annotated[int, Field(ge=1)] = Limits.enrolments_per_minute
-    refusals_per_hour: Annotated[int, Field(ge=1)] = Limits.refusals_per_hour
-    stall_seconds: Annotated[float, Field(gt=0)] = Limits.stall_seconds
-    handshake_seconds: Annotated[float, Field(gt=0)] = Limits.handshake_seconds
-    idle_seconds: Annotated[float, Field(gt=0)] = Limits.idle_seconds
-    connections: Annotated[int, Field(ge=1, lt=2**31)] = Limits.connections
-    enrol_connections: Annotated[int, Field(ge=1, lt=2**31)] = Limits.enrol_connections
-    request_bytes: Annotated[int, Field(ge=1)] = Limits.request_bytes
-    request_bytes_per_caller: Annotated[int, Field(ge=1)] = Limits.request_bytes_per_caller
-    request_seconds: Annotated[float, Field(gt=0)] = Limits.request_seconds
-    new_devices_per_minute: Annotated[int, Field(ge=1)] = Limits.new_devices_per_minute
-    new_devices_per_minute_per_address: Annotated[int, Field(ge=1)] = Limits.new_devices_per_minute_per_address
-
-    def limits(self) -> Limits:
-        """The same for the front."""
-        return Limits(**self.model_dump())
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run.toml.
 
     Attributes:
@@ -216,7 +135,7 @@ class RunConfig(_Section):
     proxy: ProxySection = ProxySection()
     evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
-    limits: LimitsSection = LimitsSection()
+    limits: Limits = Limits()
 
     def method_config(self) -> Any:
         """The method's configuration, complete for the contract's number of classes.
@@ -254,7 +173,7 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
     _check_form(cls, settings)
     types = get_type_hints(cls)
     known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
-    section = create_model(cls.__name__, __base__=_Settings, **known)
+    section = create_model(cls.__name__, __base__=Settings, **known)
     try:
         # In JSON, where strict takes 1 for a float and not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
@@ -277,7 +196,7 @@ def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:
     """The fixed part that an earlier version has stored, with the defaults of the settings that it did not know yet."""
-    sections: dict[str, type[_Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
+    sections: dict[str, type[Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
     completed = {}
     for name, values in known.items():
         fields = sections[name].model_fields if name in sections else {}
@@ -293,15 +212,10 @@ def load_run_config(path: Path) -> RunConfig:
         ConfigurationError: The file cannot be read, or a setting is unknown, of the wrong type or out of range; the
             message names section and key.
     """
+    values = read_toml(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigurationError(f"there is no file {path}; name the run.toml of the run") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {path}: {in_words(error)}") from error
-    try:
-        return run_config(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ConfigurationError) as error:
+        return run_config(values)
+    except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
@@ -327,7 +241,6 @@ _SETTINGS = {
     "model": list(ModelSection.model_fields),
     "proxy": list(ProxySection.model_fields),
     "evaluation": list(EvaluationSection.model_fields),
-    "server": list(ServerSection.model_fields),
-    "limits": list(LimitsSection.model_fields),
+    **server_config.SETTINGS,
 }
 """Known sections, and the known settings of each."""

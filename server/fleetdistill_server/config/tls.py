@@ -22,8 +22,3 @@ class Tls:
     directory: Path
     enrol_listen: str
     certificate_days: float
-
-    def arguments(self) -> list[str]:
-        """The same for the front's command line."""
-        days = str(self.certificate_days)
-        return ["--pki", str(self.directory), "--enrol-listen", self.enrol_listen, "--certificate-days", days]

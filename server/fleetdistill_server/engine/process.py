@@ -12,12 +12,12 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.service.heartbeat import begin_beats
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
-from fleetdistill_server.service.registration import check_not_edited
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
@@ -67,7 +67,6 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
     try:
-        check_not_edited(store, config)
         await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
     except NoSpaceError:
         raise
@@ -97,7 +96,6 @@ def main() -> int:
     """Runs the engine of one run; returns the process's exit status."""
     parser = argparse.ArgumentParser(prog="fleetdistill-engine", description="Runs the engine of one run.")
     parser.add_argument("config", type=Path)
-    parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
     parser.add_argument("--most-short-rounds", type=int)
@@ -107,9 +105,10 @@ def main() -> int:
     configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
     allow_open_files()  # averaging maps the payloads of all answers at the same time
-    begin_beats(given.store)
     try:
-        asyncio.run(_main(_Arguments(given.config, given.store, given.wakeups, given.most_short_rounds)))
+        store = Path(load_server_config(given.config).server.store)
+        begin_beats(store)
+        asyncio.run(_main(_Arguments(given.config, store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:
         logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))
         return EXIT_CONFIGURATION

@@ -21,10 +21,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.wire.compression import RAW
-from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, operations_pb2, service_pb2, service_pb2_grpc
+from fleetdistill.wire.compression import compression_of
+from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.config.tls import Tls
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
 from fleetdistill_server.front.guard import Guard, open_guard
@@ -67,19 +67,17 @@ OPTIONS = [
 
 @contextlib.contextmanager
 def open_api(
-    directory: Path,
-    wake_engine: Callable[[], None],
-    lease_seconds: float,
-    compression: knowledge_pb2.Compression.ValueType = RAW,
-    bounds: Bounds = Bounds(),  # noqa: B008  (it is frozen)
-    limits: Limits | None = None,
+    config: ServerSection, limits: Limits, wake_engine: Callable[[], None]
 ) -> Iterator[tuple[DeviceApi, CommitThread]]:
-    """A device API over the store in a directory, reading with one connection and writing with a commit thread."""
+    """A device API over the server's store, reading with one connection and writing with a commit thread."""
+    directory = Path(config.store)
     reader, writer = Store.open(directory), Store.open(directory)
     commits = CommitThread(writer)
     try:
         wake = partial(commits.afterwards, wake_engine)
-        api = DeviceApi(reader, commits.commit, wake, lease_seconds, compression, limits)
+        packed = compression_of(config.compression)
+        api = DeviceApi(reader, commits.commit, wake, config.lease_seconds, packed, limits)
+        bounds = Bounds(config.disk_budget_bytes, config.keep_free_bytes)
         api.uploads.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
         yield api, commits
     finally:
@@ -88,18 +86,9 @@ def open_api(
         writer.close()
 
 
-async def serve(
-    directory: Path,
-    listen: str,
-    ends: Ends,
-    lease_seconds: float,
-    ready: Callable[[Ports], None],
-    compression: knowledge_pb2.Compression.ValueType = RAW,
-    bounds: Bounds = Bounds(),  # noqa: B008  (it is frozen)
-    limits: Limits = Limits(),  # noqa: B008  (it is frozen)
-    tls: Tls | None = None,
-) -> int:
+async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
     """Serves until SIGINT or SIGTERM. Calls `ready` with the ports. Returns the exit status."""
+    directory, tls = Path(config.store), config.tls()
     wakeups = Wakeups(ends)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -109,7 +98,7 @@ async def serve(
     def wake_engine() -> None:
         loop.call_soon_threadsafe(wakeups.wake_other)
 
-    opened = open_api(directory, wake_engine, lease_seconds, compression, bounds, limits)
+    opened = open_api(config, limits, wake_engine)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
@@ -118,14 +107,14 @@ async def serve(
         status = health.aio.HealthServicer()
         server, enrolment = await _make_server(service, guard, limits, status), _bare_enrolment_server(guard, limits)
         try:
-            ports = listen_on(server, enrolment, listen, tls)
+            ports = listen_on(server, enrolment, config.listen, tls)
         except RuntimeError:
-            where = listen if tls is None else f"{listen} and {tls.enrol_listen}"
+            where = config.listen if tls is None else f"{config.listen} and {tls.enrol_listen}"
             text = "the address is in use or not ours; choose another with [server] listen or enrol_listen"
             logger.error("cannot listen on %s: %s", where, text)
             return EXIT_CANNOT_LISTEN
         except ConfigurationError as error:
-            logger.error("cannot listen on %s: %s", listen, error)
+            logger.error("cannot listen on %s: %s", config.listen, error)
             return EXIT_CANNOT_LISTEN
         if tls is not None:
             add_services(server, enrolment, directory, api, pool, tls, ports)

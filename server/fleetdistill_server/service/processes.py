@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -15,9 +14,17 @@ EXIT_CANNOT_LISTEN = 3
 EXIT_NO_SPACE = 4
 _LOOK_SECONDS = 1.0
 
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = str(32 << 20)
+_KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": _KEPT_BYTES,
+    "MALLOC_TRIM_THRESHOLD_": _KEPT_BYTES,
+}
+"""Environment of a front, so that glibc reuses the memory of one chunk for the next; other C libraries ignore it.
+
+By default glibc returns each megabyte to the system and takes it again, page by page, which costs more than all checks
+of an upload. It also keeps a heap for each thread, so 16 threads hold 16 times the memory that one stream needs.
+"""
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -37,22 +44,13 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child, which finds the modules that this process finds, own models and methods too."""
+    """Returns the environment of a child, which finds the same modules as this process, own models and methods too."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
-def keep_freed_memory() -> None:
-    """Makes the C library reuse the memory of one chunk for the next. Call it before any thread is started.
-
-    By default glibc gives each megabyte back to the system and takes it again, page by page, which costs more than all
-    our checks; and it keeps a heap for each thread, so that 16 threads hold 16 times what one stream needs. Elsewhere
-    than on glibc nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+def front_environment() -> dict[str, str]:
+    """Returns the environment of a front; what the operator has set stays."""
+    return {**_KEEP_FREED_MEMORY, **child_environment()}
 
 
 def open_files() -> int:

@@ -54,24 +54,6 @@ def register(store: Store, config: RunConfig) -> None:
             store.runs.end(name, "running", "")
 
 
-def check_not_edited(store: Store, config: RunConfig) -> None:
-    """For an engine that a server starts again: the run is served as it was when the server read its run.toml.
-
-    Raises:
-        RunError: The file describes another run of the same name by now.
-    """
-    row = store.runs.get(config.run.name)
-    if row is None:
-        return
-    changes = changes_between(completed_part(json.loads(row["config"])), json.loads(json.dumps(config.fixed_part())))
-    edited = {key: both for key, both in changes.items() if key not in _MINE}
-    if edited:
-        raise RunError(
-            f"run.toml was changed while run {config.run.name!r} is served: {told(edited)}; "
-            "put the old values back, or stop the server and start it again"
-        )
-
-
 def is_prepared(store: Store, config: RunConfig) -> bool:
     """Whether a run was begun with this identity and has its contract, so that its models are known to work."""
     row = store.runs.get(config.run.name)

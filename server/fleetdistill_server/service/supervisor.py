@@ -1,6 +1,8 @@
 """`fleetdistill serve`: starts the front and the engine of one run, restarts either when it dies, stops both cleanly.
 
 The supervisor owns the wake-up pipes and hands them to every child it starts, so a restarted child is woken as before.
+Both children read one file, the configuration as it was when the server started: an operator who edits run.toml
+meanwhile changes nothing until the next start.
 It computes nothing and holds no state: killed itself, it can simply be started again.
 """
 
@@ -14,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
@@ -28,9 +31,11 @@ from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
     EXIT_NO_SPACE,
     child_environment,
+    front_environment,
 )
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import Ends, make_pair
+from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
@@ -44,18 +49,27 @@ _STOP_SECONDS = 10.0
 _START_SECONDS = 600.0
 """Until an engine's first sign of life: to import torch may take minutes."""
 NO_SPACE_SECONDS = 10.0
+_SERVED_FILE = "served.toml"
 
 
 class Child:
     """One process that is kept alive."""
 
     def __init__(
-        self, module: str, arguments: list[str], ends: Ends, log: Path | None, *, keep_output: bool = False
+        self,
+        module: str,
+        arguments: list[str],
+        ends: Ends,
+        log: Path | None,
+        environment: Mapping[str, str],
+        *,
+        keep_output: bool = False,
     ) -> None:
         self.arguments = arguments
         self._module = module
         self._ends = ends
         self._log = log
+        self._environment = environment
         self._keep_output = keep_output
         self.failures = 0
         self.started = time.monotonic()
@@ -95,18 +109,25 @@ class Child:
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
             # gRPC's own lines on standard error would stand before our sentence.
-            env={"GRPC_VERBOSITY": "NONE", **child_environment()},
+            env={"GRPC_VERBOSITY": "NONE", **self._environment},
             text=True,
             start_new_session=True,
         )
+
+
+def _write_served(config: RunConfig) -> Path:
+    """Writes the configuration for front and engine, and returns its path. Raises StoreError."""
+    path = Path(config.server.store) / _SERVED_FILE
+    with disk_errors(f"writing {path}"):
+        path.write_text(as_toml(config), encoding="utf-8")
+    return path
 
 
 class Supervisor:
     """Keeps front and engine of one run alive.
 
     Args:
-        config_path: The run.toml, handed to the engine.
-        config: What it says.
+        config: The run.toml; front and engine get a copy, `served.toml` in the store's directory.
         on_listening: Called with the port whenever the front has begun to listen.
         log: File for what front and engine say; by default they say it on standard error.
         most_short_rounds: As in `Engine`, for a simulation.
@@ -120,7 +141,6 @@ class Supervisor:
 
     def __init__(
         self,
-        config_path: Path,
         config: RunConfig,
         on_listening: Callable[[int], None] = lambda port: None,
         log: Path | None = None,
@@ -129,13 +149,11 @@ class Supervisor:
         log_options: Sequence[str] = (),
     ) -> None:
         self._most_short_rounds = most_short_rounds
-        self._config_path = config_path
         self._config = config
         self._on_listening = on_listening
         self._log = log
         self._stopped = stopped or threading.Event()
         self._at_once = False
-        self._log_options = log_options
         self.port: int | None = None
         self.enrol_port: int | None = None
         self.engine: Child | None = None
@@ -146,6 +164,7 @@ class Supervisor:
         self.lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Before any process starts, so that a changed configuration is refused here, to the operator's face.
         register(self.store, config)
+        self._arguments = [str(_write_served(config)), *log_options]
 
     def stop(self, *, at_once: bool = False) -> None:
         """Makes `serve` return; may be called from a signal handler.
@@ -170,21 +189,8 @@ class Supervisor:
             RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
         """
         front_ends, self._engine_ends = make_pair()
-        store = ["--store", self._config.server.store]
-        server = self._config.server
-        listen = ["--listen", server.listen, "--lease-seconds", str(server.lease_seconds)]
-        listen += ["--compression", server.compression, "--limits", str(self._config.limits.limits())]
-        listen += [
-            "--disk-budget-bytes",
-            str(server.disk_budget_bytes),
-            "--keep-free-bytes",
-            str(server.keep_free_bytes),
-        ]
-        tls = server.tls()
-        listen += tls.arguments() if tls else []
-        self._front = Child(
-            "fleetdistill_server.front", [*store, *listen, *self._log_options], front_ends, self._log, keep_output=True
-        )
+        module, environment = "fleetdistill_server.front", front_environment()
+        self._front = Child(module, self._arguments, front_ends, self._log, environment, keep_output=True)
         self._read_port()
         told = False
         try:
@@ -227,29 +233,24 @@ class Supervisor:
             where = self._log or "the log above"
             raise RunError(f"the front cannot listen on {self._config.server.listen}; see {where}")
         logger.warning("the front ended with %s; starting it again", code)
-        if self.port is not None:  # devices know this port, even if the first start drew it freely
-            host = self._config.server.listen.rpartition(":")[0]
-            self._listen_again("--listen", host, self.port)
-        tls = self._config.server.tls()
-        if tls is not None and self.enrol_port is not None:
-            self._listen_again("--enrol-listen", tls.enrol_listen.rpartition(":")[0], self.enrol_port)
+        # Devices know these ports, even if the first start drew them freely.
+        known = {"--port": self.port, "--enrol-port": self.enrol_port}
+        ports = [f"{option}={port}" for option, port in known.items() if port is not None]
+        self._front.arguments = [*self._arguments, *ports]
         self._front.restart()
         self._read_port()
-
-    def _listen_again(self, option: str, host: str, port: int) -> None:
-        at = self._front.arguments.index(option) + 1
-        self._front.arguments[at] = f"{host}:{port}"
 
     def look_after_engine(self) -> None:
         if self.engine is None:
             # Only once the front listens: a second server of the same run fails there, before its engine takes the
             # run over from the first one's.
             if self.port is not None and self._status() != "cancelled":
-                given = [str(self._config_path), "--store", self._config.server.store, *self._log_options]
+                given = [*self._arguments]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self.expect_beats()
-                self.engine = Child("fleetdistill_server.engine", given, self._engine_ends, self._log)
+                module, environment = "fleetdistill_server.engine", child_environment()
+                self.engine = Child(module, given, self._engine_ends, self._log, environment)
             return
         if self._status() == "cancelled":
             self.engine.stop()

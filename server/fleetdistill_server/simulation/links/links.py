@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -95,9 +94,7 @@ def _open_devices(specs: list[DeviceSpec], api: DeviceApi) -> Iterator[list[Devi
 
 def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
     """Runs front, engine and devices in processes of their own on the loopback."""
-    config_file = work / "run.toml"
-    config_file.write_text(as_toml(config))
-    supervisor = Supervisor(config_file, config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
+    supervisor = Supervisor(config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
     serving.start()
@@ -173,11 +170,3 @@ def _refuse_stopped(store: Store, run: str) -> None:
     row = store.runs.get(run)
     if row is not None and row["status"] == "stopped":
         raise RunError(row["reason"])
-
-
-def as_toml(config: RunConfig) -> str:
-    """A configuration as run.toml; JSON's strings, numbers and lists are TOML's too."""
-    lines: list[str] = []
-    for section, values in config.model_dump(mode="json", by_alias=True).items():
-        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""]
-    return "\n".join(lines)

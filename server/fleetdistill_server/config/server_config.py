@@ -1,0 +1,97 @@
+"""What the front reads of run.toml: `[server]` and `[limits]`. Imports no method, so the front stays light."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.section import Section, read_toml
+from fleetdistill_server.config.setting_errors import sentences
+from fleetdistill_server.config.tls import ENROL_PORT, Tls
+
+
+def _host_and_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    plain = (host.startswith("[") and host.endswith("]")) or ":" not in host
+    if not (host and plain and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("must be host:port, such as 127.0.0.1:50051 or [::1]:50051")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+"""`host:port`; port 0 takes a free one."""
+
+
+class ServerSection(Section):
+    """[server]: where and how the server runs; may change between starts of one run."""
+
+    listen: Address = "127.0.0.1:50051"
+    store: str = "fleetdistill-store"
+    lease_seconds: Annotated[float, Field(gt=0)] = 60.0
+    engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
+    max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    torch_device: str = "auto"
+    pki: str = ""
+    enrol_listen: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
+    certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
+    compression: Literal["zstd", "none"] = "zstd"
+    keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
+    keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
+    disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
+    keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
+
+    def tls(self) -> Tls | None:
+        """How the front speaks TLS; None for plain text. The enrolment port is on the host of `listen` by default."""
+        if not self.pki:
+            return None
+        usual = f"{self.listen.rpartition(':')[0]}:{ENROL_PORT}"
+        return Tls(Path(self.pki), self.enrol_listen or usual, self.certificate_days)
+
+    def on_ports(self, port: int | None, enrol_port: int | None) -> ServerSection:
+        """Returns this section with other ports, so that a restarted front keeps those its predecessor was given.
+
+        Args:
+            port: Port of `listen`; None leaves it unchanged.
+            enrol_port: Port of `enrol_listen`; None leaves it unchanged.
+        """
+        tls = self.tls()
+        changes = {}
+        if port is not None:
+            changes["listen"] = _with_port(self.listen, port)
+        if enrol_port is not None and tls is not None:
+            changes["enrol_listen"] = _with_port(tls.enrol_listen, enrol_port)
+        return self.model_copy(update=changes)
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+class ServerConfig(BaseModel):
+    """The sections of a run.toml that say how it is served; other sections are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    server: ServerSection = ServerSection()
+    limits: Limits = Limits()
+
+
+def load_server_config(path: Path) -> ServerConfig:
+    """Reads `[server]` and `[limits]` of a run.toml.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or one of their settings is unknown, of the wrong type or out of
+            range.
+    """
+    try:
+        return ServerConfig.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: {sentences(error, SETTINGS)}") from error
+
+
+SETTINGS = {"server": list(ServerSection.model_fields), "limits": list(Limits.model_fields)}
+"""Known settings of each section."""
