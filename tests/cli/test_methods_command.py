@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from math import prod
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -27,18 +29,22 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
+from fleetdistill.training.model import output_shape
+from fleetdistill.training.parameters import model_parameters
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.method_table import method_row, methods
-from fleetdistill_server.config.run_config import ContractSection
+from fleetdistill_server.config.run_config import ContractSection, load_run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
     UP,
     Sizes,
+    all_exchanges,
     answer_kinds,
     exchange_formula,
     in_round,
+    is_over_early,
     mean_round_bytes,
     round_bytes,
 )
@@ -341,6 +347,65 @@ def test_options_reach_the_bytes() -> None:
     assert said["cdkt"]["bytes_up"] == 4 * 5 * 3
     assert said["dafkd"]["bytes_up"] == 4 * 100 + 7 + 4 * 11 + 4 * 9 + 4
     assert (said["fedd2s"]["bytes_up"], said["fedd2s"]["bytes_down"]) == (10 * (4 * 26 + 12), 10 * 20 + 4 * 13)
+
+
+def run_toml(directory: Path, method: str, **settings: Any) -> Path:
+    """A run.toml whose sizes are not the command's defaults."""
+    path = directory / "run.toml"
+    proxy = directory / "proxy.npz"
+    np.savez(proxy, inputs=np.zeros((37, 1, 8, 8), np.float32), labels=np.arange(37) % 7)
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": "r", "method": method, "rounds": 12},
+        "contract": {"classes": 7, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+        "model": {"extractor": "digits_extractor", "server": "digits_cnn_small", "device": "digits_cnn_small"},
+        "method": settings,
+        "proxy": {"data": str(proxy), "name": "made", "licence": "CC0-1.0"},
+    }
+    if method in ("classstats", "feddkc"):
+        values["model"]["server"] = "digits_server"  # it reads features
+    path.write_text(tomli_w.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *((method, {}) for method in sorted(METHODS)),
+        ("feddkd", {"dkd_steps": 5}),
+        ("cdkt", {"knowledge": "repfull"}),
+    ],
+)
+def test_a_run_toml_gives_the_sizes_and_the_settings(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    path = run_toml(tmp_path, method, **settings)
+    with fresh_process():
+        said = json.loads(call(str(path), "--samples", "55", "--json").stdout)
+    assert (said["knowledge_type"], said["rounds"]) == ("float32", 12)
+    sizes = said["sizes"]
+    assert (sizes["samples"], sizes["classes"], sizes["proxy_samples"]) == (55, 7, 37)
+    rows = {row["method"]: row for row in said["methods"]}
+    half = build_method(load_run_config(path))
+    exchanges = half.exchanges(half.config, sizes_of(half, 55))
+    usual = all_exchanges(exchanges) if is_over_early(exchanges) else None
+    expected = round_bytes(usual, "float32") if usual else mean_round_bytes(exchanges, "float32", 12)
+    assert (rows[method]["bytes_up"], rows[method]["bytes_down"]) == (expected["up"], expected["down"])
+    model = Weights.of(model_parameters(half.context.device_model()))
+    averaged = rows["fedavg"]["bytes_up"]
+    assert averaged == 4 * model.parameters + model.buffer_bytes, "other methods have the run's models too"
+    assert sizes["features"] == prod(output_shape(half.context.extractor(), (1, 8, 8)))
+
+
+def test_options_go_before_the_run_toml(tmp_path: Path) -> None:
+    words = [str(run_toml(tmp_path, "fedavg")), "--parameters", "11", "--buffer-bytes", "3", "--rounds", "5", "--json"]
+    with fresh_process():
+        said = json.loads(call(*words).stdout)
+    assert said["rounds"] == 5
+    assert {row["method"]: row["bytes_up"] for row in said["methods"]}["fedavg"] == 4 * 11 + 3
+
+
+def test_a_run_toml_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    result = call(str(tmp_path / "none.toml"))
+    assert result.exit_code == 1
+    assert result.stderr == f"error: there is no file {tmp_path / 'none.toml'}; name the run.toml of the run\n"
 
 
 def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:

@@ -236,9 +236,41 @@ def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -
     return dataclasses.replace(saved, **changes)
 
 
+@one_sentence
+def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
+    """Makes the sizes of a run.toml the defaults of `methods`."""
+    if config is None:
+        return None
+    from fleetdistill_server.config.run_config import load_run_config
+    from fleetdistill_server.engine.run_sizes import measure_run
+
+    loaded = load_run_config(config)
+    context.obj = measure_run(loaded)
+    sizes = context.obj.fleet
+    context.default_map = {
+        **{name: getattr(sizes, name) for name in ("features", "channels", "classes", "proxy_samples", "embedding")},
+        "parameters": sizes.model.parameters,
+        "buffer_bytes": sizes.model.buffer_bytes,
+        "extractor_parameters": sizes.extractor.parameters,
+        "extractor_buffer_bytes": sizes.extractor.buffer_bytes,
+        "rounds": loaded.run.rounds or None,
+        "knowledge_type": loaded.contract.knowledge_type,
+    }
+    return config
+
+
 @app.command()
 @one_sentence
 def methods(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A run.toml. Its models and data determine the sizes; its method is shown with its settings.",
+            is_eager=True,
+            callback=_sizes_of_run,
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Samples per device.")] = _SIZES.samples,
     features: Annotated[
         int, typer.Option(help="Features per sample: at the extractor's output, or FedD2S's first layer.")
@@ -251,6 +283,9 @@ def methods(
     extractor_parameters: Annotated[
         int, typer.Option(help="Trainable parameters of the extractor, for methods that send only it.")
     ] = _SIZES.extractor.parameters,
+    extractor_buffer_bytes: Annotated[
+        int, typer.Option(help="Size of the extractor's batch-norm statistics in bytes.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="Rounds of the run, for methods whose rounds differ.")] = 30,
     generator_parameters: Annotated[
         int, typer.Option(help="Trainable parameters of DaFKD's generator.")
@@ -272,7 +307,7 @@ def methods(
     import_: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods --parameters 25000"""
+    """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods run.toml --samples 500"""
     from fleetdistill_server.cli.method_table import methods as methods_view
 
     import_modules(import_ or (), "--import")
@@ -289,9 +324,9 @@ def methods(
         layer_features=layer_features,
         layer_channels=layer_channels,
         head=Weights(head_parameters),
-        extractor=Weights(extractor_parameters),
+        extractor=Weights(extractor_parameters, extractor_buffer_bytes),
     )
-    show(methods_view(sizes, knowledge_type, rounds), as_json)
+    show(methods_view(sizes, knowledge_type, rounds, context.obj), as_json)
 
 
 app.command("backup")(backup)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -31,6 +31,9 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import readable_bytes
 
+if TYPE_CHECKING:
+    from fleetdistill_server.engine.run_sizes import RunSizes
+
 LABELS = "labels"
 EXTRACTOR = "extractor"
 """Name of parts that contain only the extractor of a model."""
@@ -52,30 +55,39 @@ class MethodsView(View):
         return [what, costs, _assumed(self.facts), *_recommended(rows)]
 
 
-def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS) -> MethodsView:
+def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> MethodsView:
     """Returns every method with its default settings and the bytes of its rounds.
 
     Args:
         sizes: Model and data of one device.
         knowledge_type: float16, float32 or uint8.
         rounds: Rounds of the run, at least 1; bytes are the mean over them for methods whose rounds differ.
+        run: A run whose method is shown with its own settings and sizes.
 
     Raises:
         ConfigurationError: `knowledge_type` is unknown, or `rounds` is below 1.
     """
     if rounds < 1:
         raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
-    rows = [method_row(name, sizes, _checked(knowledge_type), rounds) for name in known_methods()]
-    facts = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": sizes.numbers()}
+    known = _checked(knowledge_type)
+    rows = [
+        method_row(name, run.of_method(sizes), known, rounds, run.config)
+        if run is not None and name == run.method
+        else method_row(name, sizes, known, rounds)
+        for name in known_methods()
+    ]
+    facts: dict[str, Any] = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": sizes.numbers()}
+    if run is not None:
+        facts["settings_of"] = run.method
     return MethodsView({"methods": rows}, facts)
 
 
-def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS) -> Row:
-    """Returns one method as plain data.
+def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS, config: Any = None) -> Row:
+    """Returns one method as plain data, with default settings if `config` is None.
 
     Exchanges and bytes are per round, or for the whole run if the method ends early.
     """
-    config = config_class(name)().for_classes(sizes.classes)
+    config = (config or config_class(name)()).for_classes(sizes.classes)
     half = server_class(name, config)
     exchanges, needs = half.exchanges(config, sizes), half.needs(config)
     columns = columns_of(exchanges)
@@ -139,7 +151,8 @@ def _assumed(facts: Mapping[str, Any]) -> str:
     sizes = {"rounds": facts["rounds"]}
     sizes |= {name: value for name, value in facts["sizes"].items() if value is not None}
     said = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
-    return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(said)}.\n{_LEFT_OUT}"
+    own = f"{facts['settings_of']} has the settings and sizes of its run.toml.\n" if "settings_of" in facts else ""
+    return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(said)}.\n{own}{_LEFT_OUT}"
 
 
 def _recommended(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,78 @@
+"""The sizes of a run, measured on the models and data that its run.toml names, for `fleetdistill methods run.toml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetdistill.knowledge import Weights
+from fleetdistill.training.model import embedding_tap, logits_and_embedding, output_shape
+from fleetdistill.training.parameters import model_parameters
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.traffic import Sizes
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """Sizes that a run.toml fixes.
+
+    Attributes:
+        method: Name of the run's method.
+        config: The method's configuration.
+        fleet: Sizes for any method: of the contract, [model] and [proxy]; others have their defaults.
+        own: Sizes that the run's method itself measures, by field name; for its row alone.
+    """
+
+    method: str
+    config: Any
+    fleet: Sizes
+    own: Mapping[str, Any]
+
+    def of_method(self, sizes: Sizes) -> Sizes:
+        """Returns the sizes for the run's own method, without changing those that differ from `fleet`."""
+        free = {name for name in self.own if getattr(sizes, name) == getattr(self.fleet, name)}
+        return replace(sizes, **{name: self.own[name] for name in free})
+
+
+def measure_run(config: RunConfig) -> RunSizes:
+    """Builds a run's models and measures them.
+
+    Raises:
+        ConfigurationError: A model cannot be built, or the proxy set cannot be read.
+    """
+    half = build_method(config)
+    own, default = half.sizes(), Sizes()
+    names = [one.name for one in fields(Sizes) if one.name not in ("samples", "cuts")]
+    measured = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(default, name)}
+    return RunSizes(config.run.method, config.method_config(), _fleet_sizes(half.context), measured)
+
+
+def _fleet_sizes(context: MethodContext) -> Sizes:
+    found: dict[str, Any] = {"classes": context.classes}
+    if context.proxy is not None:
+        found["proxy_samples"] = len(context.proxy)
+    if context.models.extractor:
+        extractor = context.extractor()
+        shape = output_shape(extractor, context.input_shape)
+        weights = Weights.of(model_parameters(extractor, scope="extractor"))
+        found |= {"features": prod(shape), "channels": shape[0], "extractor": weights}
+    if context.models.device:
+        model = context.device_model()
+        found |= {"model": Weights.of(model_parameters(model)), **_embedding_size(model, context.input_shape)}
+    return Sizes(**found)
+
+
+def _embedding_size(model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, int]:
+    """Returns the size of a model's embedding; empty if the model has none."""
+    if embedding_tap(model) is None:
+        return {}
+    with torch.inference_mode():
+        _, embedding = logits_and_embedding(model.eval(), torch.zeros(1, *input_shape))
+    return {"embedding": prod(embedding.shape[1:])}
