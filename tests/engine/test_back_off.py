@@ -21,7 +21,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.simulation.spec.plan import PATIENCE_SECONDS, RUN
+from fleetdistill_server.simulation.spec.plan import NO_DEADLINE_SECONDS, RUN
 from fleetdistill_server.store.back_off import available, rounds_left_out
 from fleetdistill_server.store.store import Store
 
@@ -59,7 +59,7 @@ class Turns:
         done = [device.step(0.0) for device in [*self._honest, self._silent]]
         asked = self._store.asks.devices_with_open(RUN)
         if asked == {self._silent.device_id} and Step.ANSWERED not in done[:-1]:
-            self._clock.pass_time(PATIENCE_SECONDS)
+            self._clock.pass_time(NO_DEADLINE_SECONDS)
 
     def wake_other(self) -> None:
         """Devices in this process need no wake-up."""

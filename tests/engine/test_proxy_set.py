@@ -363,7 +363,7 @@ def test_proxy_rows_are_the_last_of_each_class_and_the_rest_is_the_rest(labels: 
     y = np.array(labels)
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]
     if per_class >= min(map(len, pools)):
-        with pytest.raises(DataError, match="leaves nothing of a class"):
+        with pytest.raises(DataError, match="but the smallest class has"):
             proxy_rows(y, per_class)
         return
     taken, left = proxy_rows(y, per_class)

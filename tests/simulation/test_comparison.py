@@ -21,11 +21,11 @@ from fleetdistill_server.simulation.report.comparison import (
     Cost,
     candidates,
     comparison_table,
-    trained_alone,
+    local_only,
 )
 from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.show import expected_lines, verdict
+from fleetdistill_server.simulation.show import expected_lines, summary_line
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_a_curve_is_over_bytes_so_far_and_waits_for_an_answer() -> None:
 
 
 def test_training_alone_costs_nothing() -> None:
-    row = trained_alone([[KNOWS_0], [KNOWS_BOTH]], SAMPLES).row()
+    row = local_only([[KNOWS_0], [KNOWS_BOTH]], SAMPLES).row()
     assert row == ComparisonRow("alone", accuracy=0.75, own_accuracy=1.0, bytes=0.0, exchanges=0.0)
 
 
@@ -141,12 +141,12 @@ def test_the_fleet_expects_what_its_devices_do_by_rows(exchanged: FleetReport) -
         told = [(one.leave_one_out or {})[answer] for one in exchanged.devices]
         assert rate == pytest.approx(np.average(told, weights=[one.samples for one in exchanged.devices]))
     (line,) = expected_lines(exchanged)
-    assert f"general answer {exchanged.leave_one_out['general']:.1%}" in line
+    assert f"general model {exchanged.leave_one_out['general']:.1%}" in line
     assert all(one.own_statistics_kept in (True, False) for one in exchanged.devices)
 
 
-def test_the_verdict_says_how_long_devices_trained_alone(exchanged: FleetReport) -> None:
-    assert "than devices that train alone for 2 rounds, on average" in verdict(exchanged)
+def test_the_summary_says_how_long_devices_local_only(exchanged: FleetReport) -> None:
+    assert "than devices that train alone for 2 rounds" in summary_line(exchanged)
 
 
 def test_a_method_without_such_figures_expects_nothing(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
     out = tmp_path / "out"
     said = interrupt(first := start(out, "--link", link, *OPTIONS), out, 1, signal.SIGINT)
     assert first.returncode == 130
-    assert f"--resume --out {out} goes on from there" in said
+    assert f"continue with --resume --out {out}" in said
     assert "Traceback" not in said
     assert json.loads((out / "report.json").read_text())["completed_rounds"] >= 1
     interrupt(start(out, "--resume"), out, 2, signal.SIGKILL)
@@ -182,9 +182,13 @@ def test_an_earlier_simulation_is_not_overwritten_unasked(tmp_path: Path) -> Non
     first = simulate(wanted)
     (wanted.out / "work" / "left-over").write_text("x")
     before = (wanted.out / "report.json").read_bytes()
-    with pytest.raises(ConfigurationError, match=r"holds an earlier simulation; --resume goes on.*--overwrite.*--out"):
+    with pytest.raises(
+        ConfigurationError, match=r"has an earlier simulation; continue it with --resume.*--overwrite.*--out"
+    ):
         simulate(wanted)
-    with pytest.raises(ConfigurationError, match="began with other settings: seed was 0, is 1; give the first ones"):
+    with pytest.raises(
+        ConfigurationError, match="began with other settings: seed was 0, is 1; use the original settings"
+    ):
         simulate(replace(wanted, seed=1), if_there="resume")
     assert (wanted.out / "report.json").read_bytes() == before
     assert simulate(wanted, if_there="overwrite").accuracy_by_round == first.accuracy_by_round
@@ -195,7 +199,7 @@ def test_two_simulations_do_not_share_a_folder(tmp_path: Path) -> None:
     wanted = replace(FLEET, out=tmp_path / "out")
     with (
         open_folder(wanted, "refuse"),
-        pytest.raises(DataError, match="another simulation runs in"),
+        pytest.raises(DataError, match="another simulation is running in"),
         open_folder(wanted, "resume"),
     ):
         pass
@@ -211,17 +215,17 @@ def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None
     assert "rounds was 3, is 5" in told.stderr
     told = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "none"), "--resume"])
     assert (told.exit_code, told.stdout) == (1, "")
-    assert "holds no simulation to resume; begin one without --resume" in told.stderr
+    assert "has no simulation to resume; start one without --resume" in told.stderr
     told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--overwrite"])
     assert "--resume and --overwrite cannot be combined" in told.stderr
 
 
 def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
     assert interrupted_line(Interrupted(None), Path("out")) == (
-        "interrupted before the first round was complete; --resume --out out goes on from there"
+        "interrupted before the first round was complete; continue with --resume --out out"
     )
     assert interrupted_line(Interrupted(None, begun=False), Path("out")) == (
-        "interrupted before anything was simulated; nothing was changed in out: give the same command again"
+        "interrupted before the simulation began; nothing was changed in out: run the same command again"
     )
 
 
@@ -272,12 +276,10 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
     told = CliRunner().invoke(app, ["simulate", "--out", str(out), *OPTIONS])
     assert (told.exit_code, told.stdout) == (130, "")
     if begun:
-        assert told.stderr == (
-            f"interrupted before the first round was complete; --resume --out {out} goes on from there\n"
-        )
+        assert told.stderr == (f"interrupted before the first round was complete; continue with --resume --out {out}\n")
         assert saved_simulation(out).rounds == 3
     else:
-        assert "interrupted before anything was simulated" in told.stderr
+        assert "interrupted before the simulation began" in told.stderr
         assert not out.exists()
 
 

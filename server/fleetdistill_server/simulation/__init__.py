@@ -1,6 +1,6 @@
-"""A fleet on one machine: the real engine, store, messages and device halves, with controls and a report.
+"""Simulates a fleet on one machine with the real engine, store, messages and devices, and compares it with controls.
 
-Names are looked up when they are used, so that one part does not load the others.
+Names are imported on first use, so that using one module does not import the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked of a simulation before its folder is touched: settings, data, partition and models."""
+"""Checks a simulation's settings, data, partition and models before its folder is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def check_settings(wanted: Simulation) -> None:
-    """Raises ConfigurationError for a setting that is out of range, the method's settings included."""
+    """Checks all settings of a simulation, the method's included.
+
+    Raises:
+        ConfigurationError: A setting is unknown or out of range.
+    """
     import_modules(wanted.modules, "import")
     wanted.configuration()
     if wanted.link not in ("memory", "grpc"):
@@ -32,14 +36,14 @@ def check_settings(wanted: Simulation) -> None:
     for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
-            why = ": a simulation ends with its last round" if name == "rounds" else ""
+            why = ", because a simulation ends with its last round" if name == "rounds" else ""
             raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
     if not 0 <= wanted.validation_share < 1:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
         raise ConfigurationError(
-            f"{wanted.hostile} of {wanted.devices} devices are to attack by {wanted.attack!r}; fewer than all can, by "
-            f"one of {', '.join(ATTACKS)}"
+            f"hostile is {wanted.hostile} of {wanted.devices} devices and attack is {wanted.attack!r}; hostile must be "
+            f"below devices, and attack one of {', '.join(ATTACKS)}"
         )
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
@@ -49,11 +53,11 @@ def check_settings(wanted: Simulation) -> None:
 
 
 def check_plan(wanted: Simulation, data: Dataset) -> None:
-    """Deals the data out and builds all models as the simulation will, and keeps nothing of it.
+    """Partitions the data and builds all models in a temporary folder, as the simulation will.
 
     Raises:
-        ConfigurationError: Something cannot be built, or does not fit the data.
-        DataError: The partition cannot be had.
+        ConfigurationError: A model cannot be built or does not fit the data.
+        DataError: The data cannot be partitioned as requested.
     """
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -69,17 +73,17 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
 
 
 def _check_shape(wanted: Simulation, data: Dataset) -> None:
-    """Raises ConfigurationError for data that the built-in models do not read, where no others are named."""
+    """Raises ConfigurationError if only built-in models are configured and they cannot read the data."""
     shape = list(data.train_images.shape[1:])
     if len(shape) != 3 and not wanted.models:
         raise ConfigurationError(
-            f"samples of {data.name} have shape {shape}, the built-in models read images [channels, height, width]; "
-            "name device models of your own (models, --model), and if the method needs them extractor and server_model"
+            f"samples of {data.name} have shape {shape}, but the built-in models read images [channels, height, "
+            "width]; give your own device models (--model), and --extractor and --server-model if the method needs them"
         )
 
 
 def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: ModelParameters | None) -> None:
-    """Raises ConfigurationError unless the model begins like the run's and answers one row of the data."""
+    """Raises ConfigurationError unless the model takes the run's initial weights and rows of the data."""
     spec = DeviceSpec(
         name=f"a device with {model}",
         model=model,

@@ -1,8 +1,8 @@
-"""Simulated fleets: the real engine, store, messages and device halves on one machine.
+"""Simulates a fleet on one machine with the real engine, store, messages and devices.
 
-`simulate` partitions a data set over devices, runs a whole training over one of two links, and says what each device
-gained against training alone. Over `memory` everything happens in this process, one step after the other; over `grpc`
-front, engine and devices are processes of their own on the loopback. For one seed both give the same figures.
+`simulate` partitions a data set over devices, runs a whole training over one of two links, and compares each device
+with local-only training. The link `memory` runs everything in this process, one step at a time. The link `grpc` runs
+front, engine and devices as separate processes on the loopback interface. Both give the same figures for one seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleetdistill.training.figures import Counts
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.simulation.checks import check_plan, check_settings
 from fleetdistill_server.simulation.controls.fedavg import run_fedavg_control
-from fleetdistill_server.simulation.controls.local_only import note_start, train_fleet_alone
+from fleetdistill_server.simulation.controls.local_only import score_initial_models, train_fleet_local_only
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_server.simulation.data.own import limited
 from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder
@@ -31,7 +31,7 @@ from fleetdistill_server.simulation.spec.plan import (
     Fleet,
     deal,
     hold_out_proxy,
-    limit_test_part,
+    limit_test_set,
     make_run_config,
     make_specs,
     open_store,
@@ -41,11 +41,11 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a simulation; another start goes on from there.
+    """Raised when Ctrl-C interrupts a simulation, which can be resumed.
 
     Attributes:
-        report: Of the rounds that were completed, as it was written; None before the first one.
-        begun: Whether the folder has the simulation, so that another start can go on with it.
+        report: Report of the completed rounds, as written to the folder; None if no round is complete.
+        begun: Whether the folder contains the simulation, so that it can be resumed.
     """
 
     def __init__(self, report: FleetReport | None, *, begun: bool = True) -> None:
@@ -57,21 +57,24 @@ class Interrupted(KeyboardInterrupt):
 def simulate(
     wanted: Simulation, on_progress: OnProgress = lambda progress: None, *, if_there: IfThere = "refuse"
 ) -> FleetReport:
-    """Runs a simulation and writes report.json, fleet.png and the exported models under `out`.
+    """Runs a simulation and writes report.json, fleet.png and the exported models to `out`.
 
-    Whenever it is interrupted, killed included, another start with `if_there="resume"` ends as if nothing had happened.
+    An interrupted or killed simulation can be resumed with `if_there="resume"`, with the same results. A simulation
+    that fails its checks, or is interrupted before it begins, does not change `out`.
 
     Args:
-        wanted: What to simulate.
+        wanted: Settings of the simulation.
         on_progress: Called after every round of the fleet and of the controls.
-        if_there: What to do with an earlier simulation in `out`; see `open_folder`.
+        if_there: How to handle an earlier simulation in `out`; see `open_folder`.
+
+    Returns:
+        The report, as written to report.json.
 
     Raises:
-        ConfigurationError: A setting is out of range, or `out` holds another simulation.
-        DataError: The data set or the partition cannot be had.
+        ConfigurationError: A setting is out of range, or `out` contains another simulation.
+        DataError: The data set cannot be loaded or partitioned.
         RunError: The run failed.
-        Interrupted: Ctrl-C; the report of the completed rounds has been written. Nothing is changed in `out` by a
-            simulation that is refused, or interrupted before it begins.
+        Interrupted: Ctrl-C was pressed; the report of the completed rounds has been written.
     """
     started = time.monotonic()
     begun = False
@@ -97,41 +100,41 @@ def _load(wanted: Simulation) -> Dataset:
         data = limited(wanted.dataset, limit, size, seed)
     else:
         data = load_dataset(str(wanted.dataset), wanted.data_dir, train_limit=limit, image_size=size, seed=seed)
-    return limit_test_part(data, wanted)
+    return limit_test_set(data, wanted)
 
 
 def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
-    """Deals the data out and makes the run; a second time it makes the same again."""
+    """Partitions the data and builds the run and its devices; deterministic, so that a resume rebuilds the same."""
     data = hold_out_proxy(wanted, data, work)
     split = deal(wanted, data)
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
     initial = build_method(config).initial()
-    note_start(initial, specs)
+    score_initial_models(initial, specs)
     return Fleet(data, split, config, specs, initial, work)
 
 
 def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float) -> FleetReport:
-    """The fleet, then its controls, then the report; Ctrl-C ends any of them with a report of what there is."""
+    """Runs the fleet and its controls and writes the report; Ctrl-C writes a report of the completed rounds."""
     alone: dict[str, list[Counts]] = {}
     try:
         run = run_over_memory if wanted.link == "memory" else run_over_grpc
         run(fleet.config, fleet.specs, fleet.work, watcher("fleet", fleet.config, on_progress)).close()
         if wanted.with_alone:
-            alone = _train_alone(wanted, fleet, on_progress)
+            alone = _train_local_only(wanted, fleet, on_progress)
         fedavg = run_fedavg_control(wanted, fleet, on_progress)
     except KeyboardInterrupt as interrupt:
         done = Controls(alone, None)
         raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
     report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
-    assert report is not None  # a run has at least a round
+    assert report is not None  # a finished run has at least one round
     return report
 
 
 def _report(
     wanted: Simulation, fleet: Fleet, controls: Controls, started: float, *, finished: bool
 ) -> FleetReport | None:
-    """The report of the completed rounds; None without any."""
+    """Writes and returns the report of the completed rounds; returns None if there are none."""
     with open_store(fleet) as store:
         if not any(row["status"] == "closed" for row in store.runs.rounds(RUN)):
             return None
@@ -151,8 +154,8 @@ def _report(
         )
 
 
-def _train_alone(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
-    """Every device's model by itself."""
+def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
+    """Runs the local-only control with progress."""
     completed, total = 0, wanted.rounds_of_controls * len(fleet.specs)
 
     def after_rounds(more: int) -> None:
@@ -162,4 +165,4 @@ def _train_alone(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> d
 
     with open_store(fleet) as store:
         history = read_history(store, RUN, fleet.specs)
-    return train_fleet_alone(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)
+    return train_fleet_local_only(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)

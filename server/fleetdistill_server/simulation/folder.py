@@ -1,4 +1,4 @@
-"""The folder of a simulation: what it began with, so that it can go on, and that nothing is overwritten unasked."""
+"""Manages a simulation's folder: saves its settings for a resume and protects existing files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ IfThere = Literal["refuse", "overwrite", "resume"]
 _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
-"""Data of the user's own, which may be elsewhere when the simulation goes on."""
+"""File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
 
 def check_folder(wanted: Simulation, if_there: IfThere) -> None:
-    """Checks whether `open_folder` would take the folder; changes nothing.
+    """Checks whether `open_folder` would accept the folder, without changing anything.
 
     Raises:
-        ConfigurationError: There is a simulation that is not to be overwritten, or one with other settings to resume.
-        DataError: The folder holds files of others.
+        ConfigurationError: The folder contains a simulation and `if_there` is `refuse`, or one with other settings
+            and `if_there` is `resume`.
+        DataError: The folder's `work` contains files that no simulation wrote.
     """
     work = wanted.out / "work"
     if work.exists() and not (work / _MARKER).exists() and any(work.iterdir()):
-        raise DataError(f"{work} is not empty and was not made by a simulation; choose another out folder")
+        raise DataError(f"{work} is not empty and was not created by a simulation; choose another --out folder")
     if if_there == "refuse":
         _refuse(wanted.out)
     if if_there == "resume" and _is_begun(wanted.out):
@@ -42,18 +43,19 @@ def check_folder(wanted: Simulation, if_there: IfThere) -> None:
 
 @contextlib.contextmanager
 def open_folder(wanted: Simulation, if_there: IfThere) -> Iterator[Path]:
-    """Makes the work folder of a simulation, or takes it up again, and keeps others out of it meanwhile.
+    """Creates or reopens a simulation's work folder and locks it for the duration of the context.
 
     Args:
-        wanted: The simulation; its settings are kept in the folder.
-        if_there: What to do with an earlier simulation in `out`: `refuse`, `overwrite` it, or `resume` it where it was.
-            To resume where there is none is to begin.
+        wanted: Settings of the simulation, which are saved in the folder.
+        if_there: How to handle an earlier simulation in `out`: `refuse` raises an error, `overwrite` deletes it, and
+            `resume` continues it, or begins if there is none.
 
     Yields:
         The folder `work` under `out`.
 
     Raises:
-        ConfigurationError, DataError: As `check_folder`, or another simulation runs in the folder.
+        ConfigurationError: See `check_folder`.
+        DataError: See `check_folder`; or another simulation is running in the folder.
     """
     check_folder(wanted, if_there)
     work = wanted.out / "work"
@@ -61,7 +63,7 @@ def open_folder(wanted: Simulation, if_there: IfThere) -> Iterator[Path]:
     (work / _MARKER).touch()
     lock = lock_file(work / "lock")
     if lock is None:
-        raise DataError(f"another simulation runs in {wanted.out}; wait for its end, or choose another out folder")
+        raise DataError(f"another simulation is running in {wanted.out}; wait for it, or choose another --out folder")
     with lock:
         if if_there != "resume" or not _is_begun(wanted.out):
             _clear(wanted.out)
@@ -74,7 +76,7 @@ def _is_begun(out: Path) -> bool:
 
 
 def _save_settings(wanted: Simulation) -> None:
-    """Whole or not at all: a folder without them holds no simulation."""
+    """Saves the settings atomically and last, because they mark the folder as containing a simulation."""
     if isinstance(wanted.dataset, Dataset):
         save_dataset(wanted.dataset, wanted.out / "work" / _DATA)
     file = wanted.out / "work" / _SETTINGS
@@ -84,10 +86,10 @@ def _save_settings(wanted: Simulation) -> None:
 
 
 def saved_simulation(out: Path) -> Simulation:
-    """The simulation that a folder was made for.
+    """Loads the settings of the simulation in a folder.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The folder does not contain a simulation.
     """
     try:
         values: dict[str, Any] = json.loads((out / "work" / _SETTINGS).read_text())
@@ -99,14 +101,14 @@ def saved_simulation(out: Path) -> Simulation:
         values["data_dir"] = Path(values["data_dir"]) if values["data_dir"] else None
         return Simulation(**values, out=out)
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        raise ConfigurationError(f"{out} holds no simulation to resume; begin one without --resume") from error
+        raise ConfigurationError(f"{out} has no simulation to resume; start one without --resume") from error
 
 
 def _refuse(out: Path) -> None:
     if _is_begun(out) or (out / "report.json").exists():
         raise ConfigurationError(
-            f"{out} holds an earlier simulation; --resume goes on with it, --overwrite replaces it, --out names "
-            "another folder"
+            f"{out} has an earlier simulation; continue it with --resume, replace it with --overwrite, or choose "
+            "another folder with --out"
         )
 
 
@@ -115,13 +117,13 @@ def _check_same(wanted: Simulation) -> None:
     changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in now if now[name] != began.get(name)]
     if changed:
         raise ConfigurationError(
-            f"the simulation in {wanted.out} began with other settings: {'; '.join(changed)}; give the first ones, "
-            "or replace it with --overwrite"
+            f"the simulation in {wanted.out} began with other settings: {'; '.join(changed)}; use the original "
+            "settings, or replace it with --overwrite"
         )
 
 
 def _as_json(wanted: Simulation) -> dict[str, Any]:
-    """All settings but the folder, which another start may name from elsewhere."""
+    """Returns all settings except `out`, whose path may differ on a resume."""
     values = {one.name: getattr(wanted, one.name) for one in fields(wanted) if one.name != "out"}
     if isinstance(wanted.dataset, Dataset):
         values["dataset"] = {"name": wanted.dataset.name, "sha256": digest_of(wanted.dataset)}
@@ -130,7 +132,7 @@ def _as_json(wanted: Simulation) -> dict[str, Any]:
 
 
 def _clear(out: Path) -> None:
-    """Deletes what an earlier simulation left, its settings first; the marker and the lock stay."""
+    """Deletes an earlier simulation's files, its settings first; keeps the marker and the lock."""
     (out / "work" / _SETTINGS).unlink(missing_ok=True)
     for path in [*(out / name for name in _RESULTS), *(out / "work").iterdir()]:
         if path.name in (_MARKER, "lock"):

@@ -1,8 +1,8 @@
-"""What is said after Ctrl-C while the modules of a simulation were still being imported; it imports nothing itself."""
+"""Message for Ctrl-C while a simulation's modules are being imported; imports nothing slow itself."""
 
 from pathlib import Path
 
 
 def not_begun(out: Path) -> str:
-    """The line after Ctrl-C in a simulation that had not begun yet."""
-    return f"interrupted before anything was simulated; nothing was changed in {out}: give the same command again"
+    """Returns the line that is printed after Ctrl-C in a simulation that had not begun."""
+    return f"interrupted before the simulation began; nothing was changed in {out}: run the same command again"

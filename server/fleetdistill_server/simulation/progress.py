@@ -1,4 +1,4 @@
-"""How far a simulation is, for whoever shows it."""
+"""Reports a simulation's progress."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Phase = Literal["fleet", "alone", "fedavg"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a simulation is.
+    """A simulation's progress.
 
     Attributes:
-        phase: `fleet`, then the controls: `alone` and `fedavg`.
-        completed, total: Rounds of it; of `alone` those of all devices together.
-        accuracy: Of the fleet's devices on the test part after the last round, their mean, where it is known.
+        phase: `fleet`, then the controls `alone` (local-only training) and `fedavg`.
+        completed: Completed rounds of the phase; for `alone`, the sum over all devices.
+        total: All rounds of the phase, counted like `completed`.
+        accuracy: The devices' mean accuracy on the test set after the last round, in [0, 1]; None if unknown.
     """
 
     phase: Phase
@@ -36,7 +37,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
-    """Calls `on_progress` when another round of a run has been completed."""
+    """Returns a function that calls `on_progress` whenever the store has another completed round."""
     last = -1
 
     def watch(store: Store) -> None:

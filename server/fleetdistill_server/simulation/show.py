@@ -1,4 +1,4 @@
-"""A simulation on the terminal: a live progress bar, then the table. The command and the example scripts share it."""
+"""Shows a simulation on the terminal: progress bars, then tables. Used by the command and the example scripts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from fleetdistill_server.views.units import readable_bytes
 
 _PIPED_WIDTH = 118
 _SPEED_SECONDS = 3600.0
-"""The time left comes of the rounds within the last so many seconds: one may take minutes."""
+"""Seconds of past rounds from which the remaining time is estimated; one round may take minutes."""
 
 
 def simulate_and_show(wanted: Simulation, *, if_there: IfThere = "refuse", as_json: bool = False) -> FleetReport:
-    """Runs a simulation with a progress bar and prints its tables, or its report as JSON.
+    """Runs a simulation with progress bars and prints its tables, or its report as JSON.
 
     Raises:
-        Interrupted: As `simulate`.
+        Interrupted: See `simulate`.
     """
     report = simulate_with_progress(wanted, if_there)
     if as_json:
@@ -47,86 +47,86 @@ def simulate_and_show(wanted: Simulation, *, if_there: IfThere = "refuse", as_js
 
 
 def show_run(report: FleetReport) -> None:
-    """Prints how the devices did, and what there is to say of the run as a whole."""
+    """Prints the table of devices and the summary lines of a run."""
     console = Console()
     if console.is_terminal:
         console.print(report_table(report, console.width))
     else:
         Console(width=_PIPED_WIDTH).print(report_table(report))
-    lines = (verdict(report), *expected_lines(report), *global_lines(report), *fedavg_lines(report))
-    for line in (*lines, *joining_lines(report)):
-        _say(console, line)
+    lines = (summary_line(report), *expected_lines(report), *global_lines(report), *fedavg_lines(report))
+    for line in (*lines, *protection_lines(report)):
+        _print_line(console, line)
 
 
 def show_comparison(report: FleetReport, out: Path) -> None:
-    """Prints the method beside its controls, where it has any, and where the files are."""
+    """Prints the comparison of the method with its controls, if there are any, and the report's files."""
     console = Console()
     if len(report.comparison) > 1:
         console.print()
         console.print(comparison_table(report.comparison))
     models = sum(1 + len(one.onnx_answers) for one in report.devices)
-    _say(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
+    _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
 
 
-def _say(console: Console, line: str) -> None:
-    """Prints a sentence: wrapped at words on a terminal, on one line elsewhere."""
+def _print_line(console: Console, line: str) -> None:
+    """Prints a line, wrapped at words on a terminal and unwrapped elsewhere."""
     console.print(line, soft_wrap=not console.is_terminal)
 
 
 def simulate_with_progress(wanted: Simulation, if_there: IfThere = "refuse") -> FleetReport:
-    """Runs a simulation with a progress bar on stderr."""
+    """Runs a simulation with progress bars on stderr."""
     with _Bars(wanted, Console(stderr=True)) as bars:
         return simulate(wanted, bars.show, if_there=if_there)
 
 
 def interrupted_line(interrupted: Interrupted, out: Path) -> str:
-    """What there is after Ctrl-C, and how it goes on."""
+    """Returns the line that is printed after Ctrl-C, with the command line option that resumes the simulation."""
     report = interrupted.report
     if not interrupted.begun:
         return not_begun(out)
     if report is None:
-        return f"interrupted before the first round was complete; --resume --out {out} goes on from there"
+        return f"interrupted before the first round was complete; continue with --resume --out {out}"
     done = f"{report.completed_rounds} of {report.rounds} rounds"
-    return f"interrupted; report.json and fleet.png in {out} are of {done}; --resume --out {out} goes on from there"
+    return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
 
 
-def verdict(report: FleetReport) -> str:
-    """What the run showed, in one honest sentence."""
+def summary_line(report: FleetReport) -> str:
+    """Returns the run's duration, its mean gain over local-only training in percentage points, and its uploads."""
     uploads = f"{report.acknowledged_uploads} uploads acknowledged, {report.used_uploads} used"
     if report.mean_accuracy_alone is None:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
     more = f" for {report.control_rounds} rounds" if report.control_rounds != report.rounds else ""
-    text = f"the fleet is {abs(gain):.1f} points {word} than devices that train alone{more}, on average"
+    text = f"the fleet is on average {abs(gain):.1f} points {word} than devices that train alone{more}"
     return f"{report.seconds:.0f} s; {text}; {uploads}"
 
 
 def expected_lines(report: FleetReport) -> list[str]:
-    """What the devices expect of their answers, where they can tell without held-out data."""
+    """Returns the devices' leave-one-out accuracy, for methods that estimate it without held-out data."""
     if report.leave_one_out is None:
         return []
-    rates = ", ".join(f"{answer} answer {rate:.1%}" for answer, rate in report.leave_one_out.items())
+    rates = ", ".join(f"{variant} model {rate:.1%}" for variant, rate in report.leave_one_out.items())
     kept = sum(bool(one.own_statistics_kept) for one in report.devices)
-    own = f"; {kept} of {len(report.devices)} devices keep a personal answer from their own statistics" if kept else ""
-    return [f"Expected on unseen data like each device's own, by leave-one-out, nothing held out: {rates}{own}"]
+    own = f"; {kept} of {len(report.devices)} devices keep a personal model from their own statistics" if kept else ""
+    return [f"Leave-one-out estimate of the accuracy on unseen data like each device's own: {rates}{own}"]
 
 
 def exchange_lines(report: FleetReport, out: Path) -> list[str]:
-    """What one exchange was, after the tables of a method of many rounds."""
+    """Returns the summary of a one-exchange run that follows a run of another method."""
     cost = readable_bytes(round(report.curves[0].bytes[-1]))
-    what = f"Then the same fleet over the same wire, one exchange of {NAMES[report.method]}"
-    return [f"{what}: {report.seconds:.0f} s, {cost} a device ({out}/)", *expected_lines(report)]
+    what = f"The same fleet with one exchange of {NAMES[report.method]}"
+    return [f"{what}: {report.seconds:.0f} s, {cost} per device ({out}/)", *expected_lines(report)]
 
 
 def global_lines(report: FleetReport) -> list[str]:
-    """The method's global model, where it has one."""
+    """Returns the accuracy of the method's global model, if it has one."""
     accuracy = report.global_accuracy_by_round[-1]
     return [] if accuracy is None else [f"{report.method}'s global model: {accuracy:.1%}"]
 
 
 def fedavg_lines(report: FleetReport) -> list[str]:
-    """The control with one model on every device, where it was run beside the method."""
+    """Returns the figures of the FedAvg control, if it was run."""
     if report.fedavg_model is None or report.fedavg_settings is None or report.method == "fedavg":
         return []
     how = "{optimizer} {learning_rate}, {local_epochs} local epochs".format_map(report.fedavg_settings)
@@ -138,13 +138,13 @@ def fedavg_lines(report: FleetReport) -> list[str]:
     ]
 
 
-def joining_lines(report: FleetReport) -> list[str]:
-    """What protected the devices, where anything did."""
+def protection_lines(report: FleetReport) -> list[str]:
+    """Returns how often guards fired and apps kept their models, if either happened."""
     guards = f"guards fired {report.guards_fired} times" if report.guards_fired else ""
-    judged = report.models_kept + report.models_replaced
-    kept = f"apps kept their model {report.models_kept} of {judged} times" if judged else ""
-    said = "; ".join(one for one in (guards, kept) if one)
-    return [said] if said else []
+    validated = report.models_kept + report.models_replaced
+    kept = f"apps kept their model {report.models_kept} of {validated} times" if validated else ""
+    text = "; ".join(one for one in (guards, kept) if one)
+    return [text] if text else []
 
 
 def _percent(rate: float | None) -> str:
@@ -152,7 +152,7 @@ def _percent(rate: float | None) -> str:
 
 
 class _Bars:
-    """A bar for the fleet, then one for each control, each with the time that is left, or that it took."""
+    """Progress bars for the fleet and each control, with the remaining or the elapsed time."""
 
     def __init__(self, wanted: Simulation, console: Console) -> None:
         columns = (
@@ -164,7 +164,7 @@ class _Bars:
         )
         self._names = {
             "fleet": f"{wanted.method} over {wanted.link}",
-            "alone": "control: alone",
+            "alone": "control: local only",
             "fedavg": "control: FedAvg",
         }
         self._progress = Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS)
@@ -174,14 +174,14 @@ class _Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._tasks:  # stopped without a start, it prints an empty line
+        if self._tasks:  # stopping a progress display that was never started prints an empty line
             self._progress.stop()
 
     def show(self, done: Done) -> None:
-        """Moves the bar of a phase."""
+        """Updates the bar of a phase."""
         text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
         if done.phase not in self._tasks:
-            self._progress.start()  # not before the settings and the data have proved good
+            self._progress.start()  # only now, after the settings and the data have passed their checks
             task = self._progress.add_task(self._names[done.phase], total=done.total, accuracy=text)
             self._tasks[done.phase] = task
         self._progress.update(self._tasks[done.phase], completed=done.completed, accuracy=text)

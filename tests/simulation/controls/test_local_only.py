@@ -38,17 +38,17 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
     return seen
 
 
-def train_alone(work: Path, took_part: list[bool], method: str, **settings: Any) -> list[float]:
+def train_local_only(work: Path, took_part: list[bool], method: str, **settings: Any) -> list[float]:
     """Accuracies of one device after each round."""
     config, specs, _ = prepare(replace(SMALL, method=method, settings={**RUNS[method].settings, **settings}), work)
-    counts = alone.train_alone(specs[0], config, build_method(config).initial(), took_part)
+    counts = alone.train_local_only(specs[0], config, build_method(config).initial(), took_part)
     return [one.accuracy for one in counts]
 
 
 def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Training]) -> None:
     """FedDKD's decays with the rounds of the run, those that did not take the device included."""
     settings = {"learning_rate": 0.1, "learning_rate_round_decay": 0.5}
-    train_alone(tmp_path / "work", [True, False, True], "feddkd", **settings)
+    train_local_only(tmp_path / "work", [True, False, True], "feddkd", **settings)
     assert [rate for _, rate, _ in trainings] == pytest.approx([0.1, 0.025])
 
 
@@ -56,7 +56,7 @@ def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Trai
 def test_the_optimiser_is_kept_where_the_method_keeps_it(
     method: str, tmp_path: Path, trainings: list[Training]
 ) -> None:
-    train_alone(tmp_path / "work", [True, True], method)
+    train_local_only(tmp_path / "work", [True, True], method)
     (first, *_), (second, *_) = trainings
     assert (first is second) == (method in ("classstats", "feddkc", "fedd2s"))
 
@@ -80,7 +80,7 @@ def test_a_round_without_a_pass_over_the_labels_leaves_the_control_as_it_was(
     tmp_path: Path, trainings: list[Training]
 ) -> None:
     """FedD2S that learns labels in its warm-up only."""
-    curve = train_alone(tmp_path / "work", [True, True, True], "fedd2s", label_epochs=0)
+    curve = train_local_only(tmp_path / "work", [True, True, True], "fedd2s", label_epochs=0)
     assert [epochs for _, _, epochs in trainings] == [1]
     assert len(curve) == 3
     assert len(set(curve)) == 1
@@ -109,7 +109,7 @@ def test_without_fedavg_they_run_and_have_the_control_alone(tmp_path: Path) -> N
 
 def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
     wanted = Simulation(method="feddkc", models=("digits_linear", "resnet4"), rounds=6, out=tmp_path)
-    says = "the extractor that the run hands out does not fit model 'resnet4': weight stem.0.weight has shape"
+    says = "the initial extractor of the run does not fit model 'resnet4': weight stem.0.weight has shape"
     with pytest.raises(ConfigurationError, match=says):
         simulate(wanted)
 

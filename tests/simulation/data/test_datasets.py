@@ -158,7 +158,7 @@ class TestFiles:
 
     def test_a_set_that_cannot_be_downloaded_says_where_to_put_it(self, tmp_path: Path) -> None:
         with pytest.raises(
-            DataError, match=r"femnist_digits\.npz does not exist, and torchvision does not have it; put"
+            DataError, match=r"femnist_digits\.npz does not exist, and torchvision does not have it; create the file"
         ):
             load_dataset("femnist-digits", tmp_path)
 

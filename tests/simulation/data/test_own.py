@@ -75,30 +75,33 @@ def test_bytes_are_scaled_and_floats_are_not() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "the data lack train_inputs, train_labels, test_inputs, test_labels; give inputs and labels, or"),
-    "no labels": ({"inputs": INPUTS}, "the data lack labels"),
-    "a name too many": ({**SPLIT, "images": INPUTS}, "the data have images, which nothing reads"),
-    "text": ({"inputs": np.array([["a"]]), "labels": [0]}, "inputs of <U1 and shape [1, 1], expected floats or uint8"),
-    "lengths": ({**SPLIT, "test_labels": LABELS}, "the test part has labels of int64 and shape [60], expected whole"),
-    "float labels": ({**SPLIT, "train_labels": LABELS[:45] / 2}, "the train part has labels of float64"),
+    "nothing": (
+        {},
+        "the data set has no train_inputs, train_labels, test_inputs, test_labels; give inputs and labels, or",
+    ),
+    "no labels": ({"inputs": INPUTS}, "the data set has no labels"),
+    "a name too many": ({**SPLIT, "images": INPUTS}, "the data set has unknown arrays images"),
+    "text": ({"inputs": np.array([["a"]]), "labels": [0]}, "inputs <U1 of shape [1, 1], expected floats or uint8"),
+    "lengths": ({**SPLIT, "test_labels": LABELS}, "the test set has labels int64 of shape [60], expected integers"),
+    "float labels": ({**SPLIT, "train_labels": LABELS[:45] / 2}, "the training set has labels float64"),
     "negative": (
         {**SPLIT, "train_labels": LABELS[:45] - 1},
-        "the train part has label -1, expected whole",
+        "the training set has label -1, expected integers",
     ),
     "not finite": (
         {**SPLIT, "test_inputs": INPUTS[45:] + float("inf")},
-        "the test part has inputs that are not",
+        "the test set has non-finite inputs",
     ),
-    "shapes": ({**SPLIT, "test_inputs": INPUTS[45:, :5]}, "training samples have shape [6], test samples [5]"),
+    "shapes": ({**SPLIT, "test_inputs": INPUTS[45:, :5]}, "training samples have shape [6], but test samples [5]"),
     "classes": (
         {**SPLIT, "classes": ["a", "b"]},
-        "classes are 2 names, 2 of them different, and the largest",
+        "classes has 2 names, 2 of them unique, and the largest",
     ),
     "clients": (
         {**SPLIT, "train_clients": [1]},
-        "train_clients are int64 of shape [1], expected a whole number",
+        "train_clients is int64 of shape [1], expected an integer",
     ),
-    "few rows": ({"inputs": INPUTS[:6], "labels": LABELS[:6]}, "6 rows are too few for a test part of a fifth"),
+    "few rows": ({"inputs": INPUTS[:6], "labels": LABELS[:6]}, "6 rows are too few to split off a fifth"),
 }
 
 
@@ -117,7 +120,7 @@ def test_arrays_that_are_no_data_set_are_refused_with_what_was_expected(name: st
         (lambda file: file.write_bytes(b"not a zip"), "cannot read"),
         (lambda file: file.write_bytes(b"PK\3\4 broken"), "data.npz"),
         (lambda file: np.savez(file, inputs=np.array([{}], object), labels=LABELS), "cannot read"),
-        (lambda file: np.savez(file, inputs=INPUTS), "the data lack labels"),
+        (lambda file: np.savez(file, inputs=INPUTS), "the data set has no labels"),
     ],
 )
 def test_a_file_that_is_no_data_set_is_refused_and_named(
@@ -135,7 +138,9 @@ def test_a_file_that_is_no_data_set_is_refused_and_named(
 def test_what_a_simulation_cannot_begin_with_is_refused_before_it_begins(tmp_path: Path) -> None:
     out = tmp_path / "out"
     wrong = {
-        r"samples of own-data have shape \[6\], the built-in models read images .*; name device models": {"models": ()},
+        r"samples of own-data have shape \[6\], but the built-in models read images .*; give your own device": {
+            "models": ()
+        },
         r"\[model\] extractor: shape \(6,\) must be channels, height, width": {"extractor": ""},
         r"\[model\] server: .*'own_model' has no function 'absent'": {"server_model": "own_model:absent"},
         r"'own_model:server_model' does not take these options": {"extractor": "own_model:server_model"},

@@ -221,7 +221,7 @@ class TestClasses:
 
     def test_more_classes_than_there_are(self) -> None:
         for deal in (classes_window, classes_random):
-            with pytest.raises(ConfigurationError, match="must be between 1 and the 10 classes"):
+            with pytest.raises(ConfigurationError, match="must be between 1 and 10, the number of classes"):
                 deal(TEN_BY_100, 5, 11, 0)
 
     def test_shards_that_do_not_come_out_even(self) -> None:
@@ -230,9 +230,9 @@ class TestClasses:
 
     def test_a_device_without_rows_is_refused(self) -> None:
         labels = np.array([0, 1, 1, 1, 0, 1])
-        with pytest.raises(DataError, match="no split with the wanted minimum size 1: classes_window"):
+        with pytest.raises(DataError, match="cannot give every device 1 or more rows: classes_window"):
             classes_window(labels, 6, 1, 0)
-        with pytest.raises(DataError, match="no split with the wanted minimum size 1: class_shards"):
+        with pytest.raises(DataError, match="cannot give every device 1 or more rows: class_shards"):
             class_shards(labels, 6, 1, 0)
 
     def test_stride_and_spread_out_of_range(self) -> None:
@@ -270,9 +270,9 @@ class TestTraps:
             assert min(dirichlet_by_class(TEN_BY_100, 16, 0.1, seed, min_size=10).sizes) >= 10
 
     def test_giving_up_says_what_to_change(self) -> None:
-        with pytest.raises(DataError, match=r"no split with the wanted minimum size 10: none of 3 draws.*larger alpha"):
+        with pytest.raises(DataError, match=r"cannot give every device 10 or more rows: 3 draws.*larger alpha"):
             dirichlet_by_class(TEN_BY_100, 90, 0.05, 0, max_tries=3)
-        with pytest.raises(DataError, match="no split with the wanted minimum size 101: 10 devices of 101 rows"):
+        with pytest.raises(DataError, match="cannot give every device 101 or more rows: 10 devices need 1010 rows"):
             dirichlet_by_class(TEN_BY_100, 10, 1.0, 0, min_size=101)
 
     def test_largest_remainder_keeps_the_prior_with_many_classes(self) -> None:
@@ -301,7 +301,7 @@ class TestTraps:
         sizes = dirichlet_per_device(TEN_BY_100, 10, 0.5, 0, unbalanced=1.0).sizes
         assert len(set(sizes)) > 5
         assert 990 < sum(sizes) <= 1000
-        with pytest.raises(DataError, match="no split with the wanted minimum size 1"):
+        with pytest.raises(DataError, match="cannot give every device 1 or more rows"):
             dirichlet_per_device(TEN_BY_100, 100, 0.5, 0, unbalanced=8.0)
 
     def test_iid_sizes_differ_by_one_at_most(self) -> None:
@@ -376,5 +376,5 @@ class TestByClient:
 
     @pytest.mark.parametrize("clients", [None, [1, 2]])
     def test_a_data_set_that_does_not_tell_is_refused(self, clients: list[int] | None) -> None:
-        with pytest.raises(DataError, match="does not tell whose each row is"):
+        with pytest.raises(DataError, match="needs a data set with train_clients"):
             partition("by_client", [0, 1, 0], 1, 0, clients=clients)

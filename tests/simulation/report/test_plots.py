@@ -252,7 +252,7 @@ class TestDevices:
         alone, fleet, personal = (dots.get_offsets().tolist() for dots in ax.collections)
         assert (alone, fleet, personal) == ([[0.5, 0], [0.6, 1]], [[0.8, 0], [0.9, 1]], [[0.95, 1]])
         texts = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert texts == ["alone", "in the fleet", "personal answer"]
+        assert texts == ["alone", "in the fleet", "personal model"]
         assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first device on top, as in the picture beside it"
         assert ax.get_title(loc="left") == "Accuracy at the end"
 

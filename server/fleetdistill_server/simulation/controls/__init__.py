@@ -1,1 +1,1 @@
-"""What a fleet is compared with: devices that train alone, and FedAvg."""
+"""Runs the controls that a fleet is compared with: local-only training and FedAvg."""

@@ -1,4 +1,4 @@
-"""The second control of every comparison: FedAvg with one model on every device, on the same data."""
+"""Runs the FedAvg control: one model on every device, trained on the same data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation.controls.local_only import note_start
+from fleetdistill_server.simulation.controls.local_only import score_initial_models
 from fleetdistill_server.simulation.links.links import Watch, run_over_memory
 from fleetdistill_server.simulation.progress import OnProgress, watcher
 from fleetdistill_server.simulation.report.comparison import cost_of
@@ -21,14 +21,14 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def run_fedavg(control: RunConfig, model: str, specs: Sequence[DeviceSpec], work: Path, watch: Watch) -> FedAvgControl:
-    """FedAvg on the same data, in memory.
+    """Runs FedAvg on the same data over the in-memory link.
 
     Args:
-        control: Its run.
-        model: The one that every device has.
-        specs: The devices with it, and with state directories of their own.
-        work: Its folder.
-        watch: Is given its store after every step of a device.
+        control: Configuration of the control's run.
+        model: Model of every device.
+        specs: The control's devices, from `fedavg_specs`.
+        work: The control's folder.
+        watch: Called with the control's store after every device step.
     """
     run = control.run.name
     store = run_over_memory(control, list(specs), work, watch)
@@ -40,13 +40,17 @@ def run_fedavg(control: RunConfig, model: str, specs: Sequence[DeviceSpec], work
 
 
 def fedavg_specs(specs: Sequence[DeviceSpec], model: str, work: Path) -> list[DeviceSpec]:
-    """The same devices with that model."""
+    """Returns the fleet's devices with another model and separate state directories under `work`."""
     work.mkdir(exist_ok=True)
     return [replace(spec, model=model, state_dir=str(work / spec.name)) for spec in specs]
 
 
 def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> FedAvgControl | None:
-    """FedAvg on the same data; the run itself, with its history and store, where that is FedAvg."""
+    """Runs the FedAvg control of a simulation.
+
+    Returns:
+        The control's results, or the fleet's own if its method is FedAvg; None if the simulation has no FedAvg control.
+    """
     config, specs = fleet.config, fleet.specs
     plan = config.method_config()
     if wanted.method == "fedavg":
@@ -62,19 +66,23 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     work = fleet.work / "fedavg"
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
     specs = fedavg_specs(specs, model, work)
-    note_start(build_method(control_config).initial(), specs)
+    score_initial_models(build_method(control_config).initial(), specs)
     return run_fedavg(control_config, model, specs, work, watcher("fedavg", control_config, on_progress))
 
 
 def _passes(config: RunConfig) -> int:
-    """Passes over the labels in a round of the method; the first one may have a warm-up on top."""
+    """Returns the method's passes over the labels per round, without the first round's warm-up."""
     return int(config.method_config().cross_entropy_epochs(2))
 
 
 def check_fedavg(wanted: Simulation, config: RunConfig) -> None:
-    """Before the fleet runs: FedAvg trains on labels only, so it has no round that makes no pass over them."""
+    """Checks that FedAvg can copy the method's local training, which must use the labels.
+
+    Raises:
+        ConfigurationError: The simulation has a FedAvg control, but the method makes no pass over the labels.
+    """
     if wanted.with_fedavg and wanted.method != "fedavg" and _passes(config) < 1:
         raise ConfigurationError(
-            f"{wanted.method} makes no pass over the labels in a round with these settings, and FedAvg, its control, "
-            "needs one; simulate without FedAvg (with_fedavg, --no-controls), or let the method learn from labels"
+            f"{wanted.method} makes no pass over the labels in a round with these settings, but its FedAvg control "
+            "needs at least one; raise the method's local epochs, or simulate with --no-controls"
         )

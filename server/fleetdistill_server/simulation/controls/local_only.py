@@ -1,4 +1,4 @@
-"""The first control of every comparison: the same model, trained alone with the local training of the method."""
+"""Runs the local-only control: each device's model, trained on its own data with the method's local training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: tuple[int, ...]) -> nn.Module:
-    """The model that a device starts from: its own first weights, and over them what the method gives every device.
+    """Builds a device's model with the device's initial weights, overwritten by those that the method distributes.
 
     Raises:
-        ConfigurationError: What the method gives does not fit the device's model.
+        ConfigurationError: The method's weights do not fit the device's model.
     """
     model: nn.Module = build_device_model(spec, input_shape)
     if initial is None:
@@ -39,39 +39,39 @@ def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: 
     try:
         load_parameters(check_local_model(model).extractor if initial.scope == "extractor" else model, initial)
     except ModelError as error:
-        text = f"the {initial.scope} that the run hands out does not fit model {spec.model!r}: {error}"
-        raise ConfigurationError(f"{text}; choose models that begin alike") from error
+        text = f"the initial {initial.scope} of the run does not fit model {spec.model!r}: {error}"
+        raise ConfigurationError(f"{text}; choose device models with the same {initial.scope}") from error
     return model
 
 
-def score_start(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
-    """How that model does on the test part."""
+def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
+    """Scores a device's initial model on the test set."""
     test = _load(spec, spec.test_file)
     return evaluate(start_model(spec, initial, tuple(test.inputs.shape[1:])), test, spec.classes)
 
 
-def train_alone(
+def train_local_only(
     spec: DeviceSpec,
     config: RunConfig,
     initial: ModelParameters | None,
     took_part: Sequence[bool],
     after_round: Callable[[], None] = lambda: None,
 ) -> list[Counts]:
-    """Trains one device without the fleet, from the weights that the fleet starts from.
+    """Trains one device without the fleet, starting from the same weights as in the fleet.
 
-    Passes over the labels, batch size, optimiser and learning rate of each round are the method's, and so is whether
-    the optimiser is kept from round to round. The order of the rows is drawn from the run's seed, as the fleet's is;
-    it is that of the fleet's batches only where a method trains in a first step `train` and no round fell short.
+    Each round uses the method's passes over the labels, batch size, optimiser and learning rate, and keeps the
+    optimiser across rounds if the method does. The batch order is drawn from the run's seed. It equals the fleet's if
+    the method trains in its first step `train` and no round fell short.
 
     Args:
         spec: The device.
-        config: The run, for the method's local training.
-        initial: What the method gives every device at the start.
-        took_part: For each completed round whether the fleet's device was in it; only then this one trains too.
+        config: The run's configuration, which has the method's local training.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        took_part: Whether the fleet's device took part in each completed round; this device trains in the same ones.
         after_round: Called after each round.
 
     Returns:
-        Its figures on the test part after each round.
+        The model's figures on the test set after each round.
     """
     data, test = _load(spec, spec.data_file), _load(spec, spec.test_file)
     model = start_model(spec, initial, tuple(data.inputs.shape[1:]))
@@ -82,7 +82,7 @@ def train_alone(
         if number > 1:
             after_round()
         epochs = plan.cross_entropy_epochs(sum(took_part[:number])) if active else 0
-        if not epochs:  # not in the round, or in one that makes no pass over the labels
+        if not epochs:  # the device missed the round, or the round makes no pass over the labels
             figures.append(figures[-1])
             continue
         optimizer = _optimizer_in(plan, number, model, optimizer)
@@ -106,7 +106,7 @@ def train_alone(
 def _optimizer_in(
     plan: Any, number: int, model: nn.Module, last: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """The one of last time where the method keeps it, otherwise a new one; with the learning rate of the round."""
+    """Returns the previous optimiser if the method keeps it, else a new one, with the round's learning rate set."""
     kept = last if plan.keeps_optimizer else None
     optimizer = kept or make_local_optimizer(plan, model.parameters())
     for group in optimizer.param_groups:
@@ -118,7 +118,7 @@ def _load(spec: DeviceSpec, file: str) -> TensorData:
     return as_tensor_data(load_arrays(file), spec.classes)
 
 
-def train_fleet_alone(
+def train_fleet_local_only(
     wanted: Simulation,
     config: RunConfig,
     initial: ModelParameters | None,
@@ -126,13 +126,20 @@ def train_fleet_alone(
     history: FleetHistory,
     after_rounds: Callable[[int], None],
 ) -> dict[str, list[Counts]]:
-    """Trains every device's model by itself, with as many local epochs as in the fleet, or for `control_rounds`.
+    """Trains every device without the fleet, in the rounds that it took part in, or for `control_rounds`.
+
+    Results are saved per device, so that a resumed simulation does not train again.
 
     Args:
-        wanted, config, specs: The simulation, its run and its devices.
-        initial: What the method gives every device at the start.
-        history: The fleet's, for the rounds that a device took part in.
-        after_rounds: Called with a number of rounds whenever a device has done so many more.
+        wanted: The simulation.
+        config: The run's configuration.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        specs: The simulation's devices.
+        history: The fleet's history, which has the rounds that each device took part in.
+        after_rounds: Called with the number of rounds that a device has completed since the last call.
+
+    Returns:
+        For each device id, the model's figures on the test set after each round.
     """
     torch.set_num_threads(config.run.threads)
     rounds = wanted.rounds_of_controls
@@ -146,7 +153,7 @@ def train_fleet_alone(
         if file.exists():
             after_rounds(rounds)
             return _load_counts(file)
-        found = train_alone(spec, config, initial, active(spec.name), lambda: after_rounds(1))
+        found = train_local_only(spec, config, initial, active(spec.name), lambda: after_rounds(1))
         _save_counts(file, found)
         return found
 
@@ -154,7 +161,7 @@ def train_fleet_alone(
 
 
 def _save_counts(file: Path, counts: Sequence[Counts]) -> None:
-    """Whole or not at all, wherever the process is killed."""
+    """Saves figures atomically, so that a killed process does not leave a partial file."""
     new = file.with_suffix(".new.npz")
     np.savez(
         new,
@@ -172,12 +179,12 @@ def _load_counts(file: Path) -> list[Counts]:
     return [Counts(*row) for row in zip(*columns, strict=True)]
 
 
-def note_start(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:
-    """Scores the models that the devices start from: that is what a device has that no round takes.
+def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:
+    """Scores every device's initial model as round `START`, which applies to devices that no round includes.
 
     Args:
-        initial: What the method gives every device at the start.
-        specs: The devices.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        specs: The devices; each one's score log gets a line.
     """
     for spec in specs:
-        append_scores(spec.scores_file, START, score_start(spec, initial).confusion.tolist())
+        append_scores(spec.scores_file, START, score_initial_model(spec, initial).confusion.tolist())

@@ -1,1 +1,1 @@
-"""Data sets, and how they are dealt to devices."""
+"""Loads data sets and partitions them over devices."""

@@ -1,4 +1,4 @@
-"""The labelled image sets that simulations train on, as tensors in memory."""
+"""Loads the labelled image sets that simulations train on, as in-memory tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DATASETS: Mapping[str, tuple[str, ...]] = {
     "emnist-letters": tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
     "femnist-digits": _DIGITS,
 }
-"""Name -> class names, in label order."""
+"""Maps the name of each data set to its class names, in label order."""
 
 _TORCHVISION: Mapping[str, tuple[str, dict[str, str]]] = {
     "fashion-mnist": ("FashionMNIST", {}),
@@ -52,11 +52,11 @@ _TORCHVISION: Mapping[str, tuple[str, dict[str, str]]] = {
     "emnist-letters": ("EMNIST", {"split": "letters"}),
 }
 _FIRST_LABEL = {"emnist-letters": 1}
-"""Of torchvision's labels, where that is not 0."""
-_PUT_IT_THERE = "put the file there, or name its folder with --data-dir or FLEETDISTILL_DATA"
+"""The smallest of torchvision's labels, for data sets where it is not 0."""
+_HOW_TO_PROVIDE = "create the file, or set --data-dir or FLEETDISTILL_DATA to its folder"
 _KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 _CLIENTS = {"train_clients"}
-"""What only some sets have."""
+"""Optional keys of an `.npz` file."""
 _Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -65,13 +65,13 @@ class Dataset:
     """A labelled image set.
 
     Attributes:
-        name: Its name in `DATASETS`.
-        train_images: `[N, channels, height, width]` float32 in [0, 1], not normalised any further.
+        name: Name in `DATASETS`, or the name of the user's own data.
+        train_images: `[N, channels, height, width]` float32 in [0, 1], not normalised further.
         train_labels: `[N]` int64 in [0, len(classes)).
-        test_images: As `train_images`.
-        test_labels: As `train_labels`.
+        test_images: Like `train_images`.
+        test_labels: Like `train_labels`.
         classes: Class names, in label order.
-        train_clients: `[N]` int64, who each training image is from, where the set tells; else None.
+        train_clients: `[N]` int64, the client that each training image comes from; None if unknown.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Dataset:
     train_clients: Tensor | None = None
 
     def with_training_rows(self, rows: npt.NDArray[np.int64]) -> Dataset:
-        """The set with only these of its training images."""
+        """Returns a copy with only these training images; the test images stay."""
         clients = self.train_clients
         return replace(
             self,
@@ -101,23 +101,25 @@ def load_dataset(
     image_size: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """Loads a set by name, one of `DATASETS`; `-` and `_` count as the same.
+    """Loads a built-in data set.
 
-    `digits` comes with scikit-learn and is split 80/20 by class, always in the same way. The others are read from
+    `digits` is bundled with scikit-learn and split 80/20 by class with a fixed seed. The others are read from
     `<folder>/<name>/<name>.npz` (name with `_`; arrays `train_images`, `train_labels`, `test_images`, `test_labels`;
-    images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA. Where
-    that file is not there, torchvision downloads the set into the folder, or into the user's cache without one;
-    `femnist-digits` is the one that it does not have. Its file also holds `train_clients`, `[N]` integers.
+    images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA, else a
+    folder in the user's cache. If the file does not exist, torchvision downloads the data set into the folder. Only
+    `femnist-digits` cannot be downloaded; its file also has `train_clients`, `[N]` integers.
 
     Args:
-        train_limit: At most this many training images, at least 1: a random part with the class shares of the whole,
-            in the original order. The test images are never limited.
-        image_size: Pixels a side that all images are averaged down to; None leaves them as they are.
-        seed: Chooses that part, and nothing else.
+        name: A name in `DATASETS`; `-` and `_` are equivalent.
+        data_dir: Folder of the data sets.
+        train_limit: Largest number of training images, at least 1, chosen as a stratified random subset in the
+            original order; None for all. Test images are not limited.
+        image_size: Height and width that images are reduced to by averaging; None keeps their size.
+        seed: Seed of the subset.
 
     Raises:
         ConfigurationError: `train_limit` or `image_size` is out of range.
-        DataError: The name is unknown, or the set is missing, damaged or cannot be downloaded.
+        DataError: The name is unknown, or the data set is missing, damaged or cannot be downloaded.
     """
     name = _known_name(name)
     if train_limit is not None and train_limit < 1:
@@ -137,7 +139,7 @@ def load_dataset(
 
 
 def stratified_rows(labels: npt.NDArray[Any], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Ascending positions of `count` random rows whose class shares are those of `labels`, up to rounding."""
+    """Draws a stratified random subset of `count` rows; returns their indices in ascending order."""
     rng = np.random.default_rng(seed)
     classes, sizes = np.unique(labels, return_counts=True)
     wanted = largest_remainder(sizes / len(labels), count)
@@ -156,13 +158,13 @@ def _known_name(name: str) -> str:
 
 
 def _digits() -> _Arrays:
-    """The 1,797 scanned digits of 8x8 pixels and 17 grey levels that scikit-learn brings along."""
+    """Loads scikit-learn's 1,797 scanned digits of 8x8 pixels and 17 grey levels."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise DataError(
-            "the digits come with scikit-learn, which is missing: pip install 'fleetdistill[sim]'"
+            "the data set digits needs scikit-learn, which is not installed; run pip install 'fleetdistill[sim]'"
         ) from error
     bundled = load_digits()
     images = (bundled.images / 16).astype(np.float32)
@@ -192,16 +194,16 @@ def _read(file: Path) -> _Arrays:
         with np.load(file, allow_pickle=False) as stored:
             return {key: stored[key] for key in (*_KEYS, *(_CLIENTS & set(stored.files)))}
     except KeyError as error:
-        raise DataError(f"{file} is not a data set: {error.args[0]}; it needs {', '.join(_KEYS)}") from error
+        raise DataError(f"{file} is not a data set: {error.args[0]}; expected arrays {', '.join(_KEYS)}") from error
     except (OSError, ValueError, EOFError, NotImplementedError) as error:
-        raise DataError(f"cannot read {file}: {error}; fetch it again or delete it to download the set") from error
+        raise DataError(f"cannot read {file}: {error}; restore it, or delete it to download the set again") from error
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{file} is damaged: {error}; fetch it again or delete it to download the set") from error
+        raise DataError(f"{file} is damaged: {error}; restore it, or delete it to download the set again") from error
 
 
 def _download(name: str, folder: Path, file: Path) -> _Arrays:
     if name not in _TORCHVISION:
-        raise DataError(f"{name}: {file} does not exist, and torchvision does not have it; {_PUT_IT_THERE}")
+        raise DataError(f"{name}: {file} does not exist, and torchvision does not have it; {_HOW_TO_PROVIDE}")
     try:
         from torchvision import datasets
 
@@ -210,7 +212,7 @@ def _download(name: str, folder: Path, file: Path) -> _Arrays:
         train, test = (source(folder, train=train, download=True, **options) for train in (True, False))
     except (ImportError, OSError, RuntimeError) as error:
         raise DataError(
-            f"{name}: {file} does not exist and the download into {folder} failed ({error}); " + _PUT_IT_THERE
+            f"{name}: {file} does not exist and the download into {folder} failed ({error}); {_HOW_TO_PROVIDE}"
         ) from error
     parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
     arrays = {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
@@ -223,15 +225,15 @@ def _check(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: int, whe
     if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
         raise DataError(
             f"{where}: the images are {images.dtype} of shape {list(images.shape)}, "
-            "expected uint8 of [N, H, W] or [N, H, W, 3]"
+            "expected uint8 of shape [N, H, W] or [N, H, W, 3]"
         )
     if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or len(labels) == 0:
         raise DataError(
             f"{where}: the labels are {labels.dtype} of shape {list(labels.shape)}, "
-            f"expected integers, one for each of {len(images)} images and at least one"
+            f"expected integers, one for each of {len(images)} images, at least 1"
         )
     if labels.min() < 0 or labels.max() >= classes:
-        raise DataError(f"{where}: the labels run from {labels.min()} to {labels.max()}, expected [0, {classes})")
+        raise DataError(f"{where}: the labels are in [{labels.min()}, {labels.max()}], expected [0, {classes})")
 
 
 def _check_clients(clients: npt.NDArray[Any], images: int, where: str) -> None:
@@ -254,7 +256,7 @@ def _sized(images: npt.NDArray[Any], size: int | None) -> Tensor:
     if size is None:
         return whole
     if not 1 <= size <= min(whole.shape[2:]):
-        raise ConfigurationError(f"image_size is {size}, must be 1 to {min(whole.shape[2:])}, the images' own size")
+        raise ConfigurationError(f"image_size is {size}, must be 1 to {min(whole.shape[2:])}, the images' size")
     return torch.nn.functional.adaptive_avg_pool2d(whole, size)
 
 

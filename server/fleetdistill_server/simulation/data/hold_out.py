@@ -1,4 +1,4 @@
-"""Rows that are held out before or after the partition: a proxy set, and validation data of each device."""
+"""Selects held-out rows: a proxy set before the partition, and each device's validation data after it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from fleetdistill_server.simulation.data.split import Ints, checked_labels
 
 
 def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
-    """Takes a class-balanced proxy set off a data set, before anything else is dealt out.
+    """Selects the last rows of each class as a class-balanced proxy set.
 
     Args:
         labels: `[N]` integers, at least 0.
-        per_class: Rows of each class, at least 0: its last ones.
+        per_class: Number of rows per class, at least 0.
 
     Returns:
-        The proxy set's rows and all others, both int64 and ascending.
+        The indices of the proxy set's rows and of all other rows, both int64 and ascending.
 
     Raises:
-        DataError: The labels cannot be used, or a class would have no row left.
+        ConfigurationError: `per_class` is negative.
+        DataError: The labels are not valid, or a class would have no rows left.
     """
     y = checked_labels(labels)
     if per_class < 0:
@@ -29,23 +30,24 @@ def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]
     smallest = min(map(len, pools), default=0)
     if per_class >= smallest:
-        raise DataError(f"a proxy set of {per_class} rows a class leaves nothing of a class of {smallest}; take fewer")
+        text = f"proxy_per_class is {per_class}, but the smallest class has {smallest} rows"
+        raise DataError(f"{text}; set proxy_per_class to at most {max(smallest - 1, 0)}")
     taken = np.sort(np.concatenate([pool[len(pool) - per_class :] for pool in pools])).astype(np.int64)
     return taken, np.setdiff1d(np.arange(len(y)), taken).astype(np.int64)
 
 
 def hold_out_validation(labels: npt.ArrayLike, rows: Ints, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Holds a share of one device's rows out, class by class as the device has them.
+    """Selects a stratified share of one device's rows as validation data.
 
     Args:
-        labels: `[N]` integers, of the whole data set.
-        rows: `[n]` int64 ascending, the device's.
-        share: In [0, 1); of n rows the nearest whole number is wanted.
-        seed: Decides which.
+        labels: `[N]` integers, the whole data set's labels.
+        rows: `[n]` int64, ascending; the device's rows.
+        share: Fraction to hold out, in [0, 1), rounded to the nearest number of rows.
+        seed: Seed of the selection.
 
     Returns:
-        The rows to train on and those held out, both ascending. Every class keeps a row to train on, so a device with
-        one row of each class holds none out.
+        The training rows and the held-out rows, both ascending. Every class keeps at least one training row, so fewer
+        rows than `share` may be held out.
     """
     classes_n = np.asarray(labels)[rows]
     count = round(share * len(rows))

@@ -1,8 +1,7 @@
-"""How a data set is dealt out to simulated devices.
+"""Partitions a data set's rows over simulated devices.
 
-Every partition is a pure function of the labels, the number of devices, its parameters and the seed. "By class
-over devices" and "per device over classes" with the same alpha are different problems, so print `Partition.kind` with
-every result.
+Every partition is a pure function of the labels, the number of devices, its parameters and the seed. Dirichlet
+partitions by class and per device with the same alpha are different problems, so report `Partition.kind` with results.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fleetdistill_server.simulation.data.split import (
     Partition,
     check_alpha,
     check_classes_per_device,
-    check_nobody_empty,
+    check_no_empty_device,
     checked_for,
     no_split,
     sorted_rows,
@@ -36,7 +35,7 @@ from fleetdistill_server.simulation.data.split import (
 
 
 def iid(labels: npt.ArrayLike, devices: int, seed: int) -> Partition:
-    """Shuffles all rows and splits them evenly; sizes differ by one at most and every row is used."""
+    """Shuffles all rows and splits them evenly; sizes differ by at most one."""
     y = checked_for(labels, devices)
     parts = np.array_split(np.random.default_rng(seed).permutation(len(y)), devices)
     return Partition("iid", sorted_rows(parts), {"devices": devices, "seed": seed})
@@ -52,21 +51,23 @@ def dirichlet_by_class(
     balance: bool = True,
     max_tries: int = 1000,
 ) -> Partition:
-    """Deals each class out over the devices in shares drawn from Dir(alpha · 1_devices).
+    """Splits each class over the devices in shares drawn from Dir(alpha · 1_devices).
 
-    All rows are used and the sizes are unequal by design. With `balance` a device that holds its even share already
-    gets nothing of the classes after that, so the skew that results is lower than alpha suggests for late classes.
+    All rows are used; the sizes are unequal by design. With `balance`, devices that already have their even share get
+    no rows of later classes, so that later classes are less skewed than alpha suggests.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N.
-        alpha: Concentration, finite and greater than 0; small is skewed, large is even.
-        min_size: Smallest number of rows of a device; a split below it is drawn again from scratch.
-        max_tries: Splits drawn before giving up, at least 1.
+        alpha: Concentration, finite and greater than 0; small values are skewed, large values even.
+        seed: Seed of the partition.
+        min_size: Smallest number of rows per device; splits below it are drawn again.
+        balance: Whether devices with their even share get no more rows.
+        max_tries: Largest number of draws, at least 1.
 
     Raises:
         ConfigurationError: An argument is out of range.
-        DataError: The labels cannot be used, or no split with the wanted minimum size was found.
+        DataError: The labels are not valid, or no draw gave every device `min_size` rows.
 
     References:
         Wang et al., Federated Learning with Matched Averaging; the code of FedML, MOON, NIID-Bench and FedICT.
@@ -74,9 +75,9 @@ def dirichlet_by_class(
     y = checked_for(labels, devices)
     check_alpha(alpha)
     if max_tries < 1 or min_size < 0:
-        raise ConfigurationError(f"max_tries is {max_tries} and min_size {min_size}; must be at least 1 and 0")
+        raise ConfigurationError(f"max_tries is {max_tries} and min_size is {min_size}, must be at least 1 and 0")
     if min_size * devices > len(y):
-        raise DataError(no_split(min_size, f"{devices} devices of {min_size} rows need more than {len(y)} rows"))
+        raise DataError(no_split(min_size, f"{devices} devices need {min_size * devices} rows, there are {len(y)}"))
     rng = np.random.default_rng(seed)
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]
     for _ in range(max_tries):
@@ -84,7 +85,7 @@ def dirichlet_by_class(
         if min(len(rows) for rows in parts) >= min_size:
             settings = {"alpha": alpha, "min_size": min_size, "balance": balance, "max_tries": max_tries}
             return Partition("dirichlet_by_class", sorted_rows(parts), {"devices": devices, "seed": seed, **settings})
-    raise DataError(no_split(min_size, f"none of {max_tries} draws for {devices} devices, alpha {alpha}, had it"))
+    raise DataError(no_split(min_size, f"{max_tries} draws for {devices} devices with alpha {alpha} failed"))
 
 
 def dirichlet_per_device(
@@ -98,25 +99,26 @@ def dirichlet_per_device(
 ) -> Partition:
     """Fills each device to a fixed size with its own class mix, drawn from Dir(alpha · 1_classes).
 
-    Rows are drawn without replacement, device after device; the share of a class that has run out goes to the
-    others in proportion, and to whatever is left if the device's mix lies on run-out classes only. So late devices are
-    less skewed, or skewed towards what is left. The remainder of N / devices is not used.
+    Rows are drawn without replacement, device by device. When a class runs out, its share goes to the device's other
+    classes in proportion, or to any remaining rows if all of its classes have run out. Late devices are therefore
+    less skewed, or skewed towards the remaining classes. The remainder of N / devices is not used.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N.
         alpha: Concentration, finite and greater than 0.
+        seed: Seed of the partition.
         unbalanced: Sigma of lognormal device sizes; 0 gives every device floor(N / devices) rows.
-        rounding: How shares become whole rows, a name in `ROUNDINGS`. `floor` hands what rounding down leaves to
-            the device's largest class, which raises the skew, above all with many classes and small devices.
+        rounding: Rounding of shares to rows, a name in `ROUNDINGS`. `floor` gives the remainder to the device's
+            largest class, which raises the skew, especially with many classes and small devices.
 
     Raises:
         ConfigurationError: An argument is out of range.
-        DataError: The labels cannot be used, or a lognormal size came out as 0.
+        DataError: The labels are not valid, or a lognormal size is 0.
 
     References:
-        Acar et al., Federated Learning Based on Dynamic Regularization, and its code. Theirs redraws a class until
-        one is left, which need not end; ours does.
+        Acar et al., Federated Learning Based on Dynamic Regularization, and its code. The authors' code redraws a
+        class until one is left, which may not terminate; this function always does.
     """
     y = checked_for(labels, devices)
     check_alpha(alpha)
@@ -145,21 +147,22 @@ def classes_window(
     stride: int = 1,
     unbalanced: float = 0.0,
 ) -> Partition:
-    """Device k holds the classes stride · k + j mod C, j < `classes_per_device`, as in CDKT-FL's code.
+    """Gives device k the classes (stride · k + j) mod C for j < `classes_per_device`, as in CDKT-FL's code.
 
-    A class is cut evenly between its holders, or in lognormal shares; no row is left over but those of a class that
-    nobody holds.
+    Each class is split over its devices, evenly or in lognormal shares. Rows of classes without a device are not used.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N.
         classes_per_device: Between 1 and C.
-        stride: Distance of two devices' first classes, at least 1; CDKT-FL has 10 for CIFAR-100's windows of 30.
-        unbalanced: Sigma of the lognormal shares; 0 cuts evenly. CDKT-FL has 1 for Fashion-MNIST and 2 for CIFAR-10.
+        seed: Seed of the partition.
+        stride: Distance between consecutive devices' first classes, at least 1; CDKT-FL uses 10 for CIFAR-100's
+            windows of 30.
+        unbalanced: Sigma of the lognormal shares; 0 splits evenly. CDKT-FL uses 1 for Fashion-MNIST and 2 for CIFAR-10.
 
     Raises:
         ConfigurationError: An argument is out of range.
-        DataError: The labels cannot be used, or a device would get no row.
+        DataError: The labels are not valid, or a device would get no rows.
     """
     y = checked_for(labels, devices)
     if stride < 1:
@@ -174,20 +177,21 @@ def classes_window(
 def classes_random(
     labels: npt.ArrayLike, devices: int, classes_per_device: int, seed: int, *, unbalanced: float = 0.0
 ) -> Partition:
-    """Each device holds distinct random classes, of which the first is k mod C so that every class has a holder.
+    """Gives device k the class k mod C and further distinct classes at random.
 
-    With `classes_per_device = 6` of FEMNIST's letters this is how we read FedDKD's FEMNIST split; NIID-Bench has it
-    too. A class is cut evenly between its holders, or in lognormal shares.
+    Each class is split over its devices, evenly or in lognormal shares. With `classes_per_device = 6` on FEMNIST's
+    letters, this is our reading of FedDKD's FEMNIST split; NIID-Bench has the same partition.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N.
         classes_per_device: Between 1 and C.
-        unbalanced: Sigma of the lognormal shares; 0 cuts evenly.
+        seed: Seed of the partition.
+        unbalanced: Sigma of the lognormal shares; 0 splits evenly.
 
     Raises:
         ConfigurationError: An argument is out of range.
-        DataError: The labels cannot be used, or a device would get no row.
+        DataError: The labels are not valid, or a device would get no rows.
     """
     y = checked_for(labels, devices)
     present = np.unique(y)
@@ -203,18 +207,19 @@ def classes_random(
 
 
 def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, seed: int) -> Partition:
-    """Cuts each class into s · devices / C pieces and deals s of them to each device, at random.
+    """Cuts each class into s · devices / C shards and gives s random shards to each device.
 
-    A device may get two pieces of one class, so it holds *at most* s = `classes_per_device` classes.
+    A device may get two shards of one class, so it has *at most* s = `classes_per_device` classes.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N; s · devices must be a multiple of C.
         classes_per_device: s, at least 1.
+        seed: Seed of the partition.
 
     Raises:
-        ConfigurationError: An argument is out of range, or the pieces do not come out even.
-        DataError: The labels cannot be used, or a piece would be empty.
+        ConfigurationError: An argument is out of range, or s · devices is not a multiple of C.
+        DataError: The labels are not valid, or a shard would be empty.
 
     References:
         McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data; FedRep, FedNTD.
@@ -223,15 +228,15 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     present = np.unique(y)
     if classes_per_device < 1 or (classes_per_device * devices) % len(present):
         raise ConfigurationError(
-            f"{devices} devices of {classes_per_device} shards are {devices * classes_per_device}, which must be a "
-            f"multiple of the {len(present)} classes; change devices or classes_per_device"
+            f"{devices} devices with {classes_per_device} shards need {devices * classes_per_device} shards, which "
+            f"must be a multiple of the {len(present)} classes; change devices or classes_per_device"
         )
     rng = np.random.default_rng(seed)
     pieces_each = classes_per_device * devices // len(present)
     pieces = [
         piece for label in present for piece in np.array_split(rng.permutation(np.flatnonzero(y == label)), pieces_each)
     ]
-    check_nobody_empty("class_shards", [len(piece) for piece in pieces])
+    check_no_empty_device("class_shards", [len(piece) for piece in pieces])
     order = rng.permutation(len(pieces)).reshape(devices, classes_per_device)
     parts = [np.concatenate([pieces[number] for number in mine]) for mine in order.tolist()]
     settings = {"devices": devices, "seed": seed, "classes_per_device": classes_per_device}
@@ -239,25 +244,27 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
 
 
 def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None, seed: int) -> Partition:
-    """Device k holds what the k-th client of the data set made, such as the k-th writer; nothing is drawn.
+    """Gives device k all rows of the data set's k-th client, such as its k-th writer; deterministic.
 
-    The rows of clients beyond the number of devices are not used.
+    The rows of further clients are not used.
 
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and the number of clients.
-        clients: `[N]` integers, whose each row is; None where the data set does not tell.
+        clients: `[N]` integers, the client of each row; None if the data set has no clients.
+        seed: Not used; recorded in the partition's parameters.
 
     Raises:
         ConfigurationError: There are fewer clients than devices.
-        DataError: The labels cannot be used, or the data set does not tell.
+        DataError: The labels are not valid, or the data set has no clients.
     """
     y = checked_for(labels, devices)
     if clients is None or len(own := np.asarray(clients)) != len(y):
-        raise DataError("the data set does not tell whose each row is; by_client needs one that does: femnist-digits")
+        raise DataError("by_client needs a data set with train_clients; use femnist-digits or your own data")
     present = np.unique(own)
     if devices > len(present):
-        raise ConfigurationError(f"{devices} devices, and the data set has {len(present)} clients; take fewer devices")
+        text = f"devices is {devices}, but the data set has {len(present)} clients"
+        raise ConfigurationError(f"{text}; use at most {len(present)} devices")
     parts = [np.flatnonzero(own == client) for client in present[:devices]]
     return Partition("by_client", sorted_rows(parts), {"devices": devices, "seed": seed})
 
@@ -274,24 +281,29 @@ PARTITIONS: Mapping[str, Callable[..., Partition]] = {
 
 
 def partition_parameters(kind: str) -> tuple[str, ...]:
-    """Names of what a partition needs besides labels, devices and seed. Raises ConfigurationError for another kind."""
+    """Returns the names of a partition's required parameters besides labels, devices and seed.
+
+    Raises:
+        ConfigurationError: `kind` is unknown.
+    """
     needed = inspect.signature(_known(kind)).parameters.values()
     names = (one.name for one in needed if one.default is inspect.Parameter.empty)
     return tuple(name for name in names if name not in ("labels", "devices", "seed"))
 
 
 def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **parameters: Any) -> Partition:
-    """Deals rows out by the partition called `kind`.
+    """Partitions rows with the partition named `kind`, a name in `PARTITIONS`.
 
     Raises:
         ConfigurationError: `kind` or a parameter is unknown, missing or out of range.
-        DataError: The labels cannot be used, or no split was found.
+        DataError: The labels are not valid, or no valid partition was found.
     """
     deal = _known(kind)
     try:
         inspect.signature(deal).bind(labels, devices, seed=seed, **parameters)
     except TypeError as error:
-        raise ConfigurationError(f"partition {kind!r}: {error}; it is {kind}{inspect.signature(deal)}") from error
+        text = f"partition {kind!r}: {error}; expected {kind}{inspect.signature(deal)}"
+        raise ConfigurationError(text) from error
     return deal(labels, devices, seed=seed, **parameters)
 
 

@@ -1,1 +1,1 @@
-"""How a simulation runs its fleet: in memory or over gRPC."""
+"""Runs a simulated fleet over the in-memory link or over gRPC."""

@@ -1,4 +1,4 @@
-"""Running a simulated fleet over one of the two links. Both return the store that the run was written to."""
+"""Runs a simulated fleet over one of the two links; both return the run's store."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
 MOST_SHORT_ROUNDS = 100
-"""In a row; then a simulation ends, because nobody else will come whose answers it could wait for."""
-_LOOK_SECONDS = 0.1
+"""Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
+_POLL_SECONDS = 0.1
 
 
 class DriveDevices:
-    """Waits for answers by letting the devices work, one step each in turn; implements the engine's `Waker`."""
+    """Implements the engine's `Waker` by running one step of the next device instead of waiting."""
 
     def __init__(self, devices: list[Device], after_step: Callable[[], None]) -> None:
         self._devices = devices
@@ -38,19 +38,28 @@ class DriveDevices:
         self._next = 0
 
     async def wait(self, seconds: float = 0.0) -> None:
-        """One device takes one step."""
+        """Runs one step of the next device; ignores `seconds`."""
         self._devices[self._next % len(self._devices)].step(0.0)
         self._next += 1
         self._after_step()
 
     def wake_other(self) -> None:
-        """Devices in this process need no wake-up."""
+        """Does nothing, because devices in this process need no wake-up."""
 
 
 def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
-    """Runs engine and devices in this process, strictly one after the other.
+    """Runs engine and devices in this process, one step at a time.
 
-    The store lies on the disk, so that another process goes on where this one was interrupted.
+    The store is on disk, so that another process can resume an interrupted run.
+
+    Args:
+        config: Configuration of the run.
+        specs: The devices.
+        work: Not used; the store's path is in `config`.
+        watch: Called with the store after every device step.
+
+    Returns:
+        The open store.
     """
     from fleetdistill_server.engine.engine import Engine
 
@@ -58,7 +67,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
     api = DeviceApi(store, compression=compression_of(config.server.compression))
     with _closed_on_failure(store), _open_devices(specs, api) as devices:
         engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
-        # Not asyncio.run: that makes of Ctrl-C a request which nothing here ever waits for.
+        # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
         with contextlib.closing(asyncio.new_event_loop()) as loop:
             loop.run_until_complete(engine.run())
         for device in devices:
@@ -79,7 +88,7 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_devices(specs: list[DeviceSpec], api: DeviceApi) -> Iterator[list[Device]]:
-    """The devices. Whatever interrupts them, they do not say goodbye: the open round waits for them."""
+    """Opens the devices; on an interruption they close without leaving the run, so that the open round waits."""
     devices: list[Device] = []
     finished = False
     try:
@@ -93,7 +102,11 @@ def _open_devices(specs: list[DeviceSpec], api: DeviceApi) -> Iterator[list[Devi
 
 
 def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
-    """Runs front, engine and devices in processes of their own on the loopback."""
+    """Runs front, engine and devices as separate processes on the loopback interface; see `run_over_memory`.
+
+    Raises:
+        RunError: A device process failed, or the run was stopped.
+    """
     supervisor = Supervisor(config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
@@ -112,7 +125,7 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
 def _serve(supervisor: Supervisor, failure: list[Exception]) -> None:
     try:
         supervisor.serve()
-    except Exception as error:  # handed to the thread that waits for the run
+    except Exception as error:  # raised again in the thread that waits for the run
         failure.append(error)
 
 
@@ -120,16 +133,16 @@ def _port(supervisor: Supervisor, failure: list[Exception]) -> int:
     while supervisor.port is None:
         if failure:
             raise failure[0]
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return supervisor.port
 
 
 @contextlib.contextmanager
 def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Starts a process for each device, and ends those that are left at the end.
+    """Runs a process for each device and terminates the remaining ones at the end.
 
-    On Linux they are forks of one process, which is what is returned: torch is loaded once. Elsewhere forks of a
-    process that has loaded it are not safe, or not possible.
+    On Linux, the devices are forks of one process, so that torch is loaded once; that process is the only one yielded.
+    Elsewhere, forking a process that has loaded torch is unsafe or impossible.
     """
     command = [sys.executable, "-m", "fleetdistill_server.simulation.spec.device", "--server", f"127.0.0.1:{port}"]
     command += ["--parent", str(os.getpid())]
@@ -156,17 +169,17 @@ def _watch_until_over(
     while any(process.poll() is None for process in processes):
         if failure:
             raise failure[0]
-        _refuse_stopped(supervisor.store, run)  # before the supervisor says so
+        _check_not_stopped(supervisor.store, run)  # its error has the run's reason, unlike the supervisor's
         failed = [process for process in processes if process.poll() not in (None, 0)]
         if failed:
-            raise RunError("a device process failed; what it said stands above")
+            raise RunError("a device process failed; its error is printed above")
         watch(supervisor.store)
-        time.sleep(_LOOK_SECONDS)
-    _refuse_stopped(supervisor.store, run)
+        time.sleep(_POLL_SECONDS)
+    _check_not_stopped(supervisor.store, run)
     watch(supervisor.store)
 
 
-def _refuse_stopped(store: Store, run: str) -> None:
+def _check_not_stopped(store: Store, run: str) -> None:
     row = store.runs.get(run)
     if row is not None and row["status"] == "stopped":
         raise RunError(row["reason"])

@@ -1,4 +1,4 @@
-"""The in-memory link: a device's calls go straight to the device API, through the same checks as over gRPC."""
+"""Implements the in-memory link, which passes a device's calls to the device API with the same checks as gRPC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 
 
 class MemoryLink:
-    """Implements `fleetdistill.link.base.Link` within one process. It never waits: `next_ask` answers at once."""
+    """Implements `fleetdistill.link.base.Link` within one process; `next_ask` returns without waiting."""
 
     remote = False
 

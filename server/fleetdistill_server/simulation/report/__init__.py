@@ -1,1 +1,1 @@
-"""The report of a simulation: figures, tables, pictures."""
+"""Computes a simulation's figures and writes its report, tables and plots."""

@@ -1,4 +1,4 @@
-"""What a simulated fleet is held against: every device alone, and FedAvg with one model on every device."""
+"""Results of a simulation's controls: local-only training, and FedAvg with one model on every device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fleetdistill_server.simulation.report.history import FleetHistory
 
 @dataclass(frozen=True)
 class FedAvgControl:
-    """How FedAvg did.
+    """Results of the FedAvg control.
 
     Attributes:
-        model: The device model on every device.
+        model: Model of every device.
         settings: FedAvg's settings.
-        history: Of a device it has the model after local training, before the device takes the next mean.
-        cost: Its traffic.
+        history: History of the run; device models are those after local training, before the next averaging.
+        cost: Traffic of the run.
     """
 
     model: str
@@ -30,7 +30,12 @@ class FedAvgControl:
 
 @dataclass(frozen=True)
 class Controls:
-    """The controls of one simulation; what was not wanted is empty or None."""
+    """Results of a simulation's controls.
+
+    Attributes:
+        alone: For each device id, the figures of local-only training after each round; empty without this control.
+        fedavg: Results of FedAvg; None without this control.
+    """
 
     alone: Mapping[str, list[Counts]]
     fedavg: FedAvgControl | None

@@ -1,6 +1,6 @@
-"""Pictures of single devices: their accuracy round by round, and what each gained. Every line has its name beside it.
+"""Plots of single devices: accuracy by round, and each device's gain over local-only training.
 
-matplotlib comes with the axes that the functions are given.
+This module does not import matplotlib at its top; callers pass the axes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fleetdistill.errors import DataError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FLEET = "#0b6fa4"  # blue, orange, green and purple of these shades stay apart for colour-blind readers
+FLEET = "#0b6fa4"  # colour-blind readers can distinguish these shades of blue, orange, green and purple
 ALONE = "#d9772b"
 FEDAVG = "#2f9e6e"
 FURTHER = "#8a2f7c"
 GREY = "#5a5a5a"
 SINGLE_LINES = 10
-"""Up to so many devices have a line each; of more there is a band, and lines of the worst and the best."""
+"""Largest number of devices with a line each; more are drawn as a band with lines for the worst and the best."""
 _DEVICE_COLOURS = (
     FLEET,
     "#c44e52",
@@ -37,22 +37,22 @@ _DEVICE_COLOURS = (
     "#7f3b08",
 )
 CONTROL_STYLES = {"alone, mean": (ALONE, ":"), "FedAvg global": (FEDAVG, "-."), "global model": ("black", "--")}
-"""Colour and line of what devices are held against, the same in every panel."""
+"""Maps each control to its colour and line style, which are the same in all plots."""
 _LOWEST_GAP = 0.055
-"""Between two names, as a part of the axis."""
+"""Smallest distance between two labels, as a fraction of the axis."""
 
 
 @dataclass(frozen=True)
 class DeviceCurves:
-    """Accuracies on the global test part, in [0, 1].
+    """Accuracies on the global test set, in [0, 1].
 
     Attributes:
-        devices: Device -> after each completed round.
-        controls: What they are held against -> after each completed round; None where it is not known. Names of
-            `CONTROL_STYLES` have their own looks.
-        alone: Device -> at the end of training alone; empty without that control.
-        further: Further answer -> device -> at the end, for devices that have it.
-        moment: When the last figures were taken, as it stands in a title.
+        devices: For each device, the accuracy after each completed round.
+        controls: For each control, the accuracy after each completed round; None if unknown. Names in
+            `CONTROL_STYLES` have their own styles.
+        alone: For each device, the final accuracy of local-only training; empty without this control.
+        further: For each further variant, the final accuracy of the devices that have it.
+        moment: Time of the final accuracies, for a title.
     """
 
     devices: Mapping[str, Sequence[float]]
@@ -63,10 +63,10 @@ class DeviceCurves:
 
 
 def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
-    """Draws accuracy over rounds: a named line for each device and control; see `SINGLE_LINES` for many devices.
+    """Draws accuracy by round: a labelled line for each device and control; see `SINGLE_LINES` for many devices.
 
     Raises:
-        DataError: There is no device, no round, or the curves differ in length.
+        DataError: There are no devices or no rounds, or the curves differ in length.
     """
     lengths = {len(one) for one in (*curves.devices.values(), *curves.controls.values())}
     if len(lengths) != 1 or not curves.devices or lengths == {0}:
@@ -92,7 +92,7 @@ def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
 def _draw_band(
     ax: Axes, rounds: npt.NDArray[np.int64], rates_jr: npt.NDArray[np.float64]
 ) -> list[tuple[str, float, str]]:
-    """Nine of ten devices, and the median."""
+    """Draws the band of the middle 90 % of devices and the median; returns the median's label."""
     low, median, high = np.quantile(rates_jr, (0.05, 0.5, 0.95), axis=0)
     ax.fill_between(rounds, low, high, color=FLEET, alpha=0.18, linewidth=0)
     ax.plot(rounds, median, color=FLEET, linewidth=2.5)
@@ -102,7 +102,7 @@ def _draw_band(
 def _single_lines(
     devices: Mapping[str, Sequence[float]], rates_jr: npt.NDArray[np.float64]
 ) -> Iterator[tuple[str, npt.NDArray[np.float64], str]]:
-    """The devices that have a line of their own, with their colours."""
+    """Yields the devices that get a line, with their accuracies and colours."""
     names = list(devices)
     if len(names) <= SINGLE_LINES:
         yield from zip(names, rates_jr, _DEVICE_COLOURS, strict=False)
@@ -115,7 +115,7 @@ def _single_lines(
 def _dress(ax: Axes, rounds: npt.NDArray[np.int64]) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    ax.set_title("Accuracy on all classes, round by round", loc="left", fontsize=11)
+    ax.set_title("Accuracy on all classes by round", loc="left", fontsize=11)
     ax.set_xlabel("completed rounds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -127,7 +127,7 @@ def _dress(ax: Axes, rounds: npt.NDArray[np.int64]) -> None:
 
 
 def _name_ends(ax: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
-    """Writes each name at the end of its line, at the right of the axes; names that would touch move apart."""
+    """Labels each line at its right end, spread vertically so that labels do not overlap."""
     low, high = ax.get_ylim()
     ordered = sorted(ends, key=lambda end: end[1])
     heights = apart([(end[1] - low) / (high - low) for end in ordered], _LOWEST_GAP)
@@ -146,7 +146,7 @@ def _name_ends(ax: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
 
 
 def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved as little as it takes for `gap` between neighbours, as clusters about their means."""
+    """Spreads ascending heights to a distance of at least `gap`, keeping the mean of each group that touches."""
     clusters: list[list[float]] = []
     for height in heights:
         clusters.append([height])
@@ -165,13 +165,13 @@ def _top(cluster: Sequence[float], gap: float) -> float:
 
 
 def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
-    """Draws a row for each device, the first on top: alone, in the fleet, and its further answers, at the end."""
+    """Draws a row for each device, the first on top, with the final accuracy alone, in the fleet and per variant."""
     rows = {name: number for number, name in enumerate(curves.devices)}
     fleet = {name: rates[-1] for name, rates in curves.devices.items()}
     for name, rate in curves.alone.items():
         ax.plot([rate, fleet[name]], [rows[name]] * 2, color="#c8c8c8", linewidth=1.5, zorder=1)
     kinds = [("alone", curves.alone, ALONE, "o"), ("in the fleet", fleet, FLEET, "D")]
-    kinds += [(f"{answer} answer", of, FURTHER, "^") for answer, of in curves.further.items()]
+    kinds += [(f"{variant} model", of, FURTHER, "^") for variant, of in curves.further.items()]
     for name, of, colour, marker in kinds:
         if of:
             ax.scatter(

@@ -1,4 +1,4 @@
-"""How the models of a simulated fleet did, round after round."""
+"""Reads the test results of a simulated fleet's models after each round."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class FleetHistory:
-    """Confusion matrices `[C, C]` on the global test part, after each completed round.
+    """Confusion matrices `[C, C]` on the global test set after each completed round.
 
     Attributes:
-        devices: Device -> those of the model that it has after each round: after its local training, or, where the
-            method makes no global model but sends a part of one, the model that is complete on the device (FedDKD_BN).
-        took_part: Device -> whether it trained in the round, which is to say that the server has its answer.
-        server: Those of the global model; None where the method has none, or where it could not be scored.
-        further: Answer -> device -> those of a further answer, such as classstats' `personal`; None before the device
-            had it.
-        products: Device -> those of the fleet's model on it, which it would be delivered after each round; empty for
-            methods whose devices keep what they train.
+        devices: For each device, the matrices of its model after local training. If the method distributes only a
+            part of a model (FedDKD_BN), those of the device's complete model.
+        took_part: For each device, whether it trained in each round, that is, whether the server has its answer.
+        server: Matrices of the global model; None for rounds in which there is none or it could not be scored.
+        further: For each further variant, such as classstats' `personal`, and each device, its matrices; None for
+            rounds before the device had the variant.
+        products: For each device, the matrices of the fleet's model that it would receive after each round; empty for
+            methods whose devices keep the models that they train.
     """
 
     devices: Mapping[str, Sequence[Ints]]
@@ -41,21 +41,25 @@ class FleetHistory:
     products: Mapping[str, Sequence[Ints]] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
-        """CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
+        """Returns CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
         rounds = zip(*self.devices.values(), strict=True)
         return [round_figures(kcc, samples_jc, server) for kcc, server in zip(rounds, self.server, strict=True)]
 
     def last(self) -> list[Ints]:
-        """Those of the devices after the last round."""
+        """Returns the devices' confusion matrices after the last round."""
         return [counts[-1] for counts in self.devices.values()]
 
 
 def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory:
-    """Reads the history of a finished run from its store and from what the devices noted.
+    """Reads the history of a run from its store and the devices' score logs.
 
-    A device may have noted a score for an answer that came too late or was refused. It then went back to the model of
-    before, so only scores whose answer has a receipt count. Whether the round used the answer does not matter: the
-    receipt alone makes the device keep what it learned.
+    Only scores whose answer has a receipt count: after a late or refused answer a device restores its previous model.
+    Whether the round used the answer does not matter, because a device keeps its training once it has the receipt.
+
+    Args:
+        store: Store that contains the run.
+        run: Name of the run.
+        specs: The run's devices.
     """
     trained = _receipts(store, run)
     closed = [row for row in store.runs.rounds(run) if row["status"] == "closed"]
@@ -77,19 +81,19 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
 def _products(
     specs: Sequence[DeviceSpec], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
 ) -> dict[str, list[Ints]]:
-    """What devices noted of the fleet's model; what a round brings counts for the completed round before it."""
+    """Reads the scores of the fleet's model; a model received in a round counts for the last completed round."""
     found = {spec.name: read_scores(spec.products_file) for spec in specs}
     if not any(found.values()):
         return {}
-    until = [*(number - 1 for number in rounds[1:]), *rounds[-1:]]  # rounds in between fell short
+    until = [*(number - 1 for number in rounds[1:]), *rounds[-1:]]  # the rounds in between fell short
     starts = {name: {START: of[START]} if START in of else {} for name, of in noted.items()}
     return {name: after_rounds(starts[name] | of, until) for name, of in found.items()}
 
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
-    """Device -> rounds whose answer the server has to a step that ends a round for a device."""
+    """Returns for each device the rounds in which the server has its answer to a step with metrics."""
     row = store.runs.get(run)
-    assert row is not None  # it is finished
+    assert row is not None  # the simulation has created the run
     steps = _metrics_steps(json.loads(row["config"]))
     found = defaultdict[str, set[int]](set)
     for upload in store.asks.uploads(run):
@@ -107,14 +111,14 @@ def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
 def _further(
     specs: Sequence[DeviceSpec], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
 ) -> dict[str, dict[str, list[Ints | None]]]:
-    """What devices noted of further answers in rounds that have a receipt."""
+    """Reads the scores of further variants in rounds that have a receipt."""
     found = defaultdict[str, dict[str, list[Ints | None]]](dict)
     for spec in specs:
-        for answer in spec.further_answers():
-            noted = _with_receipt(read_scores(spec.scores_file_of(answer)), trained[spec.name])
+        for variant in spec.further_variants():
+            noted = _with_receipt(read_scores(spec.scores_file_of(variant)), trained[spec.name])
             if noted:
                 before = sum(number < min(noted) for number in rounds)
-                found[answer][spec.name] = [*[None] * before, *after_rounds(noted, rounds[before:])]
+                found[variant][spec.name] = [*[None] * before, *after_rounds(noted, rounds[before:])]
     return dict(found)
 
 

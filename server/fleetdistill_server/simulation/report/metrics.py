@@ -1,7 +1,7 @@
-"""Figures of a fleet, as pure functions of what its models answered: counts go in, rates come out.
+"""Computes a fleet's metrics from confusion matrices; all functions are pure.
 
-A confusion matrix `[C, C]` counts true classes in rows and answers in columns. Axes in names: `k` device models, `j`
-test parts (part j is device j's), `cc` a confusion matrix. T is the union of all parts.
+A confusion matrix `[C, C]` counts true classes in rows and predictions in columns. Suffixes name axes: `k` device
+models, `j` test sets (set j belongs to device j), `cc` a confusion matrix. T is the union of all test sets.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from fleetdistill.errors import ConfigurationError
 
 Ints = npt.NDArray[np.int64]
 Cells = Ints | npt.NDArray[np.float64]
-"""Counted rows, or weighted ones."""
+"""Cells of a confusion matrix: counts or weights."""
 Score = Callable[[Cells], float]
-"""Confusion matrix [C, C] -> a rate in [0, 1], NaN for no rows."""
+"""Maps a confusion matrix [C, C] to a rate in [0, 1]; NaN if the matrix is empty."""
 
 
-def confusion(labels: npt.ArrayLike, answers: npt.ArrayLike, classes: int) -> Ints:
-    """Counts `[C, C]` of one model's answers on one test part.
+def confusion(labels: npt.ArrayLike, predictions: npt.ArrayLike, classes: int) -> Ints:
+    """Returns the confusion matrix `[C, C]` of a model's predictions.
 
     Args:
-        labels, answers: `[rows]` whole numbers in `[0, C)`.
+        labels: `[rows]` true classes, integers in `[0, C)`.
+        predictions: `[rows]` predicted classes, integers in `[0, C)`.
         classes: C.
     """
-    pairs = np.asarray(labels, np.int64) * classes + np.asarray(answers, np.int64)
+    pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
     return np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64)
 
 
 def accuracy(counts_cc: Cells) -> float:
-    """Share of rows whose answer is their class."""
+    """Returns the fraction of rows that are predicted correctly."""
     rows = float(counts_cc.sum())
     return float(np.trace(counts_cc)) / rows if rows else float("nan")
 
 
 def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
-    """F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`, 0 where that is 0 / 0."""
+    """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`; 0 where that is 0 / 0."""
     hits = np.diag(counts_cc).astype(np.float64)
     either = counts_cc.sum(0) + counts_cc.sum(1)
     scores: npt.NDArray[np.float64] = np.divide(2 * hits, either, out=np.zeros_like(hits), where=either > 0)
@@ -47,36 +48,48 @@ def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
 
 
 def f1_weighted(counts_cc: Cells) -> float:
-    """F1 of the classes, weighted by their rows: what CDKT-FL's code reports."""
+    """Returns the mean F1 of the classes weighted by their rows, as CDKT-FL's code reports it."""
     rows = counts_cc.sum(1)
     return float((rows * f1_by_class(counts_cc)).sum() / rows.sum()) if rows.sum() else float("nan")
 
 
 def f1_macro(counts_cc: Cells) -> float:
-    """Mean F1 over the classes that are present or answered."""
+    """Returns the mean F1 over the classes that are present or predicted."""
     seen = (counts_cc.sum(0) + counts_cc.sum(1)) > 0
     return float(f1_by_class(counts_cc)[seen].mean()) if seen.any() else float("nan")
 
 
 def mean_over_parts(counts_jcc: Cells, score: Score = accuracy) -> float:
-    """Unweighted mean of a score over test parts `[J, C, C]`; parts without rows are left out."""
+    """Returns the unweighted mean of a score over test sets `[J, C, C]`; empty test sets are left out."""
     scores = [score(counts) for counts in counts_jcc if counts.sum()]
     return float(np.mean(scores)) if scores else float("nan")
 
 
 def c_spec(own_kcc: Cells, score: Score = accuracy, average: str = "devices") -> float:
-    """C-Spec: each device model on its own test part, over devices alike (`devices`) or over all rows (`samples`).
+    """Returns C-Spec, the score of each device model on the device's own test set.
 
-    With `devices` and accuracy this is FedD2S's average UA as well.
+    With `devices` and accuracy, this equals FedD2S's average UA.
+
+    Args:
+        own_kcc: `[K, C, C]`, device model k on test set k.
+        score: The score.
+        average: `devices` for the unweighted mean over devices, or `samples` for the score of all rows together.
+
+    Raises:
+        ConfigurationError: `average` is unknown.
     """
     _check_average(average)
     return mean_over_parts(own_kcc, score) if average == "devices" else score(own_kcc.sum(0))
 
 
 def c_gen(counts_kjcc: Cells, score: Score = accuracy) -> float:
-    """C-Gen: each device model on everybody's test data, the mean over devices.
+    """Returns C-Gen, the mean score of the device models on all devices' test data.
 
-    Accuracy is counted on T; any other score, as F1, is the mean over all pairs of a model and a part.
+    Accuracy is computed on T; any other score is the mean over all pairs of a model and a test set.
+
+    Args:
+        counts_kjcc: `[K, J, C, C]`, device model k on test set j.
+        score: The score.
     """
     if score is accuracy:
         return mean_over_parts(counts_kjcc.sum(1), accuracy)
@@ -84,18 +97,21 @@ def c_gen(counts_kjcc: Cells, score: Score = accuracy) -> float:
 
 
 def c_per(generic: float, specific: float) -> float:
-    """C-Per of one round: the mean of C-Gen and C-Spec. Take the median over rounds of this, not this of medians."""
+    """Returns C-Per of one round, the mean of C-Gen and C-Spec; over rounds, take the median of C-Per itself."""
     return (generic + specific) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetScores:
-    """CDKT-FL's four figures of one round in one score; `global_` is NaN where the fleet has no global model.
+    """CDKT-FL's four metrics of one round for one score.
 
     Attributes:
-        c_spec: Over devices alike, or as the caller of `fleet_scores` wanted it; `c_per` is of this one.
-        c_spec_samples: Over samples.
-        empty_parts: Devices without test rows; they are left out of unweighted means.
+        global_: Score of the global model.
+        c_gen: C-Gen.
+        c_spec: C-Spec, averaged as requested from `fleet_scores`.
+        c_spec_samples: C-Spec over samples.
+        c_per: Mean of `c_gen` and `c_spec`.
+        empty_parts: Number of devices with an empty test set, which unweighted means leave out.
     """
 
     global_: float
@@ -109,13 +125,17 @@ class FleetScores:
 def fleet_scores(
     counts_kjcc: Cells, server_jcc: Cells | None = None, score: Score = accuracy, average: str = "devices"
 ) -> FleetScores:
-    """Global, C-Gen, C-Spec and C-Per of one round.
+    """Returns Global, C-Gen, C-Spec and C-Per of one round.
 
     Args:
-        counts_kjcc: `[K, K, C, C]`, device model k on part j.
-        server_jcc: `[K, C, C]`, the global model on part j: accuracy pooled over T, F1 the mean over parts.
-        score: `accuracy`, `f1_weighted` or `f1_macro`.
-        average: Of C-Spec, `devices` or `samples`.
+        counts_kjcc: `[K, K, C, C]`, device model k on test set j.
+        server_jcc: `[K, C, C]`, the global model on test set j; None if there is no global model.
+        score: `accuracy`, `f1_weighted` or `f1_macro`. The global model's accuracy is computed on T, its F1 as the
+            mean over test sets.
+        average: Averaging of C-Spec, `devices` or `samples`.
+
+    Raises:
+        ConfigurationError: `average` is unknown.
     """
     own_kcc = np.stack([row_jcc[number] for number, row_jcc in enumerate(counts_kjcc)])
     generic, specific = c_gen(counts_kjcc, score), c_spec(own_kcc, score, average)
@@ -131,7 +151,7 @@ def fleet_scores(
 
 
 def median_of_rounds(curve: Sequence[float], first: int, last: int) -> float:
-    """Median over the rounds first to last, both counted from 1 and included."""
+    """Returns the median over rounds `first` to `last`, counted from 1 and inclusive."""
     return float(np.median(curve[first - 1 : last]))
 
 

@@ -1,6 +1,6 @@
-"""Pictures for a simulation's report: who has which data, and what accuracy took how many bytes.
+"""Plots for a simulation's report: the partition of the data, and accuracy by bytes.
 
-matplotlib is imported where it is used, without pyplot: no window system, no global list of open figures.
+matplotlib is imported on use and without pyplot, which would need a window system and keep a list of open figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARKERS = ("o", "D", "s")
 
 
 def load_matplotlib() -> None:
-    """Loads it before it is needed, so that the picture of an interrupted simulation is there at once."""
+    """Imports matplotlib early, so that an interrupted simulation writes its plot without a delay."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure
     import matplotlib.ticker  # noqa: F401
@@ -47,16 +47,17 @@ def load_matplotlib() -> None:
 def plot_partition(
     ax: Axes, counts_jc: npt.ArrayLike, class_names: Sequence[str], device_names: Sequence[str], partition: str
 ) -> None:
-    """Draws a bubble for each device and class, its area the number of samples; sizes stand at the right.
+    """Draws a bubble for each device and class, whose area is the number of samples; totals are on the right.
 
     Args:
-        counts_jc: `[J, C]`, samples of each class that device j has.
-        class_names: In label order.
-        device_names: In the order of the devices.
-        partition: What the title says of it.
+        ax: Axes to draw on.
+        counts_jc: `[J, C]`, number of device j's samples of each class.
+        class_names: Class names, in label order.
+        device_names: Names of the devices, in the same order as `counts_jc`.
+        partition: Description of the partition, for the title.
 
     Raises:
-        DataError: The number of names does not fit the counts.
+        DataError: The number of names does not fit `counts_jc`.
     """
     counts = np.asarray(counts_jc, dtype=np.int64)
     if counts.shape != (len(device_names), len(class_names)):
@@ -68,15 +69,18 @@ def plot_partition(
 
 
 def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None) -> None:
-    """Draws accuracy against the bytes that it took, on a logarithmic axis: a curve over rounds, a point for one
-    exchange with a dot for each device, and a line across for training alone, which takes none.
+    """Draws accuracy by bytes on a logarithmic axis.
+
+    A run of several rounds is a curve, a single exchange is a point with a dot for each device, and local-only
+    training, which has no traffic, is a horizontal line.
 
     Args:
-        curves: What is compared; those of one method stand together and have one colour.
-        alone: Mean accuracy of training alone, in [0, 1]; None where nothing was.
+        ax: Axes to draw on.
+        curves: Curves to compare; those of one method must be adjacent and get the same colour.
+        alone: Mean accuracy of local-only training, in [0, 1]; None without this control.
 
     Raises:
-        DataError: There are no curves, or one has no round, another number of bytes than of accuracies, or no bytes.
+        DataError: There are no curves, or a curve has no rounds, no bytes, or unequal numbers of bytes and accuracies.
     """
     for one in curves:
         if not one.bytes or len(one.bytes) != len(one.accuracy) or one.bytes[0] <= 0:
@@ -103,10 +107,21 @@ def save_report_figure(
     alone: float | None = None,
     title: str = "",
 ) -> Path:
-    """Writes all pictures into one PNG, 1,800 pixels wide, and returns its path; see the functions for each.
+    """Writes all plots of a report into one PNG, 1,800 pixels wide, and returns its path.
 
-    From above: what accuracy took how many bytes; all devices round by round, where there is more than one; and a row
-    for each device with its data and what it gained.
+    From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
+    and a row for each device with its data (`plot_partition`) and its gain (`plot_gains`).
+
+    Args:
+        path: Path of the PNG to write.
+        counts_jc: See `plot_partition`.
+        class_names: See `plot_partition`.
+        device_names: See `plot_partition`.
+        partition: See `plot_partition`.
+        curves: See `plot_comparison`.
+        by_device: See `plot_rounds` and `plot_gains`.
+        alone: See `plot_comparison`.
+        title: Title of the figure; empty for none.
 
     Raises:
         DataError: The values do not fit each other, or the file cannot be written.
@@ -114,13 +129,13 @@ def save_report_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend's lines stand in two columns
+    heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
     if max(len(rates) for rates in by_device.devices.values()) > 1:
         heights["rounds"] = 3.9
     heights["data"] = max(3.2, 1.5 + 0.3 * len(device_names))
     figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)  # a figure without pyplot holds nothing open: it goes when this function returns
-    # Each in a part of its own, so that long names of devices take no room beside the curves.
+    FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
+    # Separate subfigures, so that long device names do not narrow the curves.
     made: Any = figure.subfigures(len(heights), 1, height_ratios=list(heights.values()))
     parts = dict(zip(heights, made, strict=True))
     plot_comparison(parts["compared"].subplots(), curves, alone)
@@ -154,7 +169,7 @@ def _name_axes(
     ax: Axes, counts: npt.NDArray[np.int64], class_names: Sequence[str], device_names: Sequence[str]
 ) -> None:
     devices, classes = counts.shape
-    every = -(-classes // 25)  # with 100 classes, name every fourth
+    every = -(-classes // 25)  # with 100 classes, label every fourth
     long_names = max(len(name) for name in class_names) > 6 or classes > 15
     ax.set_xticks(range(0, classes, every), class_names[::every], rotation=35 if long_names else 0)
     for tick in ax.get_xticklabels():
@@ -173,7 +188,7 @@ def _name_axes(
 
 
 def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
-    """Colour of each curve's method, and which of that method's it is."""
+    """Returns each curve's colour, which its method determines, and its number among the method's curves."""
     seen, found = Counter[str](), []
     for one in curves:
         colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), FLEET)
@@ -195,7 +210,7 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
             "markevery": [-1],
             "markersize": 8,
             "markerfacecolor": "white",
-        }  # seen if it is all
+        }  # a curve with a single known accuracy is only this marker
         ax.plot(kilobytes, rates, label=label, **look, **end)
         return
     xs = np.full(len(curve.devices), kilobytes[-1])
@@ -205,15 +220,15 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
 
 
 def _style(curve: Curve, number: int) -> str:
-    """A control's line is that of the panel of rounds."""
+    """Returns a curve's line style; a control's is the same as in `plot_rounds`."""
     return CONTROL_STYLES[curve.name][1] if curve.name in CONTROL_STYLES else _STYLES[number % len(_STYLES)]
 
 
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-    ax.set_title("Accuracy on all classes against the bytes that it took", loc="left", fontsize=11)
-    ax.set_xlabel("kB that a device sent and was sent, since the start")
+    ax.set_title("Accuracy on all classes by bytes", loc="left", fontsize=11)
+    ax.set_xlabel("kB from and to a device since the start")
     ax.set_xscale("log")
     reached = [kilobytes / 1e3 for one in curves for kilobytes in one.bytes]
     ax.set_xlim(min(reached) / 1.6, max(reached) * 1.6)
@@ -226,5 +241,5 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) ->
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    below = (0, -0.16)  # where no curve is
+    below = (0, -0.16)  # below the axes, clear of the curves
     ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""What came of a simulation: report.json, a figure, a table, and the exported models in one folder."""
+"""Builds a simulation's report and writes report.json, fleet.png and the exported models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fleetdistill_server.simulation.report.comparison import (
     Cost,
     candidates,
     cost_of,
+    local_only,
     total_bytes,
-    trained_alone,
 )
 from fleetdistill_server.simulation.report.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.report.device_plots import DeviceCurves
@@ -57,12 +57,19 @@ _BATCH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A simulation, as its report needs it: finished, or interrupted after at least one round.
+    """Data from which a simulation's report is built, after at least one completed round.
 
     Attributes:
-        controls: Those that are complete.
-        seconds: How long it took with its controls, since its last start.
-        finished: False where it was interrupted.
+        wanted: Settings of the simulation.
+        store: Store of the run.
+        config: Configuration of the run.
+        data: The data set.
+        split: Partition of the training data over the devices.
+        specs: The devices.
+        history: History of the run.
+        controls: Results of the finished controls.
+        seconds: Duration since the last start, in seconds, controls included.
+        finished: False if the simulation was interrupted.
     """
 
     wanted: Simulation
@@ -83,7 +90,7 @@ class Outcome:
 
 
 def make_report(done: Outcome) -> FleetReport:
-    """Gathers the figures of the completed rounds and writes them under the simulation's `out`."""
+    """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     traffic, told = done.store.history.traffic(done.run), expected(done.store, done.run)
@@ -131,8 +138,8 @@ def make_report(done: Outcome) -> FleetReport:
             name: [accuracy(one) for one in counts] for name, counts in history.products.items()
         },
         further_accuracy_by_round={
-            answer: {name: [_accuracy(one) for one in counts] for name, counts in of.items()}
-            for answer, of in history.further.items()
+            variant: {name: [_accuracy(one) for one in counts] for name, counts in of.items()}
+            for variant, of in history.further.items()
         },
         global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
@@ -148,7 +155,7 @@ def make_report(done: Outcome) -> FleetReport:
 
 
 def write_report(report: FleetReport, out: Path) -> None:
-    """Writes report.json and fleet.png."""
+    """Writes report.json and fleet.png to `out`."""
     (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
     save_report_figure(
         out / "fleet.png",
@@ -186,8 +193,8 @@ def _by_device(report: FleetReport) -> DeviceCurves:
         },
         alone={one.name: one.accuracy_alone for one in report.devices if one.accuracy_alone is not None},
         further={
-            answer: {one.name: one.further[answer]["accuracy"] for one in report.devices if answer in one.further}
-            for answer in report.further
+            variant: {one.name: one.further[variant]["accuracy"] for one in report.devices if variant in one.further}
+            for variant in report.further
         },
         moment="at the end" if report.finished else f"after round {rounds}",
     )
@@ -199,7 +206,7 @@ def _described(report: FleetReport) -> str:
 
 
 def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
-    """The method, and FedAvg where that is another one."""
+    """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
     own = candidates(done.wanted.method, done.history, samples_jc, cost)
     fedavg = done.controls.fedavg
     if fedavg is None or done.wanted.method == "fedavg":
@@ -209,14 +216,14 @@ def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
 
 def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[ComparisonRow]:
     counts_kr = [[counts.confusion for counts in of] for of in alone.values()]
-    return [trained_alone(counts_kr, samples_jc).row()] if alone else []
+    return [local_only(counts_kr, samples_jc).row()] if alone else []
 
 
 def _device_report(
     done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], told: Mapping[str, Expected]
 ) -> DeviceReport:
     row = done.store.devices.get(done.run, spec.name)
-    assert row is not None  # the run is finished, so the device was there
+    assert row is not None  # a round is complete, so every device has checked in
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     trained_cc = done.history.devices[spec.name][-1]
     exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
@@ -243,9 +250,9 @@ def _device_report(
         onnx_file=onnx_file,
         onnx_max_difference=exported["max_difference"] if exported else None,
         onnx_answers={
-            answer: _collect(done.wanted.out, spec, answer, f"{spec.name}-{answer}")
-            for answer in (GENERAL, *done.history.further)
-            if (Path(spec.state_dir) / f"{answer}.onnx").exists()
+            variant: _collect(done.wanted.out, spec, variant, f"{spec.name}-{variant}")
+            for variant in (GENERAL, *done.history.further)
+            if (Path(spec.state_dir) / f"{variant}.onnx").exists()
         },
         further=_further(done.history, spec.name, samples_1c),
         samples_by_class=samples_1c[0].tolist(),
@@ -255,7 +262,7 @@ def _device_report(
 
 
 def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints:
-    """Of the exported model; before there is one, of what the device would be delivered."""
+    """Returns the confusion matrix of a device's exported model, or of the model that it would receive next."""
     trained_cc = done.history.devices[device][-1]
     if any(device in of for of in done.history.further.values()):
         return trained_cc
@@ -265,11 +272,11 @@ def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints
 
 
 def _confusion_of_file(file: Path, data: Dataset) -> Ints:
-    """What an exported model answers on the test part, as onnxruntime runs it."""
+    """Returns an exported model's confusion matrix on the test set, computed with onnxruntime."""
     session = cpu_session(str(file))
     parts = data.test_images.split(_BATCH)
-    answers = [session.run(["logits"], {"input": part.numpy()})[0].argmax(axis=1) for part in parts]
-    return confusion(data.test_labels.numpy(), np.concatenate(answers), len(data.classes))
+    predictions = [session.run(["logits"], {"input": part.numpy()})[0].argmax(axis=1) for part in parts]
+    return confusion(data.test_labels.numpy(), np.concatenate(predictions), len(data.classes))
 
 
 def _mean_where_known(rates: Sequence[float]) -> float | None:
@@ -278,25 +285,25 @@ def _mean_where_known(rates: Sequence[float]) -> float | None:
 
 
 def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, dict[str, float]]:
-    """Figures of the further answers that a device has."""
+    """Returns the figures of a device's further variants."""
     return {
-        answer: _further_figures(of[device][-1], samples_1c) for answer, of in history.further.items() if device in of
+        variant: _further_figures(of[device][-1], samples_1c) for variant, of in history.further.items() if device in of
     }
 
 
 def _further_figures(counts_cc: Ints | None, samples_1c: Ints) -> dict[str, float]:
-    assert counts_cc is not None  # a device that has an answer keeps it
+    assert counts_cc is not None  # a device keeps a variant once it has it
     return {"accuracy": accuracy(counts_cc), "own_accuracy": _own(counts_cc, samples_1c)}
 
 
 def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
-    names = dict.fromkeys(answer for one in devices for answer in one.further)
+    names = dict.fromkeys(variant for one in devices for variant in one.further)
     return {
-        answer: {
-            figure: statistics.mean(one.further[answer][figure] for one in devices if answer in one.further)
+        variant: {
+            figure: statistics.mean(one.further[variant][figure] for one in devices if variant in one.further)
             for figure in ("accuracy", "own_accuracy")
         }
-        for answer in names
+        for variant in names
     }
 
 
@@ -314,7 +321,7 @@ def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:
 
 
 def _c_spec(scores: Mapping[str, FleetFigures], control: str) -> float | None:
-    """The mean accuracy on own classes, where there is the control."""
+    """Returns a control's mean accuracy on own classes; None without the control."""
     return scores[control]["accuracy"]["c_spec"] if control in scores else None
 
 
@@ -347,7 +354,7 @@ def _accuracy(counts_cc: Ints | None) -> float | None:
 
 
 def _own(counts_cc: Ints, samples_1c: Ints) -> float:
-    """Accuracy on the device's own classes: on the global test part in the device's mix of classes."""
+    """Returns the accuracy on the global test set with classes weighted by the device's samples."""
     return accuracy(in_class_mix(counts_cc, samples_1c)[0])
 
 

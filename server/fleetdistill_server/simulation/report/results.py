@@ -1,4 +1,4 @@
-"""What a simulation found, as plain data: the fields of report.json."""
+"""Results of a simulation as plain data, the contents of report.json."""
 
 from __future__ import annotations
 
@@ -20,27 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One device's line. Accuracies are in [0, 1] on the global test part; `own` weighs classes as the device has them.
+    """Results of one device.
+
+    Accuracies are in [0, 1] on the global test set. Fields with `own` weight each class by the device's share of
+    training samples. If the app gets several variants, all fields without `further` refer to the general one.
 
     Attributes:
-        accuracy_fleet, own_accuracy_fleet: Of the model in `onnx_file`, measured on that file; of the general answer
-            where the device has several. Before the run is over, of what the device would be delivered.
-        accuracy_trained, own_accuracy_trained: Of its model after its last local training, which fedavg, feddkd and
-            dafkd then replace by the fleet's. For FedDKD_BN, whose models are complete on the devices only, of the
-            fleet's layers with the device's own batch-norm.
-        bytes_up, bytes_down: Everything that went over the link for it, tensors and envelopes, before packing.
-        sent_up, sent_down: The same as it travelled.
-        onnx_file: The model that its app uses, under the simulation's `out`; None before the run is over.
-        onnx_max_difference: Largest difference between a logit of onnxruntime's and of PyTorch's, of all its files.
-        onnx_answers: The file of each answer, where the app has several: `general`, then the further ones.
-        further: For each further answer of the device, such as classstats' `personal`, `accuracy` and `own_accuracy`.
-            The device's other figures are those of its general answer.
-        samples_by_class: Training samples of each class, in label order.
-        leave_one_out: What the device expects of its answers, `general` and `personal`, on unseen data with its mix of
-            classes, without held-out data: the share of own rows that they get right, left out. None where a method
-            has no such figure.
-        own_statistics_kept: Whether its personal answer is made of its own statistics alone, which were better; None
-            where a method has no such choice.
+        name: Id of the device.
+        model: Name of the device model.
+        parameters: Number of the model's parameters.
+        samples: Number of training samples.
+        accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
+        accuracy_fleet, own_accuracy_fleet: Accuracy of the model in `onnx_file`, measured with onnxruntime. Before
+            the run is over, accuracy of the model that the device would receive.
+        accuracy_trained, own_accuracy_trained: Accuracy after the last local training; fedavg, feddkd and dafkd then
+            replace the model by the fleet's. For FedDKD_BN, accuracy of the fleet's layers with the device's
+            batch-norm.
+        bytes_up, bytes_down: Bytes to and from the server, tensors and envelopes, uncompressed.
+        sent_up, sent_down: Bytes to and from the server on the wire.
+        onnx_file: Path of the app's exported model, relative to `out`; None before the run is over.
+        onnx_max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all exported
+            files; None before the run is over.
+        onnx_answers: For each variant, `general` first, the path of its file; empty for a single model.
+        further: For each further variant, such as classstats' `personal`, its `accuracy` and `own_accuracy`.
+        samples_by_class: Number of training samples of each class, in label order.
+        leave_one_out: For each variant, the estimated accuracy on unseen data with the device's class mix, by
+            leave-one-out on the training samples; None for methods without this estimate.
+        own_statistics_kept: Whether the personal variant uses the device's own statistics only, because they were
+            better; None for methods without this choice.
     """
 
     name: str
@@ -68,48 +75,58 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """A simulation's outcome; what report.json holds.
+    """Results of a simulation, the contents of report.json.
+
+    Accuracies are in [0, 1] on the global test set; figures without `by_round` are those after the last completed
+    round.
 
     Attributes:
-        rounds, completed_rounds: Wanted, and done; the figures are those after the last completed one.
-        finished: False where the simulation was interrupted; then controls that are not complete are missing, and the
-            devices have exported no models.
-        seconds: How long it took, controls included, since its last start.
-        mean_accuracy_fedavg_global: FedAvg's global model on the global test part, the control of the comparison.
-        mean_accuracy_fedavg_device: FedAvg's device models after local training there, mean over devices.
-        mean_accuracy_fleet, mean_accuracy_trained: Of the devices' figures of these names.
+        method, settings: Name and settings of the method.
+        link: `memory` or `grpc`.
+        dataset: Name of the data set.
+        partition, partition_parameters: Partition of the data over devices and its parameters.
+        seed: Seed of the simulation.
+        rounds, completed_rounds: Number of requested and of completed rounds.
+        finished: False if the simulation was interrupted; unfinished controls and exported models are then missing.
+        seconds: Duration since the last start, in seconds, controls included.
+        mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
-            Means on own classes, over the devices that have samples of a class of the test part; None without any.
-            All but that of `fleet` are C-Spec in accuracy.
-        fedavg_model: The model that every device has in this control: the largest of the fleet's.
-        fedavg_settings: FedAvg's settings in it.
-        scores: `fleet`, `alone` and `fedavg`, each with CDKT-FL's figures after the last round; see
-            `scores.fleet_figures`.
-        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy; of devices' models as in
+            Mean own-class accuracies over the devices with samples of a class of the test set; None if there are none.
+            All but `fleet` are C-Spec in accuracy.
+        mean_accuracy_fedavg_global: Accuracy of FedAvg's global model.
+        mean_accuracy_fedavg_device: Mean accuracy of FedAvg's device models after local training.
+        fedavg_model: Model of every device in the FedAvg control, the largest of the fleet's.
+        fedavg_settings: Settings of the FedAvg control.
+        scores: CDKT-FL's figures of `fleet`, `alone` and `fedavg`; see `scores.fleet_figures`.
+        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy, for device models as in
             `accuracy_trained`.
-        delivered_accuracy_by_round: Device -> accuracy of the model that it would be delivered after each round; empty
-            for methods whose devices keep what they train, which is in `accuracy_by_round`.
-        late: What papers report of a fleet's last rounds, in accuracy; see `scores.late_figures`.
-        bytes_by_round: For each completed round what a device sent (`up`) and was sent (`down`), tensors and envelopes,
-            mean over all devices. Rounds that fell short, initial weights and the proxy set count with the completed
-            round after them, the end result with the last round, so that the sum is everything.
-        traffic: Bytes by round, device, direction and kind of part, as they are and as they travelled (`sent_bytes`);
-            the headers' kind is "envelope".
-        further: For each further answer of the devices `accuracy` and `own_accuracy`, means over those that have it.
-        hostile, attack: How many devices, the first ones, were hostile, and what they did.
-        named: Devices that the server named, each with the kinds of the events; see `suspects.named`.
-        guards_fired: How often a guard of the method acted.
-        models_kept, models_replaced: Verdicts of devices on their apps' models; 0 without `validation_share`.
-        further_accuracy_by_round: Answer -> device -> those of a further answer; None in the rounds before it had it.
-        global_accuracy_by_round: The global model's on the global test part; None where there is none to be scored.
-        alone_accuracy_by_round: Those of devices that train alone, one a round of the controls: more than the run has
-            where it has one exchange (`control_rounds`).
-        class_names: In label order.
-        proxy_per_class: Training images of each class that were held out as the proxy set.
-        control_rounds: Rounds of the controls.
-        leave_one_out: As `DeviceReport.leave_one_out`, over the rows of all devices.
-        comparison: Alone, the method and FedAvg, answer by answer; see `comparison.ComparisonRow`.
-        curves: Their accuracy against bytes; see `comparison.Curve`.
+        late: Figures over the last rounds that papers report, in accuracy; see `scores.late_figures`.
+        further: For each further variant, the mean `accuracy` and `own_accuracy` over the devices that have it.
+        bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device, tensors and envelopes,
+            mean over all devices. Traffic of short rounds, initial weights and the proxy set count in the next
+            completed round, and delivery of the final result in the last round, so that the sum is the total.
+        traffic: Bytes by round, device, direction and kind of part, uncompressed and on the wire (`sent_bytes`);
+            headers have the kind "envelope".
+        acknowledged_uploads, used_uploads, reported_uploads, refused_uploads: Number of answers with a receipt, of
+            those that a round used, of those reported as lost, and of refused uploads.
+        hostile, attack: Number of hostile devices, the first ones, and their attack.
+        named: For each device that the server reported as suspicious, the kinds of the events; see `suspects.named`.
+        guards_fired: Number of times that a guard of the method fired.
+        models_kept, models_replaced: Number of times that apps kept or replaced their model; 0 without
+            `validation_share`.
+        devices: Results of the devices.
+        accuracy_by_round: For each device, the accuracy of its model after local training.
+        delivered_accuracy_by_round: For each device, the accuracy of the model that it would receive after each
+            round; empty for methods whose devices keep the models in `accuracy_by_round`.
+        further_accuracy_by_round: For each further variant and device, its accuracy; None before the device had it.
+        global_accuracy_by_round: Accuracy of the global model; None for rounds without one.
+        alone_accuracy_by_round: For each device, the accuracy of local-only training after each of `control_rounds`.
+        class_names: Class names, in label order.
+        proxy_per_class: Number of training images per class in the proxy set.
+        control_rounds: Number of rounds of the controls.
+        leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
+        comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
+        curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
     """
 
     method: str

@@ -1,9 +1,8 @@
-"""A simulated fleet's figures from what its models answered: Global, C-Gen, C-Spec and C-Per, in accuracy and F1.
+"""Computes a simulated fleet's Global, C-Gen, C-Spec and C-Per, in accuracy and F1, from confusion matrices.
 
-A device's own test part is the global test part in the device's mix of classes: its rows of a class count as much as
-the class does among the device's training samples. That has the same mean as a test part of the device's own, and far
-less noise than the fifth of some fifty samples. A device that a round did not take is scored with the model that it
-has: the one of its last round, or the one that it started from.
+A device's own test set is the global test set with each class weighted by the class's share of the device's training
+samples. Its expectation equals that of a separate test set per device, with far less noise than a few held-out
+samples. A device that did not take part in a round is scored with its latest model.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _LAST_ROUNDS_OF_UA = 10
 _LAST_ROUNDS_OF_MEDIANS = 20
 
 Figures = dict[str, float | None]
-"""`global`, `c_gen`, `c_spec` (over devices alike), `c_spec_samples` (over samples) and `c_per`: rates in [0, 1]; None
-where there is no such model."""
+"""Maps `global`, `c_gen`, `c_spec` (mean over devices), `c_spec_samples` (over samples) and `c_per` to rates in [0, 1];
+None without such a model."""
 FleetFigures = dict[str, Figures]
-"""Score -> figures of one round."""
+"""Maps the name of each score to the figures of one round."""
 
 
 def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
-    """One model's confusion matrix on every device's own test part.
+    """Returns one model's confusion matrix on every device's own test set.
 
     Args:
-        counts_cc: `[C, C]`, the model's on the global test part.
-        samples_jc: `[J, C]`, training samples of each class that device j has.
+        counts_cc: `[C, C]`, the model's confusion matrix on the global test set.
+        samples_jc: `[J, C]`, number of device j's training samples of each class.
 
     Returns:
-        `[J, C, C]` float64; part j weighs as much as device j has samples of classes that the test part has too.
+        `[J, C, C]` float64; matrix j sums to the number of device j's samples of classes in the global test set.
     """
     rows_c = counts_cc.sum(axis=1, keepdims=True)
     rates_cc = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
@@ -51,24 +50,24 @@ def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
 
 
 def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
-    """CDKT-FL's four figures of one round in every score.
+    """Returns CDKT-FL's four figures of one round for every score.
 
     Args:
-        device_kcc: For each device its model's confusion matrix `[C, C]` on the global test part.
-        samples_jc: `[J, C]`, training samples of each class that device j has, in the same order.
-        server_cc: The global model's; None where there is none.
+        device_kcc: For each device, its model's confusion matrix `[C, C]` on the global test set.
+        samples_jc: `[J, C]`, number of device j's training samples of each class, in the same order.
+        server_cc: Confusion matrix of the global model; None without one.
     """
     parts = _on_all_parts(device_kcc, samples_jc, server_cc)
     return {name: _figures(*parts, score) for name, score in SCORES.items()}
 
 
 def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> Figures:
-    """The accuracies of `fleet_figures`."""
+    """Returns CDKT-FL's four figures of one round in accuracy; arguments as in `fleet_figures`."""
     return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
 
 
 def _on_all_parts(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> tuple[Cells, Cells | None]:
-    """The devices' models `[K, J, C, C]` and the global one `[J, C, C]` on every device's own test part."""
+    """Returns the device models' `[K, J, C, C]` and the global model's matrices `[J, C, C]` on all own test sets."""
     counts_kjcc = np.stack([in_class_mix(counts_cc, samples_jc) for counts_cc in device_kcc], dtype=np.float64)
     return counts_kjcc, None if server_cc is None else in_class_mix(server_cc, samples_jc)
 
@@ -86,14 +85,14 @@ def _figures(counts_kjcc: Cells, server_jcc: Cells | None, score: Score) -> Figu
 
 
 def late_figures(by_round: Sequence[Figures]) -> Figures:
-    """What papers report of the last rounds: FedD2S's average UA, and CDKT-FL's medians.
+    """Returns the figures over the last rounds that papers report: FedD2S's average UA and CDKT-FL's medians.
 
     Args:
-        by_round: Figures in accuracy of every completed round, in order, at least one.
+        by_round: Figures in accuracy of every completed round, in order; at least one.
 
     Returns:
-        `ua_mean`: mean of C-Spec over the last 10 rounds, or all of fewer; `c_gen_median`, `c_spec_median` and
-        `c_per_median` over the last 20.
+        `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over
+        the last 20 rounds. All rounds count if there are fewer.
     """
     rounds, late = len(by_round), {}
     for name in ("c_gen", "c_spec", "c_per"):

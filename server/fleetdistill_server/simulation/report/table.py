@@ -1,4 +1,4 @@
-"""The table of a simulation's devices on the terminal."""
+"""Formats a simulation's devices as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 _LEAST_NEEDED = ("ONNX", "params", "down", "samples", "up")
-"""What a narrow terminal goes without, in this order; report.json has all of it."""
+"""Columns that a narrow terminal omits, in this order; report.json has all figures."""
 _LEFT = ("device", "model")
 
 
 def report_table(report: FleetReport, width: int | None = None) -> Table:
-    """The table that a person reads at the end; `ONNX` is the largest difference to PyTorch.
+    """Returns the table of a report's devices; `ONNX` is the largest difference to PyTorch's logits.
 
-    A device's line has the figures of its general answer; each further one has a line below with its own.
+    A device's row has the figures of its general variant; each further variant has a row below it.
 
     Args:
-        report: What was found.
-        width: Columns of the terminal, for which the least needed figures are left out; None for all of them.
+        report: Results of the simulation.
+        width: Width of the terminal in characters; columns are omitted to fit. None keeps all columns.
     """
     from rich.console import Console
 
@@ -72,8 +72,8 @@ def _table(report: FleetReport, names: Sequence[str], rows: Sequence[tuple[_Cell
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{report.method} on {report.dataset}: accuracy on the global test part, alone -> in the fleet"
-    # The lines of further answers are read together with those above, so all columns must fit: 100 characters.
+    title = f"{report.method} on {report.dataset}: accuracy on the global test set, alone -> in the fleet"
+    # With rows for further variants the table is harder to read, so all columns must fit into 100 characters.
     narrow: dict[str, Any] = {"padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     layout = narrow if report.further else {"padding": (0, 1)}
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **layout)
@@ -93,9 +93,9 @@ def _add_row(table: Table, names: Sequence[str], cells: _Cells) -> None:
 
 
 def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
-    for answer, figures in further.items():
+    for variant, figures in further.items():
         rates = {"alone -> fleet": figures["accuracy"], "own classes": figures["own_accuracy"]}
-        _add_row(table, names, {"model": f" {answer} answer", **{name: f"{rate:.1%}" for name, rate in rates.items()}})
+        _add_row(table, names, {"model": f" {variant} model", **{name: f"{rate:.1%}" for name, rate in rates.items()}})
 
 
 def _arrow(before: float | None, after: float | None) -> str:

@@ -1,1 +1,1 @@
-"""What is simulated: settings, devices, attacks."""
+"""Describes what to simulate: settings, plan, devices and attacks."""

@@ -1,4 +1,4 @@
-"""One simulated device: the SDK's own `Device` on files, in this process or in one of its own.
+"""Runs simulated devices, which are SDK `Device` objects with data from files, in this process or separate ones.
 
 python -m fleetdistill_server.simulation.spec.device SPEC.json... --server 127.0.0.1:PORT
 """
@@ -30,20 +30,21 @@ from fleetdistill_server.simulation.spec.score_log import append_scores
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Everything that makes a simulated device.
+    """Description of a simulated device.
 
     Attributes:
-        name: Its id in the fleet.
-        model: Name in the zoo, or package.module:factory.
-        seed: The simulation's seed; with the name it decides the model's first weights.
-        classes: C of the contract.
-        data_file, test_file: `.npz` with `inputs` and `labels`.
-        state_dir: Its state directory, where `exported.json` says how its ONNX model turned out.
+        name: Id of the device.
+        model: Name of a built-in model, or package.module:factory.
+        seed: The simulation's seed; together with `name` the seed of the model's initial weights.
+        classes: Number of classes of the contract.
+        data_file: Path of the training data, an `.npz` with `inputs` and `labels`.
+        test_file: Path of the test set, in the same format.
+        state_dir: Path of the device's state directory.
         run: Name of the run.
-        validation_file: The data that decide whether its model is replaced; empty for none.
-        predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train one behind fixed features.
-        attack: What a hostile device does, a name in `hostile.ATTACKS`; empty for an honest one.
-        modules: What its process imports, which registers the method.
+        validation_file: Path of the validation data that decide whether the model is replaced; empty for none.
+        predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train a predictor on fixed features.
+        attack: Attack of a hostile device, a name in `hostile.ATTACKS`; empty for an honest device.
+        modules: Modules that the device's process imports to register methods.
     """
 
     name: str
@@ -61,37 +62,37 @@ class DeviceSpec:
 
     @property
     def scores_file(self) -> Path:
-        """Where the device notes how its model does on the test part, a line a round."""
+        """Path of the log of the model's scores on the test set, one line per round."""
         return self.scores_file_of("")
 
-    def scores_file_of(self, answer: str) -> Path:
-        """The same for a further answer of the device, such as classstats' `personal`; empty for the general one."""
-        return Path(f"{self.state_dir}-scores{f'-{answer}' if answer else ''}.jsonl")
+    def scores_file_of(self, variant: str) -> Path:
+        """Returns the path of the score log of a variant, such as classstats' `personal`; empty for the general one."""
+        return Path(f"{self.state_dir}-scores{f'-{variant}' if variant else ''}.jsonl")
 
-    def further_answers(self) -> list[str]:
-        """Names of the answers that it has noted scores of beside the general one."""
+    def further_variants(self) -> list[str]:
+        """Returns the names of the variants with a score log, except the general one."""
         before = f"{Path(self.state_dir).name}-scores-"
         return sorted(one.stem.removeprefix(before) for one in Path(self.state_dir).parent.glob(f"{before}*.jsonl"))
 
     @property
     def products_file(self) -> Path:
-        """Where it notes how the fleet's model does there as it was sent, by the last round that had a part in it."""
+        """Path of the log of the fleet model's scores as received, by the last round that changed the model."""
         return Path(f"{self.state_dir}-products.jsonl")
 
     @property
     def exported_file(self) -> Path:
-        """Where the device tells about its exported model."""
+        """Path of the JSON file that describes the exported ONNX model."""
         return Path(self.state_dir) / "exported.json"
 
 
 def load_arrays(file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of a device's file."""
+    """Loads inputs and labels from a device's `.npz` file."""
     with np.load(file) as arrays:
         return arrays["inputs"], arrays["labels"]
 
 
 def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module
-    """The device's model with its first weights, the same in every process."""
+    """Builds the device's model with its initial weights, which are the same in every process."""
     import torch
 
     from fleetdistill.models import build_model
@@ -101,7 +102,7 @@ def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type:
 
 
 def make_device(spec: DeviceSpec, server: str | Link) -> Device:
-    """The SDK's device for a spec."""
+    """Builds the SDK device of a spec, which logs its scores and its exported model."""
     data, test_data = load_arrays(spec.data_file), load_arrays(spec.test_file)
 
     def note(event: Event) -> None:
@@ -110,12 +111,12 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
             new.write_text(json.dumps(event.values))
             new.replace(spec.exported_file)
         elif event.kind == "scored":
-            split, _, answer = event.values["split"].partition("/")
-            if split == "test" and answer in (RECEIVED, RESULT):
-                completed = event.round - (answer == RECEIVED)  # what a round brings the rounds before it have made
+            split, _, variant = event.values["split"].partition("/")
+            if split == "test" and variant in (RECEIVED, RESULT):
+                completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
                 append_scores(spec.products_file, completed, event.values["confusion"])
             elif split == "test":
-                append_scores(spec.scores_file_of(answer), event.round, event.values["confusion"])
+                append_scores(spec.scores_file_of(variant), event.round, event.values["confusion"])
 
     computes: dict[str, Any] = {
         "model": lambda: build_device_model(spec, data[0].shape[1:]),
@@ -138,19 +139,19 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
 
 
 def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:
-    from fleetdistill_server.simulation.spec.hostile import HostileWorker, flipped
+    from fleetdistill_server.simulation.spec.hostile import HostileCompute, flipped
 
     inputs, labels = computes["data"]
     given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
-    return {"worker": lambda contract: HostileWorker(contract, spec.attack, **given)}
+    return {"worker": lambda contract: HostileCompute(contract, spec.attack, **given)}
 
 
 def main() -> int:
-    """Entry point of the devices' process: one device, or a fork for each of several."""
-    parser = argparse.ArgumentParser(description="Simulated devices.")
+    """Runs one device in this process, or several in a fork each; returns the process's exit status."""
+    parser = argparse.ArgumentParser(description="Runs simulated devices.")
     parser.add_argument("specs", type=Path, nargs="+")
     parser.add_argument("--server", required=True)
-    parser.add_argument("--parent", type=int, help="process that they end with; by default the one that started this")
+    parser.add_argument("--parent", type=int, help="exit when this process exits; default: the parent process")
     given = parser.parse_args()
     specs = [DeviceSpec(**json.loads(path.read_text())) for path in given.specs]
     try:
@@ -165,7 +166,7 @@ def main() -> int:
 
 
 def _run(spec: DeviceSpec, server: str) -> int:
-    """SIGTERM ends it at once, without a goodbye, so that the open round waits for its next start."""
+    """Runs a device; SIGTERM ends it without leaving the run, so that the open round waits for its restart."""
     device = make_device(spec, server)
     try:
         with device:
@@ -177,17 +178,17 @@ def _run(spec: DeviceSpec, server: str) -> int:
 
 
 def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) -> int:
-    """A process for each device, all forked from this one, which has loaded torch once for all of them.
+    """Forks a process for each device, after loading torch once for all of them.
 
-    Ends with the last device, or with the first that fails; then the others are ended.
+    Returns when the last device ends, or kills the others and returns 1 when one fails.
     """
-    _load_all()
+    _preload()
     children: set[int] = set()
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
         for spec in specs:
             children.add(_fork(spec, server))
-        end_with_parent(parent)  # a thread, so after the last fork
+        end_with_parent(parent)  # starts a thread, so only after the last fork
         while children:
             child, status = os.wait()
             children.discard(child)
@@ -199,8 +200,8 @@ def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) ->
             os.kill(child, signal.SIGKILL)
 
 
-def _load_all() -> None:
-    """Loads what every device needs. The first export loads 800 modules of torch, so one is made and thrown away."""
+def _preload() -> None:
+    """Imports what every device needs; a discarded ONNX export imports the 800 torch modules that exports need."""
     import onnxruntime  # noqa: F401
     from torch import nn
 
@@ -228,7 +229,7 @@ def _fork(spec: DeviceSpec, server: str) -> int:
 
 
 def save_spec(spec: DeviceSpec) -> Path:
-    """Writes a spec beside the device's state directory, for `main`."""
+    """Writes a spec next to the device's state directory, as `main` reads it; returns the path."""
     path = Path(f"{spec.state_dir}.json")
     path.write_text(json.dumps(asdict(spec)))
     return path

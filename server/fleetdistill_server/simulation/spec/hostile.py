@@ -1,4 +1,4 @@
-"""Simulated hostile devices: they are enrolled, and send well-formed answers that are meant to do harm."""
+"""Simulates hostile devices, which are enrolled and send well-formed but harmful answers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from fleetdistill.knowledge import (
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 DECLARED = 10**9
-"""Samples that a device declares to have, where it lies about them and the run allows so many."""
-_LARGEST = 6e4  # fits float16
+"""Number of samples that an attacker with the attack `declares` claims, if the run allows as many."""
+_LARGEST = 6e4  # below float16's largest number
 _VARIANCES = ("running_var", "variances")
 
 Change = Callable[[str, Array, Array | None, np.random.Generator], Array]
-"""(name, what the device would send, what it was sent under this name, random numbers) -> what it sends."""
+"""Maps (array name, honest array, array received under this name or None, random generator) to the array to send."""
 
 
 def _reversed(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
-    """The update times -5."""
+    """Multiplies the device's update by -5."""
     before = np.zeros_like(honest) if start is None else start
     changed: Array = before - 5 * (honest - before)
     return changed
@@ -59,22 +59,22 @@ ATTACKS: Mapping[str, str] = {
     "flips": "trains on the labels C - 1 - c",
     "reversed": "sends its update, gradient or statistics times -5",
     "scaled": "sends its model, gradient, features or statistics times 1,000",
-    "random": "sends random numbers of the size of the honest ones",
-    "declares": "declares as many samples as the run allows, and flips labels",
+    "random": "sends random numbers with the honest ones' mean and standard deviation",
+    "declares": "declares as many samples as the run allows, and trains on flipped labels",
 }
-"""Name of an attack, and what a device does."""
+"""Maps each attack to its description."""
 
 
 def flipped(attack: str, labels: Array, classes: int) -> Array:
-    """The labels that a hostile device trains on."""
+    """Returns the labels that a device with this attack trains on."""
     return classes - 1 - labels if attack in _FLIPS else labels
 
 
-class HostileWorker(TorchCompute):
-    """A worker that computes as every other and changes what it sends.
+class HostileCompute(TorchCompute):
+    """A `TorchCompute` that computes honest answers and modifies them according to an attack.
 
     Args:
-        contract: The run's terms.
+        contract: The run's contract.
         attack: A name in `ATTACKS`.
         given: Arguments of `TorchCompute`.
     """
@@ -85,22 +85,22 @@ class HostileWorker(TorchCompute):
         self._declared = min(contract.max_samples or DECLARED, DECLARED)
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """As of every worker, but for the samples."""
+        """Returns the device's profile, with a false number of samples under the attack `declares`."""
         profile = super().profile(allow)
         if self._attack == "declares":
             profile.samples = self._declared
         return profile
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """The answer that an honest device would give, changed."""
-        work = super().answer(ask, parts, allow)
-        sent, samples = dict(work.answer.parts), work.answer.samples
+        """Returns the modified answer to an ask."""
+        honest = super().answer(ask, parts, allow)
+        sent, samples = dict(honest.answer.parts), honest.answer.samples
         if self._attack == "declares":
             samples = self._declared
             sent = {name: _counted(part, samples) for name, part in sent.items()}
         if (change := _CHANGES.get(self._attack)) is not None:
             sent = _changed(sent, parts, change, np.random.default_rng(ask.seed))
-        return replace(work, answer=replace(work.answer, parts=sent, samples=samples))
+        return replace(honest, answer=replace(honest.answer, parts=sent, samples=samples))
 
 
 def _counted(part: Kind, samples: int) -> Kind:
@@ -114,7 +114,7 @@ def _changed(sent: Parts, start: Parts, change: Change, random: np.random.Genera
 
 
 def _changed_part(part: Any, start: Any, change: Change, random: np.random.Generator) -> Any:
-    """A part with all its numbers changed; probabilities become those of other rows, so that they stay well-formed."""
+    """Changes all values of a part; permutes each row's probabilities instead, which keeps them well-formed."""
     match part:
         case Metrics():
             return part

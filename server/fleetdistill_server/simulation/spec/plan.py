@@ -1,4 +1,4 @@
-"""The plan of a simulation: the run.toml, the devices with their data files, and the proxy set."""
+"""Plans a simulation: its run configuration, its devices with their data files, and the proxy set."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 RUN = "simulation"
-PATIENCE_SECONDS = 1e7
-"""Nobody is late in a simulation: one that is resumed after months has all its devices, and their open asks."""
+NO_DEADLINE_SECONDS = 1e7
+"""Deadline and lease of a simulation, about four months, so that a resumed one has its devices and open asks."""
 PROXY_PER_CLASS = 8
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
@@ -34,7 +34,16 @@ RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 
 @dataclass(frozen=True)
 class Fleet:
-    """A simulation that is ready to run: data, partition, run and devices, in its folder."""
+    """A simulation that is ready to run.
+
+    Attributes:
+        data: The data set, without the proxy set's rows.
+        split: Partition of the training data over the devices.
+        config: Configuration of the run.
+        specs: The devices.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        work: The simulation's work folder.
+    """
 
     data: Dataset
     split: Partition
@@ -45,7 +54,7 @@ class Fleet:
 
 
 def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
-    """Writes the proxy set, where there is to be one, and returns the data set without it."""
+    """Writes the proxy set, if the simulation has one, and returns the data set without its rows."""
     per_class = proxy_per_class(wanted, data)
     if not per_class:
         return data
@@ -56,7 +65,7 @@ def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
 
 
 def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
-    """Images of each class that are held out; see `Simulation.proxy_per_class`."""
+    """Returns the number of images per class in the proxy set; see `Simulation.proxy_per_class`."""
     if wanted.proxy_per_class is not None:
         return wanted.proxy_per_class
     smallest = int(data.train_labels.bincount().min())
@@ -64,7 +73,7 @@ def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
 
 
 def _needs(wanted: Simulation) -> Needs:
-    """What the method needs with the settings of the simulation."""
+    """Returns the method's requirements under the simulation's settings."""
     config = wanted.configuration()
     return server_class(wanted.method, config).needs(config)
 
@@ -81,7 +90,7 @@ def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, s
 
 
 def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
-    """The run.toml of a simulation, as settings; `store` is `work/store` by default."""
+    """Builds the run configuration of a simulation; `store` defaults to `work/store`."""
     extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
     if _needs(wanted).server_reads_inputs:
         server = largest_model(wanted, data)
@@ -95,7 +104,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
                 "min_devices": wanted.devices,
-                "deadline_seconds": PATIENCE_SECONDS,
+                "deadline_seconds": NO_DEADLINE_SECONDS,
                 "threads": wanted.threads,
             },
             "contract": {
@@ -106,11 +115,11 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
             "method": dict(wanted.settings),
             "proxy": _proxy_section(wanted, data, work),
-            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # test rows judge nobody
+            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # the test set must not filter answers
             "server": {
                 "listen": "127.0.0.1:0",
                 "store": str(store or work / "store"),
-                "lease_seconds": PATIENCE_SECONDS,
+                "lease_seconds": NO_DEADLINE_SECONDS,
                 "torch_device": wanted.torch_device,
             },
         }
@@ -118,7 +127,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
 
 
 def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
-    """Gives each device its part of the data, as files, and its model."""
+    """Assigns each device its model and its part of the data, and writes the data files."""
     models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
     test_file = work / "test.npz"
@@ -147,7 +156,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
 
 
 def _modules(wanted: Simulation) -> list[str]:
-    """What other processes must import to have the method."""
+    """Returns the modules that other processes must import to register the method."""
     if wanted.modules or wanted.link == "memory":
         return list(wanted.modules)
     return modules_of(wanted.method)
@@ -163,34 +172,36 @@ def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
 
 
 def _device_model(wanted: Simulation, data: Dataset) -> str:
-    """[model] device: the largest of the models, where all devices or the server need one; else empty."""
+    """Returns the setting [model] device: the largest model if the method needs one for all devices; else empty."""
     needs = _needs(wanted)
     return largest_model(wanted, data) if needs.same_architecture or needs.server_has_device_model else ""
 
 
 def largest_model(wanted: Simulation, data: Dataset) -> str:
+    """Returns the device model with the most parameters."""
     shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
     return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
 
 
 @functools.cache
 def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
-    """Parameters of a model, which is built once to count them."""
+    """Builds a model and returns its number of parameters; cached."""
     return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
 
 
 def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
-    """The models that devices have, dealt out in turn: one where the method wants the same for all."""
+    """Returns the models that devices get in turn; only the largest if the method needs the same for all."""
     return (largest_model(wanted, data),) if _needs(wanted).same_architecture else _models(wanted, data)
 
 
 def deal(wanted: Simulation, data: Dataset) -> Partition:
-    """Deals the training data out over the devices."""
+    """Partitions the training data over the devices."""
     labels, settings = data.train_labels.numpy(), partition_settings(wanted, data)
     return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
 
 
-def limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
+def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:
+    """Returns the data set with at most `test_limit` test images, a stratified subset."""
     if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
         return data
     rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
@@ -198,7 +209,7 @@ def limit_test_part(data: Dataset, wanted: Simulation) -> Dataset:
 
 
 def partition_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
-    """What the partition needs to be told, of the settings that the simulation has under the same names."""
+    """Returns the partition's required parameters, from the simulation's settings of the same names."""
     needed = partition_parameters(wanted.partition)
     return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
 
@@ -208,4 +219,5 @@ def _is_small(data: Dataset) -> bool:
 
 
 def open_store(fleet: Fleet) -> contextlib.closing[Store]:
+    """Opens the store of a simulation's run; the context closes it."""
     return contextlib.closing(Store.open(Path(fleet.config.server.store)))

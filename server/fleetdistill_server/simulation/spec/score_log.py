@@ -1,4 +1,4 @@
-"""The file in which a simulated device notes how its models do on the test part, a line a round."""
+"""Reads and writes a simulated device's score log: its models' results on the test set, one line per round."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy as np
 from fleetdistill_server.simulation.report.metrics import Ints
 
 START = 0
-"""The round of the models that devices start from."""
+"""Round number of the initial models' scores."""
 
 
 def append_scores(file: Path, number: int, confusion: Sequence[Sequence[int]]) -> None:
-    """Notes how a device's model does on the test part after a round."""
+    """Appends a model's confusion matrix `[C, C]` on the test set after round `number`."""
     with file.open("a") as stream:
         stream.write(json.dumps({"round": number, "confusion": confusion}) + "\n")
 
 
 def read_scores(file: Path) -> dict[int, Ints]:
-    """Round -> confusion matrix `[C, C]` that a device noted; of a round that it did twice, the last."""
+    """Returns the confusion matrices `[C, C]` in a score log by round; of a repeated round, the last."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {row["round"]: np.array(row["confusion"], dtype=np.int64) for row in map(json.loads, lines)}
 
 
 def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]:
-    """The confusion matrix of the model that a device has after each of these rounds.
+    """Returns the confusion matrix of the model that a device has after each of these rounds.
 
     Args:
-        noted: `read_scores` of a device, with the round `START`.
-        rounds: Ascending.
+        noted: Result of `read_scores` for a device, with the round `START`.
+        rounds: Numbers of the rounds, ascending.
     """
     return [noted[max(number for number in noted if number <= last)] for last in rounds]

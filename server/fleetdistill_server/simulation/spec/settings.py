@@ -1,4 +1,4 @@
-"""What to simulate: the settings of a simulated fleet."""
+"""Settings of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.data.own import Arrays, own_dataset
 
 Factory = Callable[..., Any]
-"""Makes a torch module."""
+"""Function that builds a torch module."""
 CONTROL_ROUNDS = 30
-"""Rounds of the controls of a method that itself needs one."""
+"""Number of rounds of the controls for a method with one exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What to simulate.
+    """Settings of a simulation.
 
     Raises:
-        ConfigurationError: A function is not at the top level of a module.
-        DataError: Arrays of your own are no data set.
+        ConfigurationError: A model function is not at the top level of a module.
+        DataError: The arrays in `dataset` do not form a data set.
 
     Attributes:
         method: Name of the method.
-        modules: Modules to import, which register methods of your own. Over gRPC the processes of server and devices
-            import them too. A method that this process has registered needs none.
+        modules: Modules to import, which register your own methods. Over gRPC, the server's and the devices' processes
+            import them too. Not needed for methods that this process has registered.
         settings: The method's settings, as under [method] in run.toml.
-        dataset: A name in `datasets.DATASETS`, or data of your own: a `Dataset`, or arrays as `own_dataset` takes them.
-            A simulation of your own data keeps them in its folder.
-        data_dir: Where the data sets lie; see `load_dataset`.
-        image_size: Pixels a side that the images are averaged down to; None for their own.
-        train_limit: At most this many training images in the whole fleet.
-        test_limit: At most this many test images, a stratified part.
+        dataset: A name in `datasets.DATASETS`, a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
+            your own data in its folder.
+        data_dir: Folder of the data sets; see `load_dataset`.
+        image_size: Height and width that images are reduced to by averaging; None keeps their size.
+        train_limit: Largest number of training images in the whole fleet; None for all.
+        test_limit: Largest number of test images, a stratified subset; None for all.
         devices: Number of devices.
-        models: Device models, dealt out in turn; by default five different ones that fit the data set. Names,
-            `package.module:factory`, or functions at the top level of a module, of (input_shape, classes).
-        extractor: What the device models begin with, for methods that have features: likewise, of (input_shape). By
-            default the one of the built-in models that fit the data set.
-        server_model: The server's model, for methods that train one: likewise, of (feature_shape, classes), or of
-            (input_shape, classes) where it reads inputs.
-        partition: Kind of the partition over devices, a name in `partition.PARTITIONS`.
-        alpha: Concentration of the Dirichlet partitions.
-        classes_per_device: Classes of each device, for the partitions that hold some classes only.
-        proxy_per_class: Training images of each class, the last ones, that become the proxy set before the others are
-            dealt out. None means 8, or half of a class of fewer than 16, for a method that needs a proxy set and 0 for
-            the others; a number holds as many out for any method, so that methods compare on the same data.
-        validation_share: Share of each device's samples, in [0, 1), that is held out as its validation data: its model
-            is replaced only where the accuracy on them does not fall. Stratified; every class keeps a sample to train
-            on. 0 for none: every round's model is taken.
-        predictors: Names in `fleetdistill.models.PREDICTORS`, dealt out in turn, for class statistics with
+        models: Device models, assigned in turn; by default five different ones that fit the data set. Each is a name,
+            `package.module:factory`, or a top-level function of (input_shape, classes).
+        extractor: First layers of all device models, for methods that use features: a name,
+            `package.module:factory`, or a top-level function of (input_shape). By default the built-in models' own.
+        server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
+            function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
+        partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
+        alpha: Concentration of the Dirichlet partitions, above 0.
+        classes_per_device: Number of classes per device, for the partitions by classes.
+        proxy_per_class: Number of training images per class, the last ones, to hold out as the proxy set. None means
+            0 for methods without a proxy set, and else 8, or half the smallest class if it has fewer than 16. Set it
+            for all methods of a comparison, so that they train on the same data.
+        validation_share: Fraction of each device's samples to hold out as validation data, in [0, 1), stratified. A
+            device's model is replaced only if its validation accuracy does not fall; with 0, it is always replaced.
+        predictors: Names in `fleetdistill.models.PREDICTORS`, assigned in turn, for class statistics with
             `predictor = "trained"`; by default all of them.
-        hostile: How many of the devices, the first ones, are hostile.
-        attack: What they do, a name in `hostile.ATTACKS`.
-        rounds: Rounds to complete; None for the method's usual number, 30 or, where it has one exchange, 1.
-        control_rounds: Rounds that devices train alone, and of FedAvg. None for as many as the method's, but at least
-            30 beside a method of one exchange: whoever does not exchange can train for as long as they like.
-        seed: Decides partition, models, batches and everything else.
+        hostile: Number of hostile devices; the first ones are hostile.
+        attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
+        rounds: Number of rounds; None for the method's usual number, 30, or 1 for a method with one exchange.
+        control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
+            with one exchange, since training without exchanges has no communication cost.
+        seed: Seed of the partition, the models, the batches and all other random choices.
         link: `memory` or `grpc`.
-        threads: Threads of every handler.
-        knowledge_type: float16, float32 or uint8 on the wire.
-        torch_device: Where the server half computes: auto, cpu, cuda.
-        out: Folder for report.json, the figure and the models; its folder `work` is made anew.
-        with_alone: Train every device alone too.
-        with_fedavg: Run FedAvg on the same data too, over memory: the device models' largest on every device, as many
-            local passes over the labels as the method makes, and FedAvg's other defaults.
+        threads: Number of torch threads of the engine and of each device.
+        knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
+        torch_device: Torch device of the server half: auto, cpu or cuda.
+        out: Folder for report.json, fleet.png and the models; its subfolder `work` has the simulation's state.
+        with_alone: Whether to train every device without the fleet as a control.
+        with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
+            largest of the device models and makes as many passes over the labels as in the method. All other settings
+            are FedAvg's defaults.
     """
 
     method: str = "feddkc"
@@ -113,30 +113,30 @@ class Simulation:
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """`models`, each as a name or path."""
+        """Device models, each as a name or `package.module:factory`."""
         return tuple(path_of(one) for one in self.models)
 
     def configuration(self) -> Any:
-        """The method's configuration, before the number of classes is known.
+        """Returns the method's configuration, without checks that need the number of classes.
 
         Raises:
-            ConfigurationError: The method or a setting is unknown, or out of range.
+            ConfigurationError: The method or a setting is unknown, or a setting is out of range.
         """
         return checked_settings(self.method, self.settings)
 
     @property
     def one_exchange(self) -> bool:
-        """Whether the method is through after one round."""
+        """Whether the method finishes after one round."""
         return bool(self.configuration().usual_rounds == 1)
 
     @property
     def rounds_to_complete(self) -> int:
-        """`rounds`, or the method's usual number."""
+        """Number of rounds: `rounds`, or the method's usual number."""
         return int(self.configuration().usual_rounds) if self.rounds is None else self.rounds
 
     @property
     def rounds_of_controls(self) -> int:
-        """`control_rounds`, or what is fair."""
+        """Number of rounds of the controls: `control_rounds`, or its default."""
         if self.control_rounds is not None:
             return self.control_rounds
         return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete
