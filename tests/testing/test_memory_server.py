@@ -92,7 +92,7 @@ def test_several_devices_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_device_too_few_is_said(tmp_path: Path) -> None:
-    expected = pytest.raises(ConfigurationError, match="a did not finish in 5 steps; the run wants min_devices = 2")
+    expected = pytest.raises(ConfigurationError, match="a did not finish in 5 steps; the run has min_devices = 2")
     with MemoryServer(settings(min_devices=2)) as server, device_of(server.link(), tmp_path, device_id="a") as device:
         with expected:
             server.play(device, steps=5)

@@ -1,4 +1,4 @@
-"""The server's predictors: networks that read the devices' features and answer with logits."""
+"""Server models: networks that map the devices' features to logits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ SERVER_MODELS: Mapping[str, str] = MappingProxyType(
         "resnet20": "fleetdistill_server.models.resnet:resnet20",
     }
 )
-"""Every server predictor: its name, and where its factory is."""
+"""Maps the name of each built-in server model to the path of its factory."""
 
 
 def build_server_model(name_or_path: str, **options: Any) -> nn.Module:
-    """Builds a server predictor: features `[batch, *feature_shape]` to logits `[batch, classes]`.
+    """Builds a server model, which maps features `[batch, *feature_shape]` to logits `[batch, classes]`.
 
     Weights are drawn from torch's global random generator.
 
     Args:
-        name_or_path: A name of `SERVER_MODELS`, or `package.module:factory` of your own.
-        **options: Passed to the factory. Those of the table take `feature_shape` and `classes`.
+        name_or_path: A name in `SERVER_MODELS`, or `package.module:factory`.
+        **options: Arguments of the factory; built-in ones take `feature_shape` and `classes`.
 
     Raises:
-        ConfigurationError: Unknown name, a path that leads to no factory of modules, or options it does not take.
+        ConfigurationError: The name is unknown, the path does not lead to a factory of torch modules, or the factory
+            does not take the options.
     """
     return build(SERVER_MODELS, "server model", name_or_path, options)

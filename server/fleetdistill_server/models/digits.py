@@ -1,4 +1,4 @@
-"""The server's predictor for 8x8 digits."""
+"""Server model for 8x8 digits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _WIDTH = 128
 
 
 def digits_server(feature_shape: Sequence[int] = (8, 4, 4), classes: int = 10) -> nn.Sequential:
-    """Two hidden layers of 128 on flattened features.
+    """Builds a network with two hidden layers of 128 units on flattened features.
 
     Args:
         feature_shape: Shape of one sample's features.
         classes: Number of classes, at least 2.
 
     Returns:
-        `[batch, *feature_shape]` to logits `[batch, classes]`.
+        A model that maps features `[batch, *feature_shape]` to logits `[batch, classes]`.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: The shape or the number of classes is not valid.
     """
     features = prod(checked_shape(feature_shape))
     return nn.Sequential(

@@ -1,8 +1,8 @@
-"""FedDKC's server predictor: a ResNet20 that reads features instead of images.
+"""FedDKC's server model, a ResNet20 on features instead of images.
 
-Bottleneck blocks (expansion 4) at widths 16, 32 and 64, 2, 3 and 1 of them: the only variant found that has the
-167.31k parameters of the paper's Table 3. The paper gives neither the blocks nor the strides; we halve height and
-width in the 3x3 convolution of the first block of widths 32 and 64, which fits the table's operations.
+It has 2, 3 and 1 bottleneck blocks (expansion 4) of widths 16, 32 and 64, the only configuration found with the
+167.31k parameters of the paper's Table 3. The paper specifies neither blocks nor strides. The 3x3 convolutions of the
+first blocks of widths 32 and 64 halve height and width, which matches the table's number of operations.
 
 References:
     Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, Table 3.
@@ -29,10 +29,10 @@ def resnet20(feature_shape: Sequence[int] = (16, 16, 16), classes: int = 10) -> 
         classes: Number of classes, at least 2.
 
     Returns:
-        `[batch, *feature_shape]` to logits `[batch, classes]`.
+        A model that maps features `[batch, *feature_shape]` to logits `[batch, classes]`.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: The shape or the number of classes is not valid.
     """
     inputs, _, _ = checked_image(feature_shape)
     model = nn.Sequential()

@@ -1,8 +1,8 @@
-"""For tests of your own: rounds of a server half without a store, and a whole server without a network.
+"""Helpers for your own tests: rounds of a server half without a store, and a whole server without a network.
 
-`FakeCohort` is the cohort of one round, made of device halves or scripted answers; `play` runs whole rounds.
-`MemoryServer` serves a run to devices of the test's own process; `fleetdistill.testing` has faults and a clock for it.
-Nothing of the product imports this package.
+`FakeCohort` is the cohort of one round, with device halves or scripted answers as members; `play` runs whole rounds.
+`MemoryServer` serves a run to devices in the test's process; `fleetdistill.testing` has scripted faults and a manual
+clock for it. No other package imports this one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A cohort in this process: device halves or scripted answers instead of devices, and no store.
+"""In-process cohort for tests, with device halves or scripted answers instead of devices and a store.
 
     members = {"a": MyDevice(config, local_a), "b": MyDevice(config, local_b)}
     (cohort,) = play(MyServer(config, context), members)
     assert [one.step for one in cohort.asked] == ["train", "train"]
 
-Payloads and answers go through the wire's encoding, seeds and samples of devices are those of a run, and a device that
-does not answer is out for the round, so a method computes here what it computes in a run.
+A method computes the same values as in a run: payloads and answers are encoded and decoded, seeds and device samples
+are the same, and a device that does not answer is out for the round.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from fleetdistill_server.methods.cohort import (
 )
 
 Member = DeviceMethod | Callable[[Ask], Answer | None]
-"""What stands for a device: its half of the method, or a function from an ask to an answer, None for no answer."""
+"""Test double of a device: a device half, or a function from an ask to an answer, or to None for no answer."""
 
 
 def always(parts: Parts, samples: int = 1) -> Member:
-    """A member that answers every ask with the same parts.
+    """Returns a member that answers every ask with the same parts.
 
     Args:
-        parts: Part name to kind.
-        samples: Local samples that it claims, at least 1: its weight in averages.
+        parts: Maps the names of the answer's parts to their contents.
+        samples: Number of local samples, at least 1; the member's weight in averages.
     """
     return lambda ask: Answer(parts=parts, samples=samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One ask of one device.
+    """An ask to one device and its outcome.
 
     Attributes:
         step: Name of the step.
         number: Number of the step in its round, from 1.
-        device: Who was asked.
-        parts: What came along, as the method made it: before the wire's rounding.
-        columns: Feature columns that the answer must have; None for all of the contract.
-        quorum: Part of the asked devices that had to answer, as the method gave it; None for the run's.
-        answer: What the device answered, before the wire's rounding; None if it did not.
-        declined: Why the device declined the ask; empty if it did not.
+        device: Id of the device.
+        parts: The ask's parts as the method made them, before encoding.
+        columns: Feature columns that the answer must have; None for all columns of the contract.
+        quorum: Fraction of the devices that had to answer, as passed by the method; None for the run's quorum.
+        answer: The device's answer before encoding; None if it did not answer.
+        declined: The device's reason to decline the ask; empty if it did not decline.
     """
 
     step: str
@@ -76,7 +76,7 @@ class Asked:
 
 
 class Event(NamedTuple):
-    """What a method noted; `device` is empty where it is about none."""
+    """An event that a method recorded; `device` is empty if the event concerns no single device."""
 
     kind: str
     device: str
@@ -84,24 +84,29 @@ class Event(NamedTuple):
 
 
 class FakeCohort:
-    """A `fleetdistill_server.methods.cohort.Cohort` of one round, over members in this process.
+    """A `fleetdistill_server.methods.cohort.Cohort` of one round over in-process members.
 
     Args:
-        members: Device id to what stands for the device. Ids are asked in bytewise order.
-        completed: Rounds completed before this one.
-        number: Number of the round; by default the one after `completed`.
+        members: Maps device ids to members, which are asked in bytewise order of the ids.
+        completed: Number of rounds completed before this one.
+        number: Number of the round; `completed` + 1 by default.
         seed: Root of the run's seed tree.
-        quorum: Part of the asked devices that must answer, in (0, 1], where the method names no other.
-        knowledge_type: float16, float32 or uint8, what knowledge travels in.
-        silent: Asks that get no answer, as (step name or step number, device).
-        data_versions: Device id to the version of its data; empty for the others.
-        fingerprints: Device id to the model that its profile names; of a device half by default its local model's.
+        quorum: Fraction of the asked devices that must answer, in (0, 1], unless the method passes its own.
+        knowledge_type: Element type in which knowledge is encoded: float16, float32 or uint8.
+        silent: Asks that get no answer, as (step name or step number, device id).
+        data_versions: Maps device ids to data versions; empty for devices that are missing.
+        fingerprints: Maps device ids to model fingerprints; by default those of the device halves' local models.
 
     Attributes:
-        asked: Every ask, in the order in which the method made them.
-        events: What `event` and `guard` were given.
-        figures: What `report` was given.
-        silent: As given; may change between asks.
+        members: The members by device id.
+        round: Number of the round.
+        completed: Number of rounds completed before this one.
+        devices: Ids of the devices, in bytewise order.
+        data_versions: The data version of each device.
+        asked: All asks, in order.
+        events: Events from `event` and `guard`.
+        figures: Figures from `report`.
+        silent: Asks that get no answer; may be changed between asks.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class FakeCohort:
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of the members and yields the answers in device-id order; see `Cohort.ask`."""
+        """Sends a step's ask to the members and yields the answers in device-id order; see `Cohort.ask`."""
         devices = sorted(self._in_round if to is None else to)
         self._steps += 1
         number, answered = self._steps, 0
@@ -174,25 +179,27 @@ class FakeCohort:
             raise QuorumNotReached(step, answered, needed)
 
     def _message(self, step: str, device: str, payload: PayloadFor) -> tuple[Parts, Payload] | None:
-        """What one device is sent; None, with an event, if it cannot be encoded: the device is out for the round."""
+        """Returns a device's payload and its encoding; None, after an event, if the payload cannot be encoded."""
         try:
             parts = payload(device) if callable(payload) else payload or {}
             return parts, encode(parts, self._knowledge_type)
         except (KnowledgeError, WireError) as error:
             self.event(
-                "not-asked", f"step {step!r} cannot be sent to {device}; it is out for the round: {error}", device
+                "not-asked",
+                f"step {step!r} cannot be sent to {device}; the device is excluded from this round: {error}",
+                device,
             )
             self._in_round.discard(device)
             return None
 
     def _answer(self, step: str, number: int, device: str, sent: Payload) -> tuple[Answer | None, str]:
-        """The answer, if there is one, and why the device declined, if it did."""
+        """Returns a device's answer, or None, and its reason to decline, or an empty string."""
         if {(step, device), (number, device)} & self.silent:
             return None, ""
         seed = ask_seed(self._seed, self.round, step, number, device)
         member = self.members[device]
         handle = member.handle if isinstance(member, DeviceMethod) else member
-        with torch.random.fork_rng(devices=[]):  # a device is another process: it takes nothing of the server's numbers
+        with torch.random.fork_rng(devices=[]):  # devices must not consume the server's random numbers
             torch.manual_seed(seed)
             try:
                 return handle(Ask(round=self.round, step=step, seed=seed, parts=decode(sent))), ""
@@ -200,76 +207,79 @@ class FakeCohort:
                 return None, str(reason)
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends something that wants no knowledge back."""
+        """Sends a payload that needs no knowledge in return."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
-        """How many of so many asked devices must answer: the cohort's quorum of them, or another."""
+        """Returns how many of `asked` devices must answer under `quorum`, which defaults to the cohort's quorum."""
         return devices_needed(asked, self._quorum if quorum is None else quorum)
 
     @property
     def remaining(self) -> list[str]:
-        """Ids of the devices that have missed no ask of this round, in bytewise order."""
+        """Ids of the devices that have not missed an ask of this round, in bytewise order."""
         return sorted(self._in_round)
 
     def sample(self, ratio: float) -> list[str]:
-        """The same random part of the members that a run of this seed would take."""
+        """Draws the same random devices as a run with this seed."""
         return sample_devices(self.devices, ratio, self.generator("participants"))
 
     def model_fingerprint(self, device: str) -> str:
-        """The device's model: as it was given, else the local model of a device half, else the empty text."""
+        """Returns a device's fingerprint: the one given, else its device half's local model's, else an empty string."""
         member = self.members[device]
         if device in self._fingerprints or not isinstance(member, DeviceMethod):
             return self._fingerprints.get(device, "")
         return fingerprint(member.local.model)
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        """Notes something out of the ordinary."""
+        """Records an event; with `once`, only the first of each kind and device."""
         known = {(one.kind, one.device) for one in self.events}
         if not once or (kind, device) not in known:
             self.events.append(Event(kind, device, text))
 
     def guard(self, name: str, text: str, device: str = "") -> None:
-        """Notes that a guard of the method fired: the event `<name>-guard`."""
+        """Records that a guard of the method fired, as the event `<name>-guard`."""
         self.event(f"{name}{GUARD}", text, device)
 
     def report(self, name: str, value: Any) -> None:
-        """Adds a figure of this round; mappings are merged."""
+        """Adds a figure of this round; mappings of the same name are merged."""
         if isinstance(value, Mapping):
             self.figures.setdefault(name, {}).update(value)
         else:
             self.figures[name] = value
 
     def generator(self, name: str) -> torch.Generator:
-        """Random numbers for one named purpose of this round."""
+        """Returns this round's random generator for one named purpose."""
         return round_generator(self._seed, self.round, name)
 
     # --- for assertions
 
     def sent(self, device: str, step: str | None = None) -> list[Parts]:
-        """What a device was sent, ask after ask, of one step or of all."""
+        """Returns the parts sent to a device, one entry per ask, for one step or for all."""
         return [one.parts for one in self.asked if one.device == device and step in (None, one.step)]
 
     def answers(self, device: str, step: str | None = None) -> list[Parts]:
-        """What a device answered, ask after ask, of one step or of all."""
+        """Returns the parts of a device's answers, for one step or for all."""
         found = [one.answer for one in self.asked if one.device == device and step in (None, one.step)]
         return [answer.parts for answer in found if answer is not None]
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of the events, in their order."""
+        """Kinds of the events, in the order in which they were recorded."""
         return [one.kind for one in self.events]
 
 
 def play(server: ServerMethod, members: Mapping[str, Member], rounds: int = 1, **terms: Any) -> list[FakeCohort]:
-    """Plays rounds of a server half, each with all members, and returns their cohorts.
+    """Runs rounds of a server half, each with all members.
 
     Args:
-        server: Its state changes with every round.
-        members: As in `FakeCohort`.
-        rounds: How many.
+        server: The server half; its state changes with every round.
+        members: Members of the cohorts; see `FakeCohort`.
+        rounds: Number of rounds.
         terms: Further arguments of `FakeCohort`, the same for each round.
+
+    Returns:
+        The cohort of each round.
 
     Raises:
         QuorumNotReached: Too few members answered.

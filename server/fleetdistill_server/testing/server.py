@@ -1,12 +1,12 @@
-"""A server in this process, for tests of an app with a `Device` in it.
+"""In-process server for tests of an app that embeds a `Device`.
 
     server = MemoryServer({"run": {"method": "fedavg", "rounds": 2}, "contract": {"classes": 3, "input_shape": [4]}})
     with server, Device(server=server.link(), ...) as device:
         device.run()
 
-It is the product's own engine, intake and store, in memory: no network, no thread and no process. The engine goes on
-whenever a device asks for work, or for the state of its upload. `fleetdistill.testing` has faults for the link, and a
-clock without waiting.
+The server consists of the real engine, intake and store in memory, without network, threads or other processes. The
+engine runs whenever a device requests an ask or its upload's status. `fleetdistill.testing` has scripted faults for
+the link, and a manual clock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
     "server": {"torch_device": "cpu"},
 }
 _MOST_SHORT_ROUNDS = 10
-"""In a row; then the run has failed, because no other device will come."""
+"""Number of consecutive short rounds after which the run fails, since no further devices will join."""
 
 
 class MemoryServer:
-    """One run, served to devices of this thread.
+    """Serves one run to devices in the same thread.
 
     Args:
-        settings: Sections of run.toml. Left out, [run] has name "test", one round and `min_devices` 1.
-        clock: What deadlines go by, such as a `fleetdistill.testing.ManualClock`; by default the machine's time.
+        settings: Sections of run.toml. Missing settings of [run] default to the name "test", 1 round and
+            `min_devices = 1`.
+        clock: Clock for deadlines, such as a `fleetdistill.testing.ManualClock`; the system's clock by default.
 
     Attributes:
-        store: What the run has stored.
+        store: The in-memory store of the run.
+        api: The device API that links use.
 
     Raises:
         ConfigurationError: A setting is unknown or out of range; the message names it.
@@ -60,20 +62,20 @@ class MemoryServer:
 
     @property
     def status(self) -> str:
-        """The run's: `running`, `finished` or `stopped`."""
+        """Status of the run: `running`, `finished` or `stopped`."""
         row = self.store.runs.get(self._config.run.name)
-        assert row is not None  # the engine has entered it
+        assert row is not None  # the engine registers the run
         return str(row["status"])
 
     def link(self) -> MemoryLink:
-        """A link for one device: `Device(server=...)`."""
+        """Returns a link for one device, to pass as `Device(server=...)`."""
         return _ServedLink(self)
 
     def turn(self) -> None:
-        """Lets the engine go on until it waits for devices. Calls of devices do this by themselves.
+        """Runs the engine until it waits for devices; devices' calls do this automatically.
 
         Raises:
-            RunError: Ten rounds in a row fell short.
+            RunError: Ten consecutive rounds fell short.
         """
         if self._over:
             return
@@ -83,14 +85,14 @@ class MemoryServer:
             self._over = True
 
     def play(self, *devices: Device, steps: int = 1000) -> None:
-        """Lets devices take steps in turn until the run is over for all of them.
+        """Runs the devices' steps in turn until the run is over for all of them.
 
         Args:
-            *devices: Each with a link of its own.
-            steps: Most steps of each.
+            *devices: The devices, each with its own link.
+            steps: Largest number of steps per device.
 
         Raises:
-            ConfigurationError: They have not finished after so many steps.
+            ConfigurationError: A device has not finished after `steps` steps.
         """
         left = list(devices)
         for _ in range(steps):
@@ -99,12 +101,12 @@ class MemoryServer:
                 return
         names = ", ".join(device.device_id for device in left)
         raise ConfigurationError(
-            f"{names} did not finish in {steps} steps; the run wants min_devices = {self._config.run.min_devices} and "
-            f"{self._config.run.rounds} rounds: play with so many devices, or give more steps"
+            f"{names} did not finish in {steps} steps; the run has min_devices = {self._config.run.min_devices} and "
+            f"{self._config.run.rounds} rounds: pass that many devices, or more steps"
         )
 
     def close(self) -> None:
-        """Ends the engine and drops the store."""
+        """Stops the engine and closes the store."""
         self._turns.close()
         self.store.close()
 
@@ -116,7 +118,7 @@ class MemoryServer:
 
 
 class _ServedLink(MemoryLink):
-    """A memory link whose calls let the engine go on first, as it does beside a real front."""
+    """An in-memory link that runs the engine before calls whose result depends on it."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__(server.api)
@@ -134,14 +136,14 @@ class _ServedLink(MemoryLink):
 
 
 class _Turns:
-    """The engine's `Waker`: it waits until somebody lets it go on."""
+    """Implements the engine's `Waker`: suspends the engine until the next call of `MemoryServer.turn`."""
 
     async def wait(self, seconds: float = 0.0) -> None:
-        """Until the next turn."""
+        """Waits until the next turn; ignores `seconds`."""
         await _Pause()
 
     def wake_other(self) -> None:
-        """Devices in this process need no wake-up."""
+        """Does nothing, because devices in this process need no wake-up."""
 
 
 class _Pause:
