@@ -93,8 +93,8 @@ def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
-    traffic, told = done.store.history.traffic(done.run), expected(done.store, done.run)
-    devices = [_device_report(done, spec, shares[[number]], traffic, told) for number, spec in enumerate(done.specs)]
+    traffic, estimates = done.store.history.traffic(done.run), expected(done.store, done.run)
+    devices = [_device_report(done, spec, shares[[number]], traffic, estimates) for number, spec in enumerate(done.specs)]
     scores, cost = _scores(history, shares, done.controls), cost_of(done.store, done.run, len(devices))
     compared = _compared(done, shares, cost)
     by_round = history.figures(shares)
@@ -146,7 +146,7 @@ def make_report(done: Outcome) -> FleetReport:
         class_names=list(done.data.classes),
         proxy_per_class=done.wanted.proxy_per_class or 0,
         control_rounds=done.wanted.rounds_of_controls,
-        leave_one_out=of_the_fleet(told.values()),
+        leave_one_out=of_the_fleet(estimates.values()),
         comparison=[*_alone_row(alone, shares), *(one.row() for one in compared)],
         curves=[one.curve() for one in compared],
     )
@@ -220,7 +220,7 @@ def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[
 
 
 def _device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], told: Mapping[str, Expected]
+    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], estimates: Mapping[str, Expected]
 ) -> DeviceReport:
     row = done.store.devices.get(done.run, spec.name)
     assert row is not None  # a round is complete, so every device has checked in
@@ -256,8 +256,8 @@ def _device_report(
         },
         further=_further(done.history, spec.name, samples_1c),
         samples_by_class=samples_1c[0].tolist(),
-        leave_one_out=told[spec.name].rates if spec.name in told else None,
-        own_statistics_kept=told[spec.name].own_statistics_kept if spec.name in told else None,
+        leave_one_out=estimates[spec.name].rates if spec.name in estimates else None,
+        own_statistics_kept=estimates[spec.name].own_statistics_kept if spec.name in estimates else None,
     )
 
 
