@@ -23,8 +23,9 @@ from fleetdistill_server.simulation.links.links import run_over_grpc, run_over_m
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
 from fleetdistill_server.simulation.report.controls import Controls
 from fleetdistill_server.simulation.report.history import read_history
+from fleetdistill_server.simulation.report.outcome import Outcome
 from fleetdistill_server.simulation.report.plots import load_matplotlib
-from fleetdistill_server.simulation.report.report import Outcome, make_report
+from fleetdistill_server.simulation.report.report import make_report
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.plan import (
     RUN,

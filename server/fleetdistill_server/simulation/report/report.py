@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from fleetdistill.knowledge import GENERAL
 from fleetdistill.training.figures import Counts
-from fleetdistill.training.onnx_file import cpu_session
-from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.simulation.data.datasets import Dataset
-from fleetdistill_server.simulation.data.split import Partition
 from fleetdistill_server.simulation.report.comparison import (
     Candidate,
     ComparisonRow,
@@ -27,66 +18,21 @@ from fleetdistill_server.simulation.report.comparison import (
     candidates,
     cost_of,
     local_only,
-    total_bytes,
 )
 from fleetdistill_server.simulation.report.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.report.device_plots import DeviceCurves
+from fleetdistill_server.simulation.report.device_report import accuracy_or_none, device_report
 from fleetdistill_server.simulation.report.history import FleetHistory
-from fleetdistill_server.simulation.report.metrics import Ints, accuracy, confusion
+from fleetdistill_server.simulation.report.metrics import Ints, accuracy
+from fleetdistill_server.simulation.report.outcome import Outcome
 from fleetdistill_server.simulation.report.plots import save_report_figure
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
-from fleetdistill_server.simulation.report.scores import (
-    FleetFigures,
-    fleet_figures,
-    in_class_mix,
-    late_figures,
-)
-from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.simulation.report.scores import FleetFigures, fleet_figures, late_figures
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
-
-if TYPE_CHECKING:
-    pass
-
-_BATCH = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Data from which a simulation's report is built, after at least one completed round.
-
-    Attributes:
-        wanted: Settings of the simulation.
-        store: Store of the run.
-        config: Configuration of the run.
-        data: The data set.
-        split: Partition of the training data over the devices.
-        specs: The devices.
-        history: History of the run.
-        controls: Results of the finished controls.
-        seconds: Duration since the last start, in seconds, controls included.
-        finished: False if the simulation was interrupted.
-    """
-
-    wanted: Simulation
-    store: Store
-    config: RunConfig
-    data: Dataset
-    split: Partition
-    specs: Sequence[DeviceSpec]
-    history: FleetHistory
-    controls: Controls
-    seconds: float
-    finished: bool = True
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return self.config.run.name
 
 
 def make_report(done: Outcome) -> FleetReport:
@@ -94,7 +40,9 @@ def make_report(done: Outcome) -> FleetReport:
     history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     traffic, estimates = done.store.history.traffic(done.run), expected(done.store, done.run)
-    devices = [_device_report(done, spec, shares[[number]], traffic, estimates) for number, spec in enumerate(done.specs)]
+    devices = [
+        device_report(done, spec, shares[[number]], traffic, estimates) for number, spec in enumerate(done.specs)
+    ]
     scores, cost = _scores(history, shares, done.controls), cost_of(done.store, done.run, len(devices))
     compared = _compared(done, shares, cost)
     by_round = history.figures(shares)
@@ -138,10 +86,10 @@ def make_report(done: Outcome) -> FleetReport:
             name: [accuracy(one) for one in counts] for name, counts in history.products.items()
         },
         further_accuracy_by_round={
-            variant: {name: [_accuracy(one) for one in counts] for name, counts in of.items()}
+            variant: {name: [accuracy_or_none(one) for one in counts] for name, counts in of.items()}
             for variant, of in history.further.items()
         },
-        global_accuracy_by_round=[_accuracy(counts) for counts in history.server],
+        global_accuracy_by_round=[accuracy_or_none(counts) for counts in history.server],
         alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
         class_names=list(done.data.classes),
         proxy_per_class=done.wanted.proxy_per_class or 0,
@@ -219,81 +167,9 @@ def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[
     return [local_only(counts_kr, samples_jc).row()] if alone else []
 
 
-def _device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], estimates: Mapping[str, Expected]
-) -> DeviceReport:
-    row = done.store.devices.get(done.run, spec.name)
-    assert row is not None  # a round is complete, so every device has checked in
-    profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    trained_cc = done.history.devices[spec.name][-1]
-    exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
-    onnx_file = _collect(done.wanted.out, spec, "model", spec.name) if exported else None
-    fleet_cc = _confusion_in_use(done, spec.name, onnx_file)
-    alone = done.controls.alone.get(spec.name)
-    alone_cc = alone[-1].confusion if alone else None
-    own_traffic = [one for one in traffic if one["device"] == spec.name]
-    return DeviceReport(
-        name=spec.name,
-        model=spec.model,
-        parameters=profile.parameters,
-        samples=profile.samples,
-        accuracy_alone=_accuracy(alone_cc),
-        accuracy_fleet=accuracy(fleet_cc),
-        own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_1c),
-        own_accuracy_fleet=_own(fleet_cc, samples_1c),
-        accuracy_trained=accuracy(trained_cc),
-        own_accuracy_trained=_own(trained_cc, samples_1c),
-        bytes_up=total_bytes(own_traffic, "up"),
-        bytes_down=total_bytes(own_traffic, "down"),
-        sent_up=_sent(own_traffic, "up"),
-        sent_down=_sent(own_traffic, "down"),
-        onnx_file=onnx_file,
-        onnx_max_difference=exported["max_difference"] if exported else None,
-        onnx_answers={
-            variant: _collect(done.wanted.out, spec, variant, f"{spec.name}-{variant}")
-            for variant in (GENERAL, *done.history.further)
-            if (Path(spec.state_dir) / f"{variant}.onnx").exists()
-        },
-        further=_further(done.history, spec.name, samples_1c),
-        samples_by_class=samples_1c[0].tolist(),
-        leave_one_out=estimates[spec.name].rates if spec.name in estimates else None,
-        own_statistics_kept=estimates[spec.name].own_statistics_kept if spec.name in estimates else None,
-    )
-
-
-def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints:
-    """Returns the confusion matrix of a device's exported model, or of the model that it would receive next."""
-    trained_cc = done.history.devices[device][-1]
-    if any(device in of for of in done.history.further.values()):
-        return trained_cc
-    if onnx_file is None:
-        return done.history.products[device][-1] if done.history.products else trained_cc
-    return _confusion_of_file(done.wanted.out / onnx_file, done.data)
-
-
-def _confusion_of_file(file: Path, data: Dataset) -> Ints:
-    """Returns an exported model's confusion matrix on the test set, computed with onnxruntime."""
-    session = cpu_session(str(file))
-    parts = data.test_images.split(_BATCH)
-    predictions = [session.run(["logits"], {"input": part.numpy()})[0].argmax(axis=1) for part in parts]
-    return confusion(data.test_labels.numpy(), np.concatenate(predictions), len(data.classes))
-
-
 def _mean_where_known(rates: Sequence[float]) -> float | None:
     known = [rate for rate in rates if not math.isnan(rate)]
     return statistics.mean(known) if known else None
-
-
-def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, dict[str, float]]:
-    """Returns the figures of a device's further variants."""
-    return {
-        variant: _further_figures(of[device][-1], samples_1c) for variant, of in history.further.items() if device in of
-    }
-
-
-def _further_figures(counts_cc: Ints | None, samples_1c: Ints) -> dict[str, float]:
-    assert counts_cc is not None  # a device keeps a variant once it has it
-    return {"accuracy": accuracy(counts_cc), "own_accuracy": _own(counts_cc, samples_1c)}
 
 
 def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
@@ -313,7 +189,7 @@ def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:
         return dict.fromkeys(names)
     history = fedavg.history
     return {
-        "mean_accuracy_fedavg_global": _accuracy(history.server[-1]),
+        "mean_accuracy_fedavg_global": accuracy_or_none(history.server[-1]),
         "mean_accuracy_fedavg_device": statistics.mean(accuracy(counts) for counts in history.last()),
         "fedavg_model": fedavg.model,
         "fedavg_settings": fedavg.settings,
@@ -349,26 +225,6 @@ def _upload_counts(store: Store, run: str) -> dict[str, Any]:
     }
 
 
-def _accuracy(counts_cc: Ints | None) -> float | None:
-    return None if counts_cc is None else accuracy(counts_cc)
-
-
-def _own(counts_cc: Ints, samples_1c: Ints) -> float:
-    """Returns the accuracy on the global test set with classes weighted by the device's samples."""
-    return accuracy(in_class_mix(counts_cc, samples_1c)[0])
-
-
-def _sent(traffic: Sequence[Row], direction: str) -> int:
-    return sum(one["sent_bytes"] for one in traffic if one["direction"] == direction)
-
-
 def _traffic_row(row: Row) -> dict[str, Any]:
     names = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
     return {name: row[name] for name in names}
-
-
-def _collect(out: Path, spec: DeviceSpec, model: str, name: str) -> str:
-    target = out / "onnx" / f"{name}.onnx"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(Path(spec.state_dir) / f"{model}.onnx", target)
-    return str(target.relative_to(out))

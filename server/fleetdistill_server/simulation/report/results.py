@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fleetdistill_server.simulation.report.comparison import (
-    ComparisonRow,
-    Curve,
-)
-from fleetdistill_server.simulation.report.scores import (
-    Figures,
-    FleetFigures,
-)
-
-if TYPE_CHECKING:
-    pass
+from fleetdistill_server.simulation.report.comparison import ComparisonRow, Curve
+from fleetdistill_server.simulation.report.scores import Figures, FleetFigures
 
 
 @dataclass(frozen=True)
