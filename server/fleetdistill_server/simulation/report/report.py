@@ -37,35 +37,17 @@ from fleetdistill_server.views.suspects import named
 
 def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
-    history, alone = done.history, done.controls.alone
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     traffic, estimates = done.store.history.traffic(done.run), expected(done.store, done.run)
-    devices = [
-        device_report(done, spec, shares[[number]], traffic, estimates) for number, spec in enumerate(done.specs)
-    ]
-    scores, cost = _scores(history, shares, done.controls), cost_of(done.store, done.run, len(devices))
-    compared = _compared(done, shares, cost)
-    by_round = history.figures(shares)
-    app_models = verdicts(verdict_rows(done.store, done.run))
+    devices = [device_report(done, spec, shares[[row]], traffic, estimates) for row, spec in enumerate(done.specs)]
+    scores, cost = _scores(done.history, shares, done.controls), cost_of(done.store, done.run, len(devices))
+    by_round = done.history.figures(shares)
     report = FleetReport(
-        method=done.wanted.method,
-        settings=asdict(done.config.method_config()),
-        link=done.wanted.link,
-        dataset=done.data.name,
-        partition=done.split.kind,
-        partition_parameters=dict(done.split.parameters),
-        seed=done.wanted.seed,
-        rounds=done.config.run.rounds,
+        **_settings(done),
         completed_rounds=len(by_round),
         finished=done.finished,
         seconds=round(done.seconds, 2),
-        mean_accuracy_alone=statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
-        mean_accuracy_fleet=statistics.mean(one.accuracy_fleet for one in devices),
-        mean_accuracy_trained=statistics.mean(one.accuracy_trained for one in devices),
-        mean_own_accuracy_alone=_c_spec(scores, "alone"),
-        mean_own_accuracy_fleet=_mean_where_known([one.own_accuracy_fleet for one in devices]),
-        mean_own_accuracy_trained=_c_spec(scores, "fleet"),
-        mean_own_accuracy_fedavg_device=_c_spec(scores, "fedavg"),
+        **_mean_accuracies(devices, scores, done.controls.alone),
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
         figures_by_round=by_round,
@@ -74,32 +56,79 @@ def make_report(done: Outcome) -> FleetReport:
         bytes_by_round=cost.bytes_by_round,
         traffic=[_traffic_row(one) for one in done.store.history.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
-        hostile=done.wanted.hostile,
-        attack=done.wanted.attack,
-        named=named(done.store, done.run),
-        guards_fired=len(guard_events(done.store, done.run)),
-        models_kept=app_models.kept,
-        models_replaced=app_models.replaced,
+        **_protection(done.store, done.run),
         devices=devices,
-        accuracy_by_round={name: [accuracy(one) for one in counts] for name, counts in history.devices.items()},
-        delivered_accuracy_by_round={
-            name: [accuracy(one) for one in counts] for name, counts in history.products.items()
-        },
-        further_accuracy_by_round={
-            variant: {name: [accuracy_or_none(one) for one in counts] for name, counts in of.items()}
-            for variant, of in history.further.items()
-        },
-        global_accuracy_by_round=[accuracy_or_none(counts) for counts in history.server],
-        alone_accuracy_by_round={name: [one.accuracy for one in counts] for name, counts in alone.items()},
-        class_names=list(done.data.classes),
-        proxy_per_class=done.wanted.proxy_per_class or 0,
-        control_rounds=done.wanted.rounds_of_controls,
+        **_accuracies_by_round(done.history, done.controls.alone),
         leave_one_out=of_the_fleet(estimates.values()),
-        comparison=[*_alone_row(alone, shares), *(one.row() for one in compared)],
-        curves=[one.curve() for one in compared],
+        **_comparison(done, shares, cost),
     )
     write_report(report, done.wanted.out)
     return report
+
+
+def _settings(done: Outcome) -> dict[str, Any]:
+    """Returns the report's fields that follow from the simulation's settings and data."""
+    return {
+        "method": done.wanted.method,
+        "settings": asdict(done.config.method_config()),
+        "link": done.wanted.link,
+        "dataset": done.data.name,
+        "partition": done.split.kind,
+        "partition_parameters": dict(done.split.parameters),
+        "seed": done.wanted.seed,
+        "rounds": done.config.run.rounds,
+        "control_rounds": done.wanted.rounds_of_controls,
+        "hostile": done.wanted.hostile,
+        "attack": done.wanted.attack,
+        "class_names": list(done.data.classes),
+        "proxy_per_class": done.wanted.proxy_per_class or 0,
+    }
+
+
+def _mean_accuracies(
+    devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts]]
+) -> dict[str, Any]:
+    return {
+        "mean_accuracy_alone": statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
+        "mean_accuracy_fleet": statistics.mean(one.accuracy_fleet for one in devices),
+        "mean_accuracy_trained": statistics.mean(one.accuracy_trained for one in devices),
+        "mean_own_accuracy_alone": _c_spec(scores, "alone"),
+        "mean_own_accuracy_fleet": _mean_where_known([one.own_accuracy_fleet for one in devices]),
+        "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
+        "mean_own_accuracy_fedavg_device": _c_spec(scores, "fedavg"),
+    }
+
+
+def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+    def of(counts: Mapping[str, Sequence[Ints | None]]) -> dict[str, list[float | None]]:
+        return {device: [accuracy_or_none(one) for one in by_round] for device, by_round in counts.items()}
+
+    return {
+        "accuracy_by_round": of(history.devices),
+        "delivered_accuracy_by_round": of(history.products),
+        "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
+        "global_accuracy_by_round": [accuracy_or_none(one) for one in history.server],
+        "alone_accuracy_by_round": {device: [one.accuracy for one in counts] for device, counts in alone.items()},
+    }
+
+
+def _protection(store: Store, run: str) -> dict[str, Any]:
+    """Returns the report's fields about suspicious devices, guards and apps that kept their models."""
+    app_models = verdicts(verdict_rows(store, run))
+    return {
+        "named": named(store, run),
+        "guards_fired": len(guard_events(store, run)),
+        "models_kept": app_models.kept,
+        "models_replaced": app_models.replaced,
+    }
+
+
+def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
+    compared = _compared(done, shares, cost)
+    return {
+        "comparison": [*_alone_row(done.controls.alone, shares), *(one.row() for one in compared)],
+        "curves": [one.curve() for one in compared],
+    }
 
 
 def write_report(report: FleetReport, out: Path) -> None:
