@@ -496,7 +496,7 @@ def test_what_a_method_notes_is_written_with_its_state_and_not_before(
     store.devices.ask_to_forget(RUN, run.device)
     method = run.engine(store).method
     with pytest.raises(RunError):
-        forgetting.forget_asked(store, RUN, method, fail)
+        forgetting.forget_requested(store, RUN, method, fail)
     assert store.history.events(RUN, "member-left-out") == []
     assert ask_to_forget(store, RUN, run.device, served=None)
     assert [row["device"] for row in store.history.events(RUN, "member-left-out")] == [run.device]

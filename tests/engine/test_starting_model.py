@@ -18,7 +18,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.engine.starting_model import begin_with
+from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
@@ -87,7 +87,7 @@ def test_every_method_that_trains_on_the_server_begins_with_its_own_kind(
     before = play(store, first)
     second = with_run(first, name="second", start_from="first", seed=99)
     method = build_method(second)
-    said = begin_with(store, second, method)
+    said = load_starting_model(store, second, method)
     assert_same(method, before)
     assert said.startswith("begins with the ")
     assert f" of run 'first' after 1 rounds, checkpoint {row_of(store, 'first')['checkpoint'].hex()[:12]}" in said
@@ -101,7 +101,7 @@ def test_methods_of_one_kind_of_model_begin_with_each_others(store: Store, tmp_p
     second = config_of("dafkd", tmp_path / "dafkd", name="second", start_from="first")
     second = second.model_copy(update={"model": first.model})
     method = build_method(second)
-    assert begin_with(store, second, method).startswith("begins with the model of run 'first'")
+    assert load_starting_model(store, second, method).startswith("begins with the model of run 'first'")
     mine, theirs = method.networks()["model"].state_dict(), before.networks()["model"].state_dict()
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 

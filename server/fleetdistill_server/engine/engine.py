@@ -26,8 +26,8 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
 from fleetdistill_server.engine.contract import build_method, extractor_payload, initial_payload, make_contract
-from fleetdistill_server.engine.forgetting import forget_asked
-from fleetdistill_server.engine.starting_model import begin_with
+from fleetdistill_server.engine.forgetting import forget_requested
+from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.logs import about
 from fleetdistill_server.methods.base import ServerMethod
@@ -149,7 +149,7 @@ class Engine:
     def forget(self) -> None:
         """Deletes the devices that operators asked to forget; call between rounds. Retried later if it cannot."""
         runs = self._store.runs
-        forget_asked(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self.token))
+        forget_requested(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self.token))
 
     def _last_event(self) -> str:
         """Describes the run's last event, because the user of a simulation cannot inspect its store."""
@@ -163,7 +163,7 @@ class Engine:
         row = self._row()
         begun = ""
         if row["checkpoint"] is None and self._config.run.start_from:
-            begun = begin_with(self._store, self._config, self.method)
+            begun = load_starting_model(self._store, self._config, self.method)
         if row["contract"] is None:
             contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # excludes sweeps, which would delete blobs that no row names yet

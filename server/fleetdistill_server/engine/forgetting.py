@@ -60,7 +60,7 @@ class BetweenRounds:
         return torch.Generator().manual_seed(derive_seed(self._seed, "between rounds", name, "server"))
 
 
-def forget_asked(
+def forget_requested(
     store: Store, run: str, method: ServerMethod, check: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
 ) -> bool:
     """Forgets every device of a run whose deletion was requested; call only between rounds.
@@ -78,7 +78,7 @@ def forget_asked(
     devices = store.devices.to_forget(run)
     if not devices:
         return True
-    if not _leave_out(store, run, devices, method, check):
+    if not _commit_state_without(store, run, devices, method, check):
         return False
     failpoints.hit("forget.after-state")
     if not sweep_all(store, store.devices.payloads_about(run, devices), wait_seconds):
@@ -92,7 +92,9 @@ def forget_asked(
     return True
 
 
-def _leave_out(store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]) -> bool:
+def _commit_state_without(
+    store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]
+) -> bool:
     """Commits a state without these devices; returns False if the run's state has changed in the meantime."""
     row = store.runs.get(run)
     assert row is not None
@@ -147,7 +149,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
     if (served == run and not over) or row["checkpoint"] is None:
         return False
     end_open_round(store, row)
-    done = forget_asked(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
+    done = forget_requested(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
     return done or device not in store.devices.to_forget(run)  # another process may have done it in the meantime
 
 

@@ -18,7 +18,7 @@ from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
 
-def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:
+def load_starting_model(store: Store, config: RunConfig, method: ServerMethod) -> str:
     """Loads the networks of the run that [run] start_from names into a new run's server half.
 
     Args:
@@ -40,8 +40,8 @@ def begin_with(store: Store, config: RunConfig, method: ServerMethod) -> str:
         _check_alike(config, theirs)
         other = build_method(theirs)
         other.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
-        taken = _take_networks(method, other, config.run.method, theirs.run.method)
-        _take_initial(method, _initial_of(store, row))
+        taken = _copy_networks(method, other, config.run.method, theirs.run.method)
+        _copy_initial(method, _initial_of(store, row))
     except FleetDistillError as error:
         raise ConfigurationError(f"[run] start_from = {name!r}: {error}") from error
     done = row["completed_rounds"]
@@ -52,7 +52,7 @@ def check_in_store(config: RunConfig, method: ServerMethod) -> None:
     """Checks [run] start_from against the store on disk before the new run is registered.
 
     Raises:
-        ConfigurationError: There is no store, or its run cannot be used; see `begin_with`.
+        ConfigurationError: There is no store, or its run cannot be used; see `load_starting_model`.
     """
     if not config.run.start_from:
         return
@@ -63,7 +63,7 @@ def check_in_store(config: RunConfig, method: ServerMethod) -> None:
         )
     store = Store.open(directory)
     try:
-        begin_with(store, config, method)
+        load_starting_model(store, config, method)
     finally:
         store.close()
 
@@ -88,7 +88,7 @@ def _check_alike(config: RunConfig, theirs: RunConfig) -> None:
             raise ConfigurationError(f"[contract] {setting} is {other} in that run and {mine} in this run")
 
 
-def _take_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs: str) -> str:
+def _copy_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs: str) -> str:
     wanted, there = method.networks(), other.networks()
     if not wanted:
         raise ConfigurationError(f"{mine} does not train a model on the server; remove start_from")
@@ -118,7 +118,7 @@ def _initial_of(store: Store, row: Row) -> ModelParameters | None:
     return part if isinstance(part, ModelParameters) else None
 
 
-def _take_initial(method: ServerMethod, initial: ModelParameters | None) -> None:
+def _copy_initial(method: ServerMethod, initial: ModelParameters | None) -> None:
     """Takes over the devices' initial weights if they are not part of the method's networks."""
     own = method.initial()
     if own is None or not method.keeps_initial:

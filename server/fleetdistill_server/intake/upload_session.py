@@ -62,11 +62,11 @@ class RepeatedUpload:
         self._stream = stream
         self._header = header
         self._accepted = accepted
-        self._came = header.payload.ByteSize()
+        self._received = header.payload.ByteSize()
 
     def feed(self, chunk: wire.AnyChunk) -> None:
         """Counts a chunk's bytes and ignores its data."""
-        self._came += len(chunk.data)
+        self._received += len(chunk.data)
 
     def finish(self) -> service_pb2.Receipt:
         """Ends the stream and returns the accepted answer's receipt."""
@@ -76,8 +76,8 @@ class RepeatedUpload:
     def abandon(self) -> None:
         """Ends the stream and counts its bytes as refused traffic."""
         self._uploads.forget(self._stream)
-        came, self._came = self._came, 0
-        self._uploads.count_refused(self._stream.ask, came)
+        received, self._received = self._received, 0
+        self._uploads.count_refused(self._stream.ask, received)
 
 
 class UploadSession:
@@ -180,10 +180,10 @@ class UploadSession:
             return step()
         except RefusedError as refusal:
             keep = refusal.code in RESUMABLE
-            came = len(chunk.data) if chunk is not None else 0
-            came += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
+            received = len(chunk.data) if chunk is not None else 0
+            received += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
             self._end(keep=keep)
-            raise self._uploads.refuse(self._run, self._stream.ask, refusal, came) from refusal
+            raise self._uploads.refuse(self._run, self._stream.ask, refusal, received) from refusal
         except BaseException:
             self._end(keep=True)
             raise

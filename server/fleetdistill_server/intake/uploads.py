@@ -99,8 +99,8 @@ class Uploads:
             ingest, staging = self._stage(stream, run, header)
         except RefusedError as refusal:
             self.forget(stream)
-            came = 0 if refusal.code in RESUMABLE else header.payload.ByteSize()
-            raise self.refuse(run, stream.ask, refusal, came) from refusal
+            received = 0 if refusal.code in RESUMABLE else header.payload.ByteSize()
+            raise self.refuse(run, stream.ask, refusal, received) from refusal
         session = UploadSession(self, stream, run, header, ingest, staging)
         session.start(self.take_checked(stream.key))
         return session
@@ -155,9 +155,9 @@ class Uploads:
         """Deletes the staged bytes of all other attempts to answer an ask."""
         for one in self._store.blobs.staging():
             if one.key.startswith(_staging_key(ask, "")) and one.key != key:
-                came = self._store.blobs.staged(one.key)
+                received = self._store.blobs.staged(one.key)
                 self._store.blobs.discard(one.key)
-                self.count_refused(ask, came)
+                self.count_refused(ask, received)
 
     def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[int], None]:
         """Reserves disk space for an upload.
@@ -214,36 +214,36 @@ class Uploads:
         """
         row = self._commit(partial(record, run, ask, header, counted))
         if row is None:
-            came = header.payload.ByteSize() + counted.sent.total()
-            raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), came)
+            received = header.payload.ByteSize() + counted.sent.total()
+            raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), received)
         failpoints.hit("front.receipt.before-send")
         self._wake_engine()
         return receipt_of(header.name, row)
 
-    def refuse(self, run: str, ask: Row, refusal: RefusedError, came: int = 0) -> RefusedError:
+    def refuse(self, run: str, ask: Row, refusal: RefusedError, received: int = 0) -> RefusedError:
         """Records a refusal; a final one also closes the ask, so that the round does not wait for the device.
 
         Args:
             run: Name of the run.
             ask: The ask whose answer is refused.
             refusal: The error for the device.
-            came: Number of received bytes to count as refused traffic.
+            received: Number of received bytes to count as refused traffic.
 
         Returns:
             `refusal`, for the caller to raise.
         """
         self._refusals.note(run, ask["round"], ask["device"], refusal)
-        self.count_refused(ask, came)
+        self.count_refused(ask, received)
         if is_final(refusal.code):
             self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))
             self._wake_engine()
         return refusal
 
-    def count_refused(self, ask: Row, came: int) -> None:
+    def count_refused(self, ask: Row, received: int) -> None:
         """Counts bytes that were received for an ask and not stored."""
-        if came:
+        if received:
             with contextlib.suppress(StoreError):  # a failed count must not fail the call
-                self._commit(lambda store: store.history.add_refused_traffic(ask["id"], came))
+                self._commit(lambda store: store.history.add_refused_traffic(ask["id"], received))
 
 
 def _check_weight(device: str, samples: int, declared: int | None) -> None:
