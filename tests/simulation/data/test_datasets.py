@@ -103,7 +103,7 @@ class TestFiles:
             ({"train_images": np.zeros((40, 4, 4), dtype=np.float32)}, "mnist, train part: the images are float32"),
             ({"train_images": np.zeros((40, 16), dtype=np.uint8)}, r"shape \[40, 16\]"),
             ({"test_labels": np.zeros(9, dtype=np.int64)}, r"mnist, test part.*shape \[9\]"),
-            ({"test_labels": np.full(10, 10)}, r"from 10 to 10, expected \[0, 10\)"),
+            ({"test_labels": np.full(10, 10)}, r"in \[10, 10\], expected \[0, 10\)"),
             ({"train_labels": np.array([None] * 40)}, "cannot read"),  # needs pickle
         ],
     )

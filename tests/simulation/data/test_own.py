@@ -145,7 +145,7 @@ def test_what_a_simulation_cannot_begin_with_is_refused_before_it_begins(tmp_pat
         r"\[model\] server: .*'own_model' has no function 'absent'": {"server_model": "own_model:absent"},
         r"'own_model:server_model' does not take these options": {"extractor": "own_model:server_model"},
         r"shape \(6,\) must be channels, height, width": {"models": ("digits_linear",)},
-        r"image_size is 4, and samples of own-data have shape \[6\]": {"image_size": 4},
+        r"image_size is 4, but samples of own-data have shape \[6\]": {"image_size": 4},
     }
     for sentence, changes in wrong.items():
         with pytest.raises(ConfigurationError, match=sentence):

@@ -116,6 +116,6 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     thesis = tmp_path / "work" / "thesis.tex"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
-    with pytest.raises(DataError, match="was not made by a simulation"):
+    with pytest.raises(DataError, match="was not created by a simulation"):
         simulate(Simulation(**{**vars(SMALL), "out": tmp_path}))
     assert thesis.read_text() == "years of work"

@@ -226,7 +226,9 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     """
     y = checked_for(labels, devices)
     present = np.unique(y)
-    if classes_per_device < 1 or (classes_per_device * devices) % len(present):
+    if classes_per_device < 1:
+        raise ConfigurationError(f"classes_per_device is {classes_per_device}, must be at least 1")
+    if (classes_per_device * devices) % len(present):
         raise ConfigurationError(
             f"{devices} devices with {classes_per_device} shards need {devices * classes_per_device} shards, which "
             f"must be a multiple of the {len(present)} classes; change devices or classes_per_device"
