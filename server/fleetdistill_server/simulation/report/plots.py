@@ -227,8 +227,8 @@ def _style(curve: Curve, number: int) -> str:
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-    ax.set_title("Accuracy on all classes by bytes", loc="left", fontsize=11)
-    ax.set_xlabel("kB from and to a device since the start")
+    ax.set_title("Accuracy on all classes by traffic", loc="left", fontsize=11)
+    ax.set_xlabel("kB sent and received per device since the start")
     ax.set_xscale("log")
     reached = [kilobytes / 1e3 for one in curves for kilobytes in one.bytes]
     ax.set_xlim(min(reached) / 1.6, max(reached) * 1.6)
