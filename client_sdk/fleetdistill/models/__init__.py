@@ -1,8 +1,8 @@
-"""The zoo of device models: a name or `package.module:factory` becomes a module.
+"""The zoo of device models, built from a name or from `package.module:factory`.
 
-Listing the zoo imports nothing; a model's file, and with it torch, is imported when one of its models is built.
-The server's predictors have a table of their own and share `build`. Devices' predictors in the space of class
-statistics are in `PREDICTORS`; `fleetdistill.methods.classstats.space_model` builds them.
+Listing the zoo does not import torch; building a model imports the model's file. The server's predictors have a
+separate table and use `build` too. `PREDICTORS` lists the devices' predictors for class statistics, which
+`fleetdistill.methods.classstats.space_model` builds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODELS: Mapping[str, str] = MappingProxyType(
         for name in names
     }
 )
-"""Every device model and extractor: its name, and where its factory is."""
+"""Factory of each device model and extractor, as `module:function` by name."""
 
 GENERATORS: Mapping[str, str] = MappingProxyType(
     {
@@ -68,21 +68,22 @@ GENERATORS: Mapping[str, str] = MappingProxyType(
         )
     }
 )
-"""Every generator of samples from noise: its name, and where its factory is."""
+"""Factory of each generator, as `module:function` by name."""
 
 
 def build_model(name_or_path: str, **options: Any) -> nn.Module:
     """Builds a device model or an extractor.
 
-    A path imports and runs code: take it from your own configuration, never from the other end of a link. Weights are
-    drawn from torch's global random generator.
+    A path imports and runs code: take it only from local configuration, never from a message of the other side. Weights
+    are drawn from torch's global random generator.
 
     Args:
-        name_or_path: A name of `MODELS`, or `package.module:factory` of your own.
-        **options: Passed to the factory. Those of the zoo take `input_shape` (channels, height, width) and `classes`.
+        name_or_path: A key of `MODELS`, or your own `package.module:factory`.
+        **options: Arguments of the factory; the zoo's have `input_shape` (channels, height, width) and `classes`.
 
     Raises:
-        ConfigurationError: Unknown name, a path that leads to no factory of modules, or options it does not take.
+        ConfigurationError: The name is unknown, the path is not a factory of modules, or the factory does not take the
+            options.
     """
     return build(MODELS, "device model", name_or_path, options)
 
@@ -98,24 +99,24 @@ PREDICTORS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 """Predictors for class statistics by name, with the widths of their hidden layers."""
 USUAL_PREDICTOR = "space_mlp_64"
-"""Of `PREDICTORS`, that of a device whose app names none."""
+"""Default predictor of a device, a key of `PREDICTORS`."""
 
 
 def check_predictor(wanted: object) -> None:
-    """Raises ConfigurationError unless `wanted` is a name of `PREDICTORS` or a function. Builds nothing."""
+    """Raises ConfigurationError unless `wanted` is a key of `PREDICTORS` or a function."""
     if not callable(wanted) and wanted not in tuple(PREDICTORS):
         raise ConfigurationError(f"{unknown_name('predictor', wanted, PREDICTORS)}, or a function of (inputs, classes)")
 
 
 def build_generator(name: str, **options: Any) -> NoiseGenerator:
-    """Builds a generator. Its name comes with the run's contract, so a path to other code is not taken.
+    """Builds a generator. The name comes from the contract, so paths to other code are not accepted.
 
     Args:
-        name: A name of `GENERATORS`.
-        **options: Those of the table take `shape` of one sample, `noise_dim`, and `classes` (0 for no labels).
+        name: A key of `GENERATORS`.
+        **options: `shape` of one sample, `noise_dim`, and `classes` (0 for a generator without labels).
 
     Raises:
-        ConfigurationError: Unknown name, or options that make no generator.
+        ConfigurationError: The name is unknown, or the options do not fit the generator.
     """
     if name not in GENERATORS:
         raise ConfigurationError(unknown_name("generator", name, sorted(GENERATORS)))
@@ -123,7 +124,7 @@ def build_generator(name: str, **options: Any) -> NoiseGenerator:
 
 
 def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mapping[str, Any]) -> nn.Module:
-    """Builds what a name of `table`, or a path beside it, stands for; `kind` is what messages call it.
+    """Builds a module from a name in `table` or from a path; `kind` names it in error messages.
 
     Raises:
         ConfigurationError: As `build_model`.
@@ -131,7 +132,7 @@ def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mappi
     factory = resolve(table, kind, name_or_path)
     _check_options(factory, f"{kind} {name_or_path!r}", options)
     model = factory(**options)
-    from torch import nn  # only now: naming and listing models must work without torch
+    from torch import nn  # imported here because listing models must work without torch
 
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{kind} {name_or_path!r} built a {type(model).__name__}, expected a torch.nn.Module")
@@ -139,17 +140,17 @@ def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mappi
 
 
 def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[..., Any]:
-    """Finds the factory of a name of `table`, or of a `package.module:factory`.
+    """Returns the factory for a name in `table` or for `package.module:factory`.
 
     Raises:
-        ConfigurationError: The name is not in the table, or the path leads nowhere.
+        ConfigurationError: The name is not in the table, or the module or its function does not exist.
     """
     module_name, colon, factory_name = table.get(name_or_path, name_or_path).partition(":")
     if not (colon and module_name and factory_name):
         raise ConfigurationError(f"{unknown_name(kind, name_or_path, sorted(table))}, or package.module:factory")
     try:
         factory = getattr(import_module(module_name), factory_name, None)
-    except Exception as error:  # a module of the app's own may fail in any way while it is imported
+    except Exception as error:  # the app's module may raise anything
         raise ConfigurationError(f"{kind} {name_or_path!r}: cannot import {module_name!r}: {error}") from error
     if not callable(factory):
         raise ConfigurationError(f"{kind} {name_or_path!r}: {module_name!r} has no function {factory_name!r}")
@@ -157,31 +158,31 @@ def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[
 
 
 def path_of(factory: str | Callable[..., Any]) -> str:
-    """The name or path of a factory, under which another process finds it.
+    """Returns the name or path with which another process can find a factory.
 
     Args:
-        factory: A name or `package.module:factory`, which is returned as it is; or a function at the top level of a
-            module or of the script that runs.
+        factory: A name or `package.module:factory`, returned unchanged; or a function at the top level of a module or
+            of the running script.
 
     Raises:
-        ConfigurationError: The function has no such place, as a lambda or one within another function.
+        ConfigurationError: The function is a lambda or is defined inside another function.
     """
     if isinstance(factory, str):
         return factory
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
     if not module or not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not factory:
         raise ConfigurationError(
-            f"{factory!r} is no function at the top level of a module, which other processes could import; define it "
-            "there, or give its path as package.module:factory"
+            f"{factory!r} is not a function at the top level of a module, so other processes cannot import it; define "
+            "it there, or give its path as package.module:factory"
         )
     return f"{module_name(module)}:{name}"
 
 
 def module_name(module: str) -> str:
-    """The name under which another process can import a module of this one; the script that runs has its file's.
+    """Returns the name with which another process can import a module; the running script has the name of its file.
 
     Raises:
-        ConfigurationError: It is an interactive session.
+        ConfigurationError: The module is an interactive session.
     """
     main = sys.modules[module] if module == "__main__" else None
     if main is None:
@@ -190,19 +191,19 @@ def module_name(module: str) -> str:
         return str(spec.name)
     if getattr(main, "__file__", None) is None:
         raise ConfigurationError(
-            "other processes cannot import what an interactive session defines; put it in a module"
+            "other processes cannot import a function of an interactive session; define it in a module"
         )
     name = Path(str(main.__file__)).stem
-    sys.modules.setdefault(name, main)  # so that an import in this process does not run the script a second time
+    sys.modules.setdefault(name, main)  # an import in this process must not run the script again
     return name
 
 
 def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    """Tells wrong options from an error inside the factory, which both come as `TypeError`."""
+    """Raises ConfigurationError for options that the factory does not take; its own TypeErrors then mean a fault."""
     try:
         signature = inspect.signature(factory)
-    except ValueError as error:  # some builtins have none
-        raise ConfigurationError(f"{name} is no factory of models: {error}; give a Python function") from error
+    except ValueError as error:  # some builtins have no signature
+        raise ConfigurationError(f"{name} is not a factory of models: {error}; give a Python function") from error
     try:
         signature.bind(**options)
     except TypeError as error:

@@ -1,8 +1,8 @@
-"""CDKT-FL's networks: convolutions, one or two hidden layers, and an embedding of one size in large and small.
+"""CDKT-FL's networks: convolutions and one or two hidden layers, with the same embedding size in large and small ones.
 
-Each convolution has a ReLU and ends in max-pooling. Dropout comes before the hidden layers, so that the embedding, the
-input of the last layer, is never dropped out of. The small networks have one convolution fewer and keep F; how the
-paper's shrink is not told, and the pooling of the small ones here is ours.
+Each convolution has a ReLU and max-pooling. Dropout comes before the hidden layers, so that it does not affect the
+embedding, the input of the last layer. The small networks have one convolution fewer and the same F. The paper does not
+describe its small networks; their pooling is our choice.
 
 References:
     Le et al., CDKT-FL: Cross-Device Knowledge Transfer using Proxy Dataset in Federated Learning, and its code.
@@ -32,13 +32,16 @@ def cdkt_fmnist(input_shape: Sequence[int] = _FASHION, classes: int = 10) -> Spl
         classes: Number of classes, at least 2.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: A shape or number does not fit the model.
     """
     return _network(input_shape, classes, [(32, 5, 2), (32, 5, 2)], hidden=(512,), dropout=0.4)
 
 
 def cdkt_fmnist_small(input_shape: Sequence[int] = _FASHION, classes: int = 10) -> SplitModel:
-    """Its small sister: one 5x5 convolution of width 32, F = 512. Arguments and errors as `cdkt_fmnist`."""
+    """The small network for Fashion-MNIST: one 5x5 convolution of width 32, F = 512.
+
+    Arguments and errors as `cdkt_fmnist`.
+    """
     return _network(input_shape, classes, [(32, 5, 4)], hidden=(512,), dropout=0.4)
 
 
@@ -51,12 +54,15 @@ def cdkt_cifar(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitM
 
 
 def cdkt_cifar_small(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitModel:
-    """Its small sister: 3x3 convolutions of width 16 and 32, hidden 512, F = 64. Arguments and errors as the others."""
+    """The small network for CIFAR: 3x3 convolutions of width 16 and 32, hidden 512, F = 64.
+
+    Arguments and errors as `cdkt_fmnist`.
+    """
     return _network(input_shape, classes, [(16, 3, 2), (32, 3, 4)], hidden=(512, 64), dropout=0.5)
 
 
 def cdkt_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """The same kind for 8x8 digits: 3x3 convolutions of width 16 and 32, F = 64, no dropout; ours.
+    """Our network for 8x8 digits: 3x3 convolutions of width 16 and 32, F = 64, without dropout.
 
     Arguments and errors as `cdkt_fmnist`.
     """
@@ -64,7 +70,10 @@ def cdkt_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> Spli
 
 
 def cdkt_digits_small(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """Its small sister: one 3x3 convolution of width 8, F = 64. Arguments and errors as `cdkt_fmnist`."""
+    """Our small network for 8x8 digits: one 3x3 convolution of width 8, F = 64.
+
+    Arguments and errors as `cdkt_fmnist`.
+    """
     return _network(input_shape, classes, [(8, 3, 2)], hidden=(64,))
 
 

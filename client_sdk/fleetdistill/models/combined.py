@@ -1,4 +1,4 @@
-"""A model that multiplies what two predictors say."""
+"""A model whose probabilities are the product of two models' probabilities."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from fleetdistill.training.model import FeatureModel
 
 
 class CombinedModel(nn.Module):
-    """The product of two models' probabilities.
-
-    The logits are log p_first + log p_second, so that their softmax is the product, made to sum to 1 again.
-    """
+    """A model whose logits are log p_first + log p_second; their softmax is the normalised product."""
 
     def __init__(self, first: nn.Module, second: nn.Module, *, one_extractor: bool) -> None:
-        """Joins two local models, which are used and not copied.
+        """Combines two local models without copying them.
 
         Args:
-            one_extractor: Their extractors give the same, so one pass through the first one's serves both.
+            first: The first local model.
+            second: The second local model.
+            one_extractor: Whether both have the same extractor; only the first one's is then run.
         """
         super().__init__()
         self.first = first
@@ -27,7 +26,7 @@ class CombinedModel(nn.Module):
         self.one_extractor = one_extractor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `[batch, classes]` of inputs `[batch, *input_shape]`."""
+        """Returns logits `[batch, classes]` of inputs `[batch, *input_shape]`."""
         first, second = cast(FeatureModel, self.first), cast(FeatureModel, self.second)
         features = first.features(x)
         further = features if self.one_extractor else second.features(x)

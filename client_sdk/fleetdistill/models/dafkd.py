@@ -1,11 +1,11 @@
 """DaFKD's models: its classifier, and generators of images and of features.
 
-The paper calls its classifier "ResNet11" and says no more. One bottleneck block (expansion 4) a stage at widths 16, 32
-and 64 after a 3x3 convolution has 11 layers with weights; the authors' code has two blocks a stage
-(`dafkd_resnet20`). Both end in 256 features and one linear layer; DaFKD shares everything before that layer with the
-discriminator. `embedding_generator` is the generator that the paper describes: embeddings of noise and label, then a
-fully connected layer with batch-norm and LeakyReLU; `feature_generator` is the same of features. The other image
-generators are like DCGAN's, as in the authors' code: one linear layer, then transposed convolutions.
+The paper calls its classifier "ResNet11" without a description. A 3x3 convolution and one bottleneck block (expansion
+4) per stage at widths 16, 32 and 64 have 11 layers with weights; the authors' code has two blocks per stage
+(`dafkd_resnet20`). Both end in 256 features and one linear layer, and the discriminator shares all layers before it.
+`embedding_generator` is the paper's generator: embeddings of noise and label, then a fully connected layer with
+batch-norm and LeakyReLU. `feature_generator` makes features in the same way. The other image generators follow DCGAN,
+as in the authors' code: one linear layer, then transposed convolutions.
 
 References:
     Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, sections 3.3 and 4.1.
@@ -34,28 +34,29 @@ _SLOPE = 0.2
 
 
 def dafkd_resnet11(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
-    """The paper's classifier: one bottleneck block a stage.
+    """The paper's classifier: one bottleneck block per stage.
 
     Args:
         input_shape: Channels, height and width of one image.
         classes: Number of classes, at least 2.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: A shape or number does not fit the model.
     """
     return _resnet(1, input_shape, classes)
 
 
 def dafkd_resnet20(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
-    """The classifier of the authors' code: two bottleneck blocks a stage. Arguments are those of `dafkd_resnet11`."""
+    """The classifier of the authors' code: two bottleneck blocks per stage. Arguments as `dafkd_resnet11`."""
     return _resnet(2, input_shape, classes)
 
 
 def dafkd_cnn(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10) -> SplitModel:
-    """A small convolutional classifier for 28x28 images: what our own comparison runs.
+    """A small convolutional classifier for 28x28 images, the one in our comparison.
 
-    Two 5x5 convolutions of 16 and 32 with pooling and a hidden layer of 64: 46,730 parameters for 10 classes. The
-    discriminator reads the 64. Arguments and errors are those of `dafkd_resnet11`; height and width from 16.
+    It has two 5x5 convolutions of width 16 and 32 with pooling and a hidden layer of 64, 46,730 parameters for 10
+    classes. The discriminator uses the hidden layer's output. Arguments and errors as `dafkd_resnet11`; height and
+    width at least 16.
     """
     channels, height, width = checked_image(input_shape, smallest=16)
     pooled = 32 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
@@ -86,11 +87,11 @@ def _resnet(blocks: int, input_shape: Sequence[int], classes: int) -> SplitModel
 
 
 class NoiseGenerator(nn.Module):
-    """Noise, and labels if it has any, to samples of one shape.
+    """Maps noise, and labels if the generator has them, to samples.
 
     Attributes:
-        noise_dim: The paper's d.
-        classes: Number of classes of its labels; 0 for a generator without labels.
+        noise_dim: The paper's d, numbers in one noise vector.
+        classes: Number of classes of the labels; 0 for a generator without labels.
     """
 
     def __init__(self, noise_dim: int, classes: int, body: nn.Sequential, embedding: int = _EMBEDDING) -> None:
@@ -101,7 +102,7 @@ class NoiseGenerator(nn.Module):
             self.label_embedding = nn.Linear(classes, embedding)
 
     def forward(self, noise_md: Tensor, labels_m: Tensor | None = None) -> Tensor:
-        """Samples `[M, *shape]` of noise `[M, d]` and labels `[M]` int64, which only a generator with labels takes."""
+        """Returns samples `[M, *shape]` of noise `[M, d]` and, for a generator with labels, labels `[M]` int64."""
         if not self.classes:
             return self.body(noise_md)  # type: ignore[no-any-return]  # a module's call
         if labels_m is None:
@@ -112,27 +113,24 @@ class NoiseGenerator(nn.Module):
 
 
 def dafkd_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """The generator of images in (0, 1): a linear layer, two transposed convolutions, sigmoid.
+    """A generator of images in (0, 1): a linear layer, two transposed convolutions and a sigmoid.
 
     Args:
         shape: Channels, height and width of one image; height and width must be multiples of 4.
         noise_dim: Numbers in one noise vector, at least 1.
-        classes: Number of classes if labels go in too, else 0.
-
-    Returns:
-        Noise `[M, noise_dim]` (and labels) to images.
+        classes: Number of classes of the labels; 0 for a generator without labels.
 
     Raises:
-        ConfigurationError: A shape or number that makes no generator.
+        ConfigurationError: A shape or number does not fit the generator.
     """
     return _images(shape, noise_dim, classes, nn.Sigmoid())
 
 
 def dafkd_generator_tanh(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """The same of images in (-1, 1), the authors'. Arguments and errors are those of `dafkd_generator`.
+    """The authors' generator of images in (-1, 1), with tanh. Arguments and errors as `dafkd_generator`.
 
-    For data that are scaled to this range. The black background of images in [0, 1] is where tanh is steepest: it
-    comes out as noise, by which a discriminator knows every generated image.
+    Use it for data in this range. For images in [0, 1], tanh is steepest at the black background, which becomes noise,
+    so a discriminator recognises every generated image.
     """
     return _images(shape, noise_dim, classes, nn.Tanh())
 
@@ -158,15 +156,16 @@ def _images(shape: Sequence[int], noise_dim: int, classes: int, last: nn.Module)
 
 
 def digits_generator(shape: Sequence[int] = (1, 8, 8), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """A small generator of images in (0, 1): one hidden layer of 64. Arguments as `dafkd_generator`, any shape."""
+    """A small generator of images in (0, 1): one hidden layer of 64. Arguments as `dafkd_generator`, with any shape."""
     return _one_hidden_layer(_HIDDEN["digits"], shape, noise_dim, classes)
 
 
 def embedding_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
-    """The paper's generator, of images in (0, 1): two embeddings, a fully connected layer of 256 with batch-norm and
-    LeakyReLU, and one to the image. The paper gives no widths and no last activation.
+    """The paper's generator, for images in (0, 1).
 
-    Arguments as `dafkd_generator`, any shape; without labels the noise alone goes into the layer of 256.
+    It has two embeddings, a fully connected layer of 256 with batch-norm and LeakyReLU, and a linear layer. The widths
+    and the sigmoid are ours; the paper does not state them. Arguments as `dafkd_generator`, with any shape; without
+    labels the noise is the input of the layer of 256.
     """
     return _one_hidden_layer(_HIDDEN["embedding"], shape, noise_dim, classes)
 
@@ -182,9 +181,9 @@ def _one_hidden_layer(hidden: int, shape: Sequence[int], noise_dim: int, classes
 
 
 def feature_generator(shape: Sequence[int] = (256,), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
-    """A generator of features that are at least 0, as they are behind a ReLU: two layers of 256.
+    """A generator of features of at least 0, as after a ReLU: two layers of 256.
 
-    Arguments as `dafkd_generator`, any shape.
+    Arguments as `dafkd_generator`, with any shape.
     """
     hidden = _HIDDEN["features"]
     body = nn.Sequential(
@@ -202,7 +201,7 @@ def _layer(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 
 
 def _inputs(noise_dim: int, classes: int) -> int:
-    """Numbers that the body reads: the noise itself, or both embeddings."""
+    """Returns the number of inputs of the body: of the noise, or of both embeddings."""
     if noise_dim < 1:
         raise ConfigurationError(f"noise_dim must be >= 1, got {noise_dim!r}")
     return 2 * _EMBEDDING if classes and checked_classes(classes) else noise_dim

@@ -1,7 +1,7 @@
-"""Five small models for 8x8 digits that differ in kind, on one extractor with 128 features a sample.
+"""Five small models for 8x8 digits with different predictors and one extractor with 128 features per sample.
 
-They stand for a fleet of unlike devices in the demo and in tests: a linear predictor, two fully connected ones and
-two convolutional ones. Figures for this extractor are in the project's own experiments, not in a paper.
+The demo and the tests use them as a fleet of different devices: a linear predictor, two fully connected and two
+convolutional ones. They come from this project, not from a paper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXTRACTOR_WIDTH = 8
 
 
 def digits_extractor(input_shape: Sequence[int] = DIGITS_SHAPE) -> nn.Sequential:
-    """The extractor that all digit models begin with, alone: what the server hands out to every device.
+    """The extractor of all digit models, which the server sends to every device.
 
     Args:
         input_shape: Channels, height and width of one image, height and width at least 2.
@@ -29,7 +29,7 @@ def digits_extractor(input_shape: Sequence[int] = DIGITS_SHAPE) -> nn.Sequential
         `[batch, *input_shape]` to features `[batch, 8, height // 2, width // 2]`; 8x4x4 = 128 for 8x8 digits.
 
     Raises:
-        ConfigurationError: `input_shape` is not an image's.
+        ConfigurationError: `input_shape` is not the shape of an image.
     """
     channels, _, _ = checked_image(input_shape, smallest=2)
     stem = nn.Sequential(
@@ -69,25 +69,25 @@ def _cnn(input_shape: Sequence[int], classes: int, *widths: int) -> SplitModel:
 
 
 def digits_linear(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """One linear layer on the features. Arguments of all five: those of `digits_extractor`, and classes >= 2."""
+    """Extractor and one linear layer. The five models take the arguments of `digits_extractor` and `classes` >= 2."""
     return _mlp(input_shape, classes)
 
 
 def digits_mlp_small(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """One hidden layer of 32."""
+    """Extractor and a predictor with one hidden layer of 32."""
     return _mlp(input_shape, classes, 32)
 
 
 def digits_mlp_large(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Two hidden layers of 128 and 64."""
+    """Extractor and a predictor with two hidden layers of 128 and 64."""
     return _mlp(input_shape, classes, 128, 64)
 
 
 def digits_cnn_small(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """One 3x3 convolution of width 8."""
+    """Extractor and a predictor with one 3x3 convolution of width 8."""
     return _cnn(input_shape, classes, 8)
 
 
 def digits_cnn_large(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Two 3x3 convolutions of widths 16 and 32."""
+    """Extractor and a predictor with two 3x3 convolutions of widths 16 and 32."""
     return _cnn(input_shape, classes, 16, 32)

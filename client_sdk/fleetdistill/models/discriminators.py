@@ -1,6 +1,6 @@
-"""A classifier with a discriminator beside it, which shares its layers or is a network of its own.
+"""A classifier with a discriminator, which shares the classifier's layers or is a separate network, for DaFKD.
 
-Both halves of DaFKD use it: a device trains one, the server loads the devices' one after the other to hear them.
+A device trains the pair; the server loads the devices' pairs one after the other.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fleetdistill.training.model import FeatureModel, SplitModel
 
 
 class SharedHead(nn.Module):
-    """A discriminator that reads the classifier's features: one linear layer, F + 1 numbers."""
+    """A discriminator on the classifier's features: one linear layer with F + 1 parameters."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.linear = nn.Linear(features, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits `[batch]` of features `[batch, ...]`."""
+        """Returns logits `[batch]` of features `[batch, ...]`."""
         return cast(Tensor, self.linear(features.flatten(1))).squeeze(1)
 
 
 class OwnNetwork(nn.Module):
-    """A discriminator with layers of its own: those of the classifier but the last, from its present weights on."""
+    """A separate discriminator: a copy of all layers of the classifier but the last, and a linear layer."""
 
     def __init__(self, classifier: nn.Module, features: int) -> None:
         super().__init__()
@@ -35,20 +35,20 @@ class OwnNetwork(nn.Module):
         self.head = SharedHead(features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `[batch]` of inputs `[batch, *input_shape]`."""
+        """Returns logits `[batch]` of inputs `[batch, *input_shape]`."""
         return cast(Tensor, self.head(self.body(x)))
 
 
 class JudgedClassifier(nn.Module):
     """A local model and its discriminator.
 
-    The model is split before its last layer, where it is a chain of stages, else at its own cut.
+    A `SplitModel` is split before its last layer, any other model at its own cut.
 
     Args:
-        classifier: The local model; used, not copied.
-        feature_shape: Shape of one sample's features there, see `shared_shape`.
-        sharing: The discriminator reads the classifier's features; otherwise it is a network of its own.
-        feature_level: Generated samples are features instead of inputs.
+        classifier: The local model, used without a copy.
+        feature_shape: Shape of one sample's features at the split, as `shared_features` returns them.
+        sharing: Whether the discriminator uses the classifier's features; otherwise it is a separate network.
+        feature_level: Whether generated samples are features instead of inputs.
     """
 
     def __init__(
@@ -61,28 +61,28 @@ class JudgedClassifier(nn.Module):
         self.discriminator = SharedHead(size) if sharing else OwnNetwork(classifier, size)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the last layer reads, of inputs."""
+        """Returns the features at the split of inputs `[batch, *input_shape]`."""
         return shared_features(self.classifier, x)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Logits `[batch, classes]` of `features`."""
+        """Returns logits `[batch, classes]` of features at the split."""
         if isinstance(self.classifier, SplitModel):
             return cast(Tensor, _last_layer(self.classifier)(features))
         return cast(FeatureModel, self.classifier).predict(features)
 
     def realness(self, generated: Tensor) -> Tensor:
-        """The discriminator's logits `[batch]` of generated samples, `[batch, *input_shape]` or features."""
+        """Returns the discriminator's logits `[batch]` of generated samples, inputs or features."""
         if self.sharing and not self.feature_level:
             return cast(Tensor, self.discriminator(self.features(generated)))
         return cast(Tensor, self.discriminator(generated))
 
     def classify_generated(self, generated: Tensor) -> Tensor:
-        """The classifier's logits `[batch, classes]` of generated samples."""
+        """Returns the classifier's logits `[batch, classes]` of generated samples, inputs or features."""
         return self.classify(generated if self.feature_level else self.features(generated))
 
 
 def shared_features(classifier: nn.Module, x: Tensor) -> Tensor:
-    """What a discriminator shares of a classifier: the input of its last layer, or its features at its own cut."""
+    """Returns a classifier's features at the split: the input of its last layer, or its features at its own cut."""
     if isinstance(classifier, SplitModel):
         return classifier.embedding(x)
     return cast(FeatureModel, classifier).features(x)

@@ -1,7 +1,7 @@
-"""FedD2S's layered models: every layer is a stage of its own, so that the model can be cut after each.
+"""FedD2S's layered models: every layer is a separate stage, so that the model can be cut after each layer.
 
-A layer is a 3x3 convolution with ReLU and a 2x2 max-pooling (C1, C2, ...) or a fully connected one with ReLU (F1,
-F2, ...; the last without). The paper gives the widths only; kernels, padding and pooling are ours.
+A layer is a 3x3 convolution with ReLU and 2x2 max-pooling (C1, C2, ...) or a fully connected layer with ReLU (F1, F2,
+..., the last one without ReLU). The widths are the paper's; kernels, padding and pooling are our choice.
 
 References:
     Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, section IV-A.
@@ -28,7 +28,7 @@ def fedd2s_m1(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitMo
         classes: Number of classes, at least 2.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: A shape or number does not fit the model.
     """
     return _layered(input_shape, classes, convolutions=(8, 16, 32), hidden=(32, 16))
 
@@ -42,7 +42,7 @@ def fedd2s_m2(input_shape: Sequence[int] = _CIFAR, classes: int = 100) -> SplitM
 
 
 def fedd2s_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """The same kind for 8x8 digits: C1(8) C2(16) F1(64) F2(32) F3(classes).
+    """Our model for 8x8 digits: C1(8) C2(16) F1(64) F2(32) F3(classes).
 
     Arguments and errors are those of `fedd2s_m1`, but height and width must be at least 4.
     """
@@ -69,7 +69,7 @@ def _layered(
 
 
 def _initialise(model: nn.Module) -> None:
-    """He's initial weights: with torch's the signal fades over so many layers without batch-norm."""
+    """Sets He's initial weights; with torch's defaults activations vanish over this many layers without batch-norm."""
     for part in model.modules():
         if isinstance(part, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(part.weight, nonlinearity="relu")

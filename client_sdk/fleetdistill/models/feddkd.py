@@ -1,6 +1,6 @@
-"""FedDKD's networks: a convolutional one for FEMNIST, VGG-9 for CIFAR, and a large one for digits of five sources.
+"""FedDKD's networks: a convolutional one for FEMNIST, VGG-9 for CIFAR, and a large one for digits from five sources.
 
-Widths are the paper's; kernels and paddings are those that its numbers of inputs to the fully connected layers fit.
+Widths are the paper's; kernels and paddings follow from its input sizes of the fully connected layers.
 
 References:
     Li et al., FedDKD: Federated Learning with Decentralized Knowledge Distillation, section IV and appendix.
@@ -30,7 +30,7 @@ def feddkd_femnist(input_shape: Sequence[int] = _FEMNIST, classes: int = 26) -> 
         classes: Number of classes, at least 2.
 
     Raises:
-        ConfigurationError: A shape or number that makes no model.
+        ConfigurationError: A shape or number does not fit the model.
     """
     channels, _, _ = checked_image(input_shape, smallest=16)
     stages: dict[str, nn.Module] = {}
@@ -92,5 +92,5 @@ def feddkd_five_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) 
 
 
 def _numbers(stages: dict[str, nn.Module], input_shape: Sequence[int]) -> int:
-    """Numbers that the stages make of one image."""
+    """Returns the number of outputs of the stages for one image."""
     return prod(output_shape(nn.Sequential(OrderedDict(stages)), input_shape))

@@ -1,12 +1,12 @@
-"""FedDKC's device models: five ResNets of different depth with one common extractor.
+"""FedDKC's device models: five ResNets of different depth with the same extractor.
 
-Basic blocks at widths 16 and 32, 1x1 convolution with batch-norm on the shortcut where the shape changes, no bias
-before a batch-norm, stride 2 in the first convolution of width 32, global average pooling, one linear layer. With
-3 input channels and 10 classes the parameter counts are those of the paper's Table 3, extractor included.
+They have basic blocks at widths 16 and 32, a 1x1 convolution with batch-norm on shortcuts that change the shape, no
+bias before batch-norm, stride 2 in the first convolution of width 32, global average pooling and one linear layer. With
+3 input channels and 10 classes the parameter counts, extractor included, are those of the paper's Table 3.
 
-The paper's text has a max-pooling at the end of the extractor, but its Table 3 fits a network without it: the
-operations and activation sizes given there need features of 16x32x32 for 32x32 images. `max_pool=False` builds that;
-the default follows the text, computes a fourth and sends a fourth.
+The paper's text describes max-pooling at the end of the extractor, but the operations and activation sizes in its Table
+3 need features of 16x32x32 for 32x32 images. `max_pool=False` builds a network without pooling. The default follows the
+text, which needs a quarter of the computation and of the upload.
 
 References:
     Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, section 4.1,
@@ -43,7 +43,7 @@ class BasicBlock(nn.Module):
         self.shortcut = projection(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output of the block; shapes as in the class's description."""
+        """Returns the block's output; the class documents the shapes."""
         hidden = relu(self.norm1(self.conv1(x)))
         return relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
 
@@ -63,43 +63,43 @@ class Bottleneck(nn.Module):
         self.shortcut = projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Output of the block; shapes as in the class's description."""
+        """Returns the block's output; the class documents the shapes."""
         hidden = relu(self.norm1(self.conv1(x)))
         hidden = relu(self.norm2(self.conv2(hidden)))
         return relu(self.norm3(self.conv3(hidden)) + self.shortcut(x))
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Shortcut of a residual block: the identity where shapes agree, else a 1x1 convolution with batch-norm."""
+    """Returns a residual block's shortcut: the identity if the shapes agree, else a 1x1 convolution with batch-norm."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 def classifier(width: int, classes: int) -> nn.Sequential:
-    """Average over the image, then one linear layer: `[b, width, h, w]` to logits `[b, classes]`."""
+    """Returns average pooling and one linear layer, from `[b, width, h, w]` to logits `[b, classes]`."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
 def initialise_convolutions(model: nn.Module) -> None:
-    """Draws all convolution weights anew, normal with variance 2 / fan-out (He et al.)."""
+    """Draws new weights for all convolutions, normal with variance 2 / fan-out (He et al.)."""
     for part in model.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
 
 def resnet_extractor(input_shape: Sequence[int] = CIFAR_SHAPE, max_pool: bool = True) -> nn.Sequential:
-    """The extractor that all ResNets of the zoo begin with, alone: what the server hands out to every device.
+    """The extractor of all ResNets in the zoo, which the server sends to every device.
 
     Args:
         input_shape: Channels, height and width of one image.
-        max_pool: Halve height and width (the paper's text), or keep them (its Table 3).
+        max_pool: Whether height and width are halved, as in the paper's text, or kept, as in its Table 3.
 
     Returns:
         `[batch, *input_shape]` to features `[batch, 16, ceil(height / 2), ceil(width / 2)]`.
 
     Raises:
-        ConfigurationError: `input_shape` is not an image's.
+        ConfigurationError: `input_shape` is not the shape of an image.
     """
     extractor = nn.Sequential(OrderedDict(stem=_stem(input_shape, max_pool)))
     initialise_convolutions(extractor)
@@ -131,25 +131,25 @@ def _resnet(blocks: tuple[int, int], input_shape: Sequence[int], classes: int, m
 
 
 def resnet2(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor and linear classifier only. Arguments of all five: those of `resnet_extractor`, and classes >= 2."""
+    """Extractor and a linear classifier. The five models take `resnet_extractor`'s arguments and `classes` >= 2."""
     return _resnet((0, 0), input_shape, classes, max_pool)
 
 
 def resnet4(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """One block of width 16."""
+    """Extractor, one block of width 16 and a linear classifier."""
     return _resnet((1, 0), input_shape, classes, max_pool)
 
 
 def resnet6(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """One block of width 16, one of width 32."""
+    """Extractor, one block each of width 16 and 32 and a linear classifier."""
     return _resnet((1, 1), input_shape, classes, max_pool)
 
 
 def resnet10(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Two blocks of width 16, two of width 32."""
+    """Extractor, two blocks each of width 16 and 32 and a linear classifier."""
     return _resnet((2, 2), input_shape, classes, max_pool)
 
 
 def resnet12(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Two blocks of width 16, three of width 32."""
+    """Extractor, two blocks of width 16, three of width 32 and a linear classifier."""
     return _resnet((2, 3), input_shape, classes, max_pool)

@@ -1,8 +1,8 @@
-"""Wavelet scattering: an extractor that nobody trains and nobody sends, because it is the same everywhere.
+"""Wavelet scattering: a fixed extractor without parameters, which is the same everywhere and is never sent.
 
-Two orders of Morlet wavelets, modulus and low pass, as plain convolutions, which ONNX has too (Bruna and Mallat,
-Invariant Scattering Convolution Networks, 2013). `kymatio`, the library for it, has had no release since 2022 and
-brings a backend of its own for each framework; what is needed here is a hundred lines.
+Two orders of Morlet wavelets, modulus and low-pass filter, as plain convolutions, so that ONNX can represent them
+(Bruna and Mallat, Invariant Scattering Convolution Networks, 2013). The library `kymatio` has had no release since 2022
+and has a separate backend for each framework; this module needs about a hundred lines.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from fleetdistill.models.shapes import checked_image, checked_shape
 ANGLES = 8
 """L, orientations of the wavelets."""
 SMALLEST_SIDE = 8
-"""Pixels; smaller images have no room for two scales."""
+"""Least height and width in pixels; smaller images are too small for two scales."""
 _SIGMA = 0.8  # of the finest wavelet, and of the low pass on the coarsest grid
 _FREQUENCY = 3 * math.pi / 4  # of the finest wavelet, radians a pixel
 _SLANT = 0.5
 _CUT = 3.0  # half-width of a kernel in sigmas
-_EPSILON = 0.01  # numbers below it are taken as they are, larger ones by their logarithm
+_EPSILON = 0.01  # numbers below it are scaled linearly, larger ones logarithmically
 _TINY = 1e-12  # under the root of the modulus
 _COLOURS = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))
 
 
 def scattering(input_shape: Sequence[int] = (1, 28, 28)) -> Scattering:
-    """The scattering of images of one shape.
+    """Returns the scattering extractor for images of one shape.
 
     Args:
         input_shape: Channels, height and width; height and width at least 8.
 
     Raises:
-        ConfigurationError: `input_shape` is not an image's, or the image is too small.
+        ConfigurationError: `input_shape` is not the shape of an image, or the image is too small.
     """
     return Scattering(input_shape)
 
 
 def identity(input_shape: Sequence[int] = (64,)) -> nn.Identity:
-    """Takes inputs for features as they are: for vectors, such as the embeddings of a network outside the run.
+    """Returns the identity as an extractor, for inputs that are features, such as embeddings of an external network.
 
     Raises:
-        ConfigurationError: `input_shape` is not a shape.
+        ConfigurationError: `input_shape` is not one or more positive integers.
     """
     checked_shape(input_shape)
     return nn.Identity()
 
 
 def scales_of(side: int) -> tuple[int, int]:
-    """J, the number of scales, and S, the step of the last grid in pixels, for images of this smaller side."""
+    """Returns J, the number of scales, and S, the last grid's step in pixels, for an image's smaller side in pixels."""
     levels = max(round(math.log2(side / 4)), 1)
     return max(2, levels), 2**levels
 
 
 def morlet(scale: int, angle: float) -> Array:
-    """Morlet wavelets on a grid of whole numbers, zero mean, the sum of their moduli 1 (oneshot.md, 3.1).
+    """Returns a Morlet wavelet on an integer grid, with zero mean and moduli that sum to 1.
 
     Args:
-        scale: j - i, how many times the finest wavelet's size is doubled.
-        angle: Of the wave, radians.
+        scale: j - i, number of times that the finest wavelet's size is doubled.
+        angle: Direction of the wave in radians.
 
     Returns:
         `[2, k, k]` float64, the real and the imaginary part; rows are y, columns x.
@@ -81,7 +81,7 @@ def morlet(scale: int, angle: float) -> Array:
 
 
 def low_pass(scale: int) -> Array:
-    """A Gaussian of sigma 0.8 * 2**scale on a grid of whole numbers, `[k, k]` float64, sum 1."""
+    """Returns a Gaussian with sigma 0.8 * 2**scale on an integer grid, `[k, k]` float64 with sum 1."""
     sigma = _SIGMA * 2**scale
     y, x = _grid(sigma)
     window = np.exp(-(x**2 + y**2) / (2 * sigma**2))
@@ -96,25 +96,26 @@ def _grid(sigma: float) -> tuple[Array, Array]:
 
 
 class Scattering(nn.Module):
-    """Images `[batch, channels, height, width]` in [0, 1] to `[batch, maps, ceil(height / S), ceil(width / S)]`.
+    """Maps images `[batch, channels, height, width]` in [0, 1] to `[batch, maps, ceil(height / S), ceil(width / S)]`.
 
-    `maps` is channels * (1 + J L + J (J - 1) / 2 L**2). It has no parameters, and its kernels are not part of a state:
-    they are made anew wherever it is.
+    `maps` is channels * (1 + J L + J (J - 1) / 2 L**2). The module has no parameters. The constructor computes the
+    kernels, which are not part of the state.
 
     Attributes:
-        scales: J.
-        step: S, pixels from one place of the last grid to the next.
+        scales: J, number of scales.
+        step: S, the last grid's step in pixels.
     """
 
     def __init__(self, input_shape: Sequence[int], step: int | None = None) -> None:
-        """Makes the kernels.
+        """Computes the kernels.
 
         Args:
             input_shape: Channels, height and width; height and width at least 8.
-            step: Another S than the one that follows from the image, a power of two.
+            step: S, a power of two; None for the default of the image's size.
 
         Raises:
-            ConfigurationError: `input_shape` is not an image's, the image is too small, or `step` is no power of two.
+            ConfigurationError: `input_shape` is not the shape of an image of at least 8x8 pixels, or `step` is not a
+                power of two.
         """
         super().__init__()
         channels, height, width = checked_image(input_shape, smallest=SMALLEST_SIDE)
@@ -127,7 +128,7 @@ class Scattering(nn.Module):
         self._add("colours", np.array(_COLOURS)[:, :, None, None])
         for scale in range(self.scales):
             self._add(f"low_{scale}", low_pass(self.scales - 1 - scale)[None, None])
-            for grid in range(scale + 1):  # the kernel of a scale, on a grid of every 2**grid-th place
+            for grid in range(scale + 1):  # a scale's kernel on a grid of every 2**grid-th pixel
                 bank = np.concatenate([morlet(scale - grid, math.pi * n / ANGLES) for n in range(ANGLES)])
                 self._add(f"wave_{scale}_{grid}", bank[:, None])
 
@@ -135,12 +136,12 @@ class Scattering(nn.Module):
         self.register_buffer(name, torch.tensor(kernel, dtype=torch.float32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Log-scaled scattering of both orders; the order of the maps is that of oneshot.md, 3.1."""
+        """Returns the log-scaled maps: the low-pass map, then each scale's first- and second-order maps."""
         if self._in_colour:
             x = functional.conv2d(x, self.get_buffer("colours"))
         found = [self._averaged(x, 0)]
         for first in range(self.scales):
-            grid = min(first, self._last)  # that the moduli of this scale are kept on
+            grid = min(first, self._last)  # grid of this scale's moduli
             moduli = self._moduli(x, first, 0, grid)
             found.append(self._averaged(moduli, grid))
             for second in range(first + 1, self.scales):
@@ -150,7 +151,7 @@ class Scattering(nn.Module):
         return numbers.sign() * torch.log(1 + numbers.abs() / _EPSILON)
 
     def _moduli(self, x: Tensor, scale: int, grid: int, kept_on: int) -> Tensor:
-        """Moduli of every channel with the wavelets of a scale, on every 2**kept_on-th place of the image."""
+        """Returns the moduli of each channel's convolution with a scale's wavelets, at every 2**kept_on-th pixel."""
         waves = _each_channel(x, self.get_buffer(f"wave_{scale}_{grid}"), 2 ** (kept_on - grid))
         parts = waves.reshape(-1, waves.shape[1] // 2, 2, *waves.shape[2:])  # real and imaginary
         return torch.sqrt(parts[:, :, 0] ** 2 + parts[:, :, 1] ** 2 + _TINY)
@@ -160,7 +161,7 @@ class Scattering(nn.Module):
 
 
 def _each_channel(x: Tensor, kernels: Tensor, step: int) -> Tensor:
-    """Correlation of every channel with every kernel at every step-th place, edges repeated; channel major."""
+    """Correlates each channel with each kernel at every step-th pixel, with repeated edges; ordered by channel."""
     half = kernels.shape[-1] // 2
     padded = functional.pad(x, (half, half, half, half), mode="replicate")
     single = padded.flatten(0, 1).unsqueeze(1)

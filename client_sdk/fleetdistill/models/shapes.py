@@ -1,4 +1,4 @@
-"""Checks of the shapes that model factories are given; they often come from a configuration file."""
+"""Checks of the shapes and numbers that model factories receive, often from a configuration file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fleetdistill.errors import ConfigurationError
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of one sample.
+    """Returns a sample's shape as a tuple.
 
     Raises:
-        ConfigurationError: Not one or more positive whole numbers.
+        ConfigurationError: `shape` is not one or more positive integers.
     """
     if not shape or not all(_at_least(1, size) for size in shape):
         raise ConfigurationError(f"shape {shape!r} must be positive whole numbers, for instance (3, 32, 32)")
@@ -19,14 +19,14 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, int]:
-    """Channels, height and width of one image or feature map.
+    """Returns channels, height and width of an image or feature map.
 
     Args:
-        shape: What was configured.
-        smallest: Least height and width that the model can work on.
+        shape: The configured shape.
+        smallest: Least height and width that the model accepts.
 
     Raises:
-        ConfigurationError: Not three positive whole numbers, or too small.
+        ConfigurationError: `shape` is not three positive integers, or the image is too small.
     """
     sizes = checked_shape(shape)
     if len(sizes) != 3:
@@ -38,10 +38,10 @@ def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, in
 
 
 def checked_classes(classes: int) -> int:
-    """Number of classes.
+    """Returns the number of classes.
 
     Raises:
-        ConfigurationError: Not a whole number of at least 2.
+        ConfigurationError: `classes` is not an integer of at least 2.
     """
     if not _at_least(2, classes):
         raise ConfigurationError(f"classes is {classes!r}, must be a whole number of at least 2")

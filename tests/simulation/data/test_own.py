@@ -157,7 +157,7 @@ def test_a_function_that_no_other_process_can_import_is_refused() -> None:
     def local(input_shape: Any, classes: int) -> None: ...
 
     for function in (local, lambda input_shape, classes: None):
-        with pytest.raises(ConfigurationError, match="is no function at the top level of a module"):
+        with pytest.raises(ConfigurationError, match="is not a function at the top level of a module"):
             Simulation(models=[function])
 
 
