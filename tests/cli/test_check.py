@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model_extractor": "own_factories:fails"},
         "the models of feddkc cannot be built (ValueError: no such weights); check [model], and [contract] input_shape",
     ),
-    "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; name it"),
+    "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; set"),
     "a method that lacks a proxy set": ({"run_method": "cdkt", "model_device": "cdkt_digits"}, "cdkt needs a labelled"),
     "inputs that fit no model": (
         {"contract_input_shape": [3, 5]},

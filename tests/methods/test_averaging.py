@@ -57,8 +57,8 @@ def test_rob_1_a_device_that_is_far_off_is_left_out() -> None:
     _, taken = mean_of([{"w": [float(number)]} for number in (0, 1, 2, 10)])
     assert taken.events == [("update-left-out", "d3")]
     assert taken.texts == [
-        "d3: 1 of its 1 tensors are over 4 times as far from the devices' median as usual, w 8.5 where 1 is usual; "
-        "it is left out of the mean"
+        "d3 is left out of the mean: 1 of its 1 tensors are farther from the devices' median than 4 times the median "
+        "distance (w: 8.5, median 1)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The table of methods, server side. Each is a file or a folder of its name; `register` adds your own."""
+"""The server halves of all methods, by name. Each is a file or folder of that name; `register` adds your own."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
         "feddkd": "feddkd:FedDKDServer",
     }
 )
-"""Each built-in method: where its server half is, as `module:class`."""
+"""Server half of each built-in method, as `module:class`."""
 
 registered: dict[str, type[ServerMethod]] = {}
 
 
 def register(method: str, server: type[ServerMethod]) -> None:
-    """Adds the server half of a method of your own to this process; its configuration and device half go to
-    `fleetdistill.methods.register`, here too, because the server checks run.toml with the configuration.
+    """Registers the server half of your own method for this process.
+
+    Register its configuration and device half with `fleetdistill.methods.register` in the same process: the server
+    checks run.toml with the configuration.
 
     Raises:
-        ConfigurationError: Another method has the name.
+        ConfigurationError: Another method has this name.
     """
     if method in SERVER_METHODS or registered.get(method, server) is not server:
         raise ConfigurationError(f"method {method!r} is already registered; register yours under another name")
@@ -48,13 +50,13 @@ def register(method: str, server: type[ServerMethod]) -> None:
 
 
 def server_class(method: str, config: Any = None) -> type[ServerMethod]:
-    """The server half of a method, of the configuration's form. Raises ConfigurationError for an unknown method."""
+    """Returns a method's server half for a configuration. Raises ConfigurationError for an unknown method."""
     usual = _default_class(method)
     return usual if config is None else usual.form(config)
 
 
 def _default_class(method: str) -> type[ServerMethod]:
-    has_device_half = is_registered(method)  # imports the installed package that declares it, if one does
+    has_device_half = is_registered(method)  # also imports the installed package that declares the method, if any
     if method in registered:
         return registered[method]
     if has_device_half:
@@ -69,7 +71,9 @@ def _default_class(method: str) -> type[ServerMethod]:
 
 
 def modules_of(method: str) -> list[str]:
-    """Modules that register a method which only this process knows, for another process to import; none for others.
+    """Returns the modules that another process must import to know a method that was registered in this process.
+
+    The list is empty for built-in methods and for methods of installed packages.
 
     Raises:
         ConfigurationError: The method was defined in an interactive session.

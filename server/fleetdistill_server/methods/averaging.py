@@ -1,7 +1,7 @@
-"""Means over devices in which no single one decides: named operations, in float64.
+"""Robust means over devices: the influence of each single device is bounded. All sums are in float64.
 
-`docs/reference/robust.md` says what they bound. With fewer than four devices there is no telling who is far off, so
-only weights are bounded then.
+`docs/reference/robust.md` states the bounds. Outliers cannot be identified among fewer than four devices, so only
+weights are bounded then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MOST_WEIGHT = 3.0  # times the median weight
 _FEWEST_DEVICES = 4
 _CLIPPED_FROM = 2.0  # times the median distance from the devices' median
 _LEFT_OUT_FROM = 4.0
-BLOCK_NUMBERS = 1 << 22  # of all devices together that are in memory at a time, as float64
-_TRIMMED_SHARE = 5  # one device in so many is left out at either end
+BLOCK_NUMBERS = 1 << 22  # float64 elements of all devices together that are in memory at a time
+_TRIMMED_SHARE = 5  # one device in five is left out at each end
 
 
 def capped(weights: Sequence[float]) -> list[float]:
-    """Weights of which none is more than three times their median. At least one; all at least 0."""
+    """Caps weights at three times their median. At least one weight is needed; all must be at least 0."""
     most = _MOST_WEIGHT * median(weights)
     return [min(weight, most) for weight in weights]
 
@@ -44,20 +44,19 @@ class _Update:
 
 
 class WeightedMean:
-    """The weighted mean of models or gradients, clipped about the devices' median unless `robust` is off.
+    """The weighted mean of models or gradients, clipped around the devices' median unless `robust` is `off`.
 
-    With the weights w of the devices, and for each tensor the coordinate-wise median v over the devices, distances
-    r_k = |x_k - v| and their median m: a device with r_k > 4m is left out of this tensor, and every other one counts
-    as v + (x_k - v) min(1, 2m / r_k). One that is left out of more than half of the tensors is left out of all. No
-    device moves a tensor by more than 2m w_k / sum(w); where all are within 2m the result is the plain mean, to the
-    bit. Of integer buffers, such as batch-norm's counters, it takes the median, or where nothing is clipped the
-    largest.
+    For each tensor let v be the coordinate-wise median over the devices, r_k = |x_k - v| the distances and m their
+    median. A device with r_k > 4m is left out of this tensor; any other counts as v + (x_k - v) min(1, 2m / r_k).
+    A device that is left out of more than half of the tensors is left out of all. No device moves a tensor by more than
+    2m w_k / sum(w). If all devices are within 2m, the result is bit-equal to the plain weighted mean. Integer buffers,
+    such as batch-norm's counters, become the median, or without clipping the maximum.
 
     Args:
-        robust: The setting of that name; `gross` and `strict` are the same here.
+        robust: The setting `robust`; `gross` and `strict` have the same effect here.
 
     Attributes:
-        left_out: Devices that `result` left out of all tensors.
+        left_out: Ids of the devices that `result` left out of all tensors.
     """
 
     def __init__(self, robust: str) -> None:
@@ -66,20 +65,23 @@ class WeightedMean:
         self.left_out: list[str] = []
 
     def add(self, device: str, sent: ModelParameters, weight: float) -> None:
-        """Adds one device's model, which is kept until the result is made: best arrays that are mapped from a file.
+        """Adds one device's model. It is stored until `result`, so its arrays should be mapped from a file.
 
         Args:
-            device: Its id.
-            sent: All of them must have the same names and shapes, and be finite.
-            weight: Above 0.
+            device: Id of the device.
+            sent: The model or gradient; finite, with the same names and shapes for all devices.
+            weight: Weight in the mean, above 0.
         """
         self._updates.append(_Update(device, sent, weight))
 
     def result(self, notes: Notes) -> ModelParameters:
-        """The mean, in the types that were sent. Raises ValueError if nothing was added.
+        """Returns the mean, in the element types that were sent.
 
         Args:
-            notes: Takes an event about every device that is left out, and about one that has most of the weight.
+            notes: Receives an event for each device that is left out, and for a device with most of the weight.
+
+        Raises:
+            ValueError: No model was added.
         """
         if not self._updates:
             raise ValueError("nothing was averaged")
@@ -114,7 +116,7 @@ class WeightedMean:
         return found
 
     def _outliers(self, spreads: Mapping[str, _Spread], notes: Notes) -> set[int]:
-        """Numbers of the devices that are left out of more than half of the tensors, each with an event."""
+        """Returns the indices of devices that are left out of more than half of the tensors, with an event for each."""
         found = set()
         for number, one in enumerate(self._updates):
             far = [name for name, spread in spreads.items() if spread.is_outlier(number)]
@@ -122,22 +124,24 @@ class WeightedMean:
                 continue
             found.add(number)
             worst = max(far, key=lambda name: spreads[name].distances[number])
-            text = f"{len(far)} of its {len(spreads)} tensors are over {_LEFT_OUT_FROM:g} times as far from the"
-            text += f" devices' median as usual, {worst} {spreads[worst].distances[number]:.3g} where"
-            text += f" {spreads[worst].usual:.3g} is usual; it is left out of the mean"
-            notes.event("update-left-out", f"{one.device}: {text}", one.device)
+            text = (
+                f"{one.device} is left out of the mean: {len(far)} of its {len(spreads)} tensors are farther from the"
+            )
+            text += f" devices' median than {_LEFT_OUT_FROM:g} times the median distance"
+            text += f" ({worst}: {spreads[worst].distances[number]:.3g}, median {spreads[worst].usual:.3g})"
+            notes.event("update-left-out", text, one.device)
         self.left_out = [self._updates[number].device for number in sorted(found)]
         return found
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """How far the devices' arrays of one tensor lie from their median.
+    """Distances of the devices' arrays of one tensor from their median.
 
     Attributes:
-        centre: The coordinate-wise median over the devices, flat.
-        distances: `[K]`, Euclidean.
-        usual: The median of the distances.
+        centre: Coordinate-wise median over the devices, flat.
+        distances: Euclidean distances `[K]`.
+        usual: Median of the distances.
     """
 
     centre: Array
@@ -150,7 +154,9 @@ class _Spread:
         squares = np.zeros(len(arrays))
         for rows, block_kn in _blocks(arrays):
             centre[rows] = np.median(block_kn, axis=0)
-            squares += np.square(block_kn - centre[rows]).sum(axis=1)  # not BLAS, which sums by its number of threads
+            squares += np.square(block_kn - centre[rows]).sum(
+                axis=1
+            )  # without BLAS, whose sums depend on its number of threads
         distances = np.sqrt(squares)
         return cls(centre, distances, float(np.median(distances)))
 
@@ -159,7 +165,7 @@ class _Spread:
 
     def mean(self, arrays: Sequence[Array], weights: Sequence[float], without: set[int]) -> Array:
         counted = [number for number in range(len(arrays)) if not self.is_outlier(number) and number not in without]
-        if not counted:  # each device is left out, of this tensor or of all
+        if not counted:  # every device is left out of this tensor or of all
             return self.centre.reshape(arrays[0].shape).astype(arrays[0].dtype)
         taken = ((self._clip(arrays[number], number), weights[number]) for number in counted)
         return _weighted(taken, arrays[0].dtype)
@@ -174,7 +180,7 @@ class _Spread:
 
 
 def _blocks(arrays: Sequence[Array]) -> Iterator[tuple[slice, Array]]:
-    """The devices' numbers side by side, `[K, n]` in float64, a part of the tensor at a time."""
+    """Yields the devices' values `[K, n]` in float64, one block of the flat tensor at a time."""
     flat = [array.reshape(-1) for array in arrays]
     size = max(BLOCK_NUMBERS // len(flat), 1)
     for first in range(0, flat[0].size, size):
@@ -192,29 +198,30 @@ def _weighted(arrays: Iterator[tuple[Array, float]], dtype: np.dtype) -> Array:
 
 
 def _median_integers(arrays: Sequence[Array]) -> Array:
-    """The median of integers, of an even number the lower one in the middle."""
+    """Returns the median of integers; of an even number of devices the lower middle value."""
     found: Array = np.sort(np.stack(arrays), axis=0)[(len(arrays) - 1) // 2]
     return found
 
 
 def _note_dominant_weight(weights: Mapping[str, float], notes: Notes) -> None:
-    """One event a run about a device that has most of the weight; of two devices one nearly always has more."""
+    """Adds one event per run for a device with most of the weight: over 50 %, or over 75 % of two devices."""
     most, total = 0.75 if len(weights) == 2 else 0.5, sum(weights.values())
     for device, weight in weights.items():
         share = weight / total
         if len(weights) > 1 and share > most:
             text = f"{device} has {100 * share:.0f} % of the weight of the mean of {len(weights)} devices"
-            notes.event(MOST_OF_THE_WEIGHT, f"{text}; more devices, or more alike, would bound it", device, once=True)
+            notes.event(MOST_OF_THE_WEIGHT, f"{text}; add devices, or balance their sample counts", device, once=True)
 
 
 class TensorMean:
-    """The weighted mean of tensors of one shape over devices, trimmed entry by entry unless `robust` is off.
+    """The weighted mean of tensors of one shape over devices, trimmed element by element unless `robust` is `off`.
 
-    Of K devices floor(K / 5) at each end of every entry do not count, so up to four nothing is trimmed.
+    For K devices, the floor(K / 5) largest and smallest values of each element are left out; up to four devices nothing
+    is trimmed.
 
     Args:
-        robust: The setting of that name; `gross` and `strict` are the same here.
-        probabilities: Whether the rows of the last axis sum to 1; then they do so after trimming too.
+        robust: The setting `robust`; `gross` and `strict` have the same effect here.
+        probabilities: Whether the last axis sums to 1; the trimmed mean is then normalised again.
     """
 
     def __init__(self, robust: str, *, probabilities: bool = False) -> None:
@@ -224,12 +231,12 @@ class TensorMean:
         self._weights: list[float] = []
 
     def add(self, values: torch.Tensor, weight: float = 1.0) -> None:
-        """Adds one device's tensor, with a weight above 0. Only devices that answered are added, so only they count."""
+        """Adds one device's tensor with a weight above 0."""
         self._values.append(values)
         self._weights.append(weight)
 
     def result(self) -> torch.Tensor | None:
-        """The mean in float64; None if nothing was added."""
+        """Returns the mean in float64, or None if no tensor was added."""
         if not self._values:
             return None
         weights = capped(self._weights) if self._robust else self._weights
@@ -252,5 +259,5 @@ class TensorMean:
         mean = torch.cat(means).reshape(self._values[0].shape)
         if not self._probabilities:
             return mean
-        sums = mean.sum(dim=-1, keepdim=True)  # 0 where no two devices agree on anything
+        sums = mean.sum(dim=-1, keepdim=True)  # 0 if trimming leaves only zeros
         return torch.where(sums > 0, mean / sums, 1 / mean.shape[-1])

@@ -1,4 +1,4 @@
-"""The server half of a method: one coroutine a round that reads like the paper's pseudocode.
+"""Base class of a method's server half: one coroutine per round that reads like the paper's pseudocode.
 
     class FedDKCServer(ServerMethod):
         @classmethod
@@ -7,8 +7,8 @@
 
         async def round(self, cohort: Cohort) -> None: ...
 
-A method is deterministic given its state, its answers and the seed tree: after a crash `round` runs again from the
-last checkpoint, and asks that have answers yield those.
+A method must be deterministic given its state, the answers and the seed tree. After a crash `round` runs again from the
+last checkpoint, and asks that were answered before the crash yield the stored answers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes, answer_kinds, c
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a method needs of the devices and of the run, with some settings.
+    """What a method with given settings requires of the devices and the run.
 
     Attributes:
-        same_architecture: All devices must run one model, [model] device.
-        same_extractor: All devices' models must begin with one extractor, [model] extractor.
-        proxy_set: Server and devices work with a proxy set.
-        server_reads_inputs: [model] server is a whole model over inputs, not a predictor over features.
-        server_has_device_model: The server keeps a model like [model] device, whatever the devices run.
+        same_architecture: All devices run the same model, [model] device.
+        same_extractor: All devices' models begin with the same extractor, [model] extractor.
+        proxy_set: Server and devices use a proxy set.
+        server_reads_inputs: [model] server is a complete model over inputs, not a predictor over features.
+        server_has_device_model: The server has a model like [model] device, whichever models the devices run.
     """
 
     same_architecture: bool = False
@@ -51,35 +51,35 @@ __all__ = ["ServerMethod"]
 class ServerMethod:
     """Base of all server halves.
 
-    What a method is and costs it says before any run: `summary`, and from a configuration `needs` and `exchanges`.
-    `fleetdistill methods` shows it, and the contract is made of it.
+    `summary`, `needs` and `exchanges` describe a method without a run. `fleetdistill methods` shows them, and the
+    contract is derived from them.
 
     Args:
         config: The method's configuration, complete for the run's number of classes.
-        context: Models, shapes and where to compute.
+        context: Models, shapes, seeds and the compute device.
     """
 
     summary: ClassVar[str]
-    """What it is, in at most 66 characters and without a full stop: one line of a terminal of 118."""
+    """One-line description, at most 66 characters, without a full stop."""
 
     recommended: ClassVar[str] = ""
-    """When it is the one to take, and its limits, for people who choose: without a last full stop."""
+    """When to choose this method, and its limits; without a final full stop."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """For a feature column what to do where a device's has another shape, if that is more than to change the model."""
+    """Advice by feature column for a device whose features have another shape, unless changing the model is enough."""
 
     picks_devices: ClassVar[bool] = False
-    """Whether its rounds ask only those devices that need something, of all that are present.
+    """Whether rounds ask only the devices that need something.
 
-    In a run without an end its rounds then have everybody present as their cohort, whatever `devices_per_round` says,
-    and after the first one a single device is enough for a round: a newcomer that comes alone is served.
+    If True, each round of a run without an end has all present devices as its cohort, whatever `devices_per_round` is,
+    and after the first round a single present device is enough to start one.
     """
 
     keeps_initial: ClassVar[bool] = False
-    """Whether what devices start from (`initial`) is no part of `networks`, and a run that begins with another one's
-    model needs that one's: `given_initial`."""
+    """Whether `initial` is not part of `networks`; a run with `start_from` then takes it from the earlier run."""
 
     given_initial: ModelParameters | None = None
+    """The earlier run's `initial` in a run with `start_from`; used if `keeps_initial` is True."""
 
     def __init__(self, config: Any, context: MethodContext) -> None:
         self.config = config
@@ -87,44 +87,47 @@ class ServerMethod:
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:
-        """The server half of this configuration, for a method of several forms."""
+        """Returns the server half for a configuration, for methods with several forms; by default this class."""
         return cls
 
     @classmethod
     def needs(cls, config: Any) -> Needs:
-        """What these settings need of the devices and of the run; by default any device will do."""
+        """Returns what these settings require of the devices and the run; by default nothing."""
         return Needs()
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
-        """What a usual round sends each way, per device: one in which knowledge flows and no guard fires.
+        """Returns the messages of a typical round for one device: one with knowledge to send and no guard firing.
 
-        This is the one description of a method's messages. With the sizes of a table bytes follow from it, with those
-        of a run (`sizes`) the contract: kinds, columns, shapes. A method whose rounds differ says of each exchange in
-        which rounds it is. What only the first round brings (initial weights, the proxy set) and only the end (the
-        result) is left out.
+        This is the only description of a method's messages. Byte counts, and the contract's kinds, columns and shapes,
+        are derived from it. If rounds differ, each exchange states its rounds. Leave out what only the first round
+        sends (initial weights, the proxy set) and the result after the last round.
+
+        Args:
+            config: The method's configuration.
+            sizes: Sizes of a run (`self.sizes()`), or assumed ones for a table.
         """
         raise NotImplementedError
 
     def sizes(self) -> Sizes:
-        """The sizes of this run, with the tensors of its models and the shapes of its features."""
+        """Returns the sizes of this run: the tensors of its models and the shapes of its features."""
         return Sizes(classes=self.context.classes)
 
     def run_exchanges(self) -> Sequence[Exchange]:
-        """The exchanges of this run."""
+        """Returns the exchanges of this run."""
         return self.exchanges(self.config, self.sizes())
 
     def answer_kinds(self) -> Mapping[str, Mapping[str, str]]:
-        """For each step: part name to kind, what an answer consists of."""
+        """Returns for each step the parts of its answer, as part name to kind."""
         return answer_kinds(self.run_exchanges())
 
     @classmethod
     def columns(cls, config: Any) -> Sequence[str]:
-        """What leaves a device with these settings, in the words of `fleetdistill.COLUMNS`."""
+        """Returns what leaves a device with these settings, as names of `fleetdistill.COLUMNS`."""
         return columns_of(cls.exchanges(config, Sizes()))
 
     def requirements(self) -> contract_pb2.Requirements:
-        """What every device must fit; data, checked by the front."""
+        """Returns the contract's requirements, which the front checks for each device."""
         needs, features = self.needs(self.config), features_of(self.run_exchanges())
         return contract_pb2.Requirements(
             same_architecture=needs.same_architecture,
@@ -137,56 +140,56 @@ class ServerMethod:
         )
 
     def initial(self) -> ModelParameters | None:
-        """What every device starts from."""
+        """Returns the parameters that every device starts from, or None if each starts from its own."""
         return None
 
     def extractor_file(self) -> NetworkFile | None:
-        """The extractor as an ONNX file, for devices without PyTorch; any device of the run may fetch it.
+        """Returns the extractor as an ONNX file for devices without PyTorch, or None if there is none.
 
-        The same bytes each time, or a store whose copy is damaged cannot be mended.
+        Must return the same bytes each time; the engine uses it to restore a damaged copy in the store.
         """
         return None
 
     def is_due(self, present: Mapping[str, str]) -> bool:
-        """Whether a round with these devices has anything to do. Asked before each round of a run without an end.
+        """Returns whether a round with the present devices has work to do; by default True.
 
-        The answer depends on the method's state and on `present` alone, for it is asked again only when one of the two
-        has changed. By default there always is something to do.
+        The engine calls this before each round of a run without an end, and again only after the method's state or
+        `present` changed. The result must therefore depend on these two only.
 
         Args:
-            present: Id to data version, hex, of all devices that are present; empty where a device names none.
+            present: Data version by id of all present devices, hexadecimal; empty if a device reports none.
         """
         return True
 
     async def round(self, cohort: Cohort) -> None:
-        """One round. Changes the method's own state only."""
+        """Runs one round. Must change the method's own state only."""
         raise NotImplementedError
 
     async def finish(self, cohort: Cohort) -> None:
-        """Delivers the end result after the last round, if there is one; by default there is nothing."""
+        """Delivers the final result after the last round; by default does nothing."""
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Drops what is kept of one device; called between rounds. By default there is nothing."""
+        """Drops the state of one device; called between rounds. By default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next round depends on: dicts, lists, numbers, strings and tensors."""
+        """Returns everything that the next round depends on, as dicts, lists, numbers, strings and tensors."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         raise NotImplementedError
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
-        """What the server half trains, by what it is; another run may begin with it. The first one is the model.
+        """Returns the networks that the server half trains, by role; the first one is the model.
 
-        Two methods may begin with each other's networks of one name, so that name stands for one use of a network.
+        A later run can start from them (`start_from`). Methods share role names, so use a name for one role only.
         """
         return {}
 
     def global_model(self) -> torch.nn.Module | None:
-        """The model that the run is about, inputs to logits, scored after each round; None if there is none."""
+        """Returns the global model, inputs to logits, which is scored after each round; None if there is none."""
         return None
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:
-        """The server's model for `fleetdistill export`, and the shape of one input; None if it has none."""
+        """Returns the server's model for `fleetdistill export` and the shape of one input; None if there is none."""
         return None

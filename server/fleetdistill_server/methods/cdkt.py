@@ -1,4 +1,4 @@
-"""CDKT-FL, server half: averages what the devices say about the proxy set and trains the global model towards it.
+"""Server half of CDKT-FL: averages the devices' knowledge about the proxy set and trains the global model towards it.
 
 Le et al., CDKT-FL: Cross-Device Knowledge Transfer using Proxy Dataset in Federated Learning, 2022, Algorithm 1.
 """
@@ -32,14 +32,14 @@ from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
 
 
 class CollectedKnowledge:
-    """What the devices say about the proxy set, as it comes in.
+    """Averages the devices' outcomes and embeddings on the proxy set, one answer at a time.
 
     Args:
-        config: Distances, weights and `robust`.
-        labels_p: The proxy set's.
+        config: Provides distances, weights and `robust`.
+        labels_p: Labels of the proxy set, `[P]`.
 
     Attributes:
-        accuracies: Each device's on the proxy set; None where it sent no outcomes.
+        accuracies: Accuracy of each device on the proxy set, in [0, 1]; None for a device that sent no outcomes.
     """
 
     def __init__(self, config: CDKTConfig, labels_p: Tensor) -> None:
@@ -51,7 +51,7 @@ class CollectedKnowledge:
         self._embeddings = TensorMean(config.robust)
 
     def add(self, answer: DeviceAnswer) -> None:
-        """Adds L_n and H_n of message 2, as far as they are sent."""
+        """Adds the outcomes L_n and embeddings H_n of message 2 that the device sent."""
         logits_pc, embeddings_pf = _received(answer)
         weight = answer.samples if self._by_samples else 1.0
         if logits_pc is not None:
@@ -61,18 +61,18 @@ class CollectedKnowledge:
         self.accuracies[answer.device] = None if logits_pc is None else _accuracy(logits_pc, self._labels_p)
 
     def means(self) -> tuple[Tensor | None, Tensor | None]:
-        """Mean outcomes `[P, C]` and mean embeddings `[P, F]` in float64; None for what no device sent."""
+        """Returns mean outcomes `[P, C]` and mean embeddings `[P, F]`, float64; None if no device sent them."""
         return self._outcomes.result(), self._embeddings.result()
 
 
 class CDKTServer(ServerMethod):
-    """Keeps the global model w_s, and which devices its knowledge is held back from."""
+    """Stores the global model w_s and the devices that its knowledge is withheld from."""
 
     config: CDKTConfig
-    summary = "both sides learn from what models say about a small labelled set"
+    summary = "both sides learn from models' outputs on a small labelled set"
     advice = {  # noqa: RUF012  (a ClassVar of the base)
-        EMBEDDING: "give the device a model whose last layer reads so many numbers, such as cdkt_digits and "
-        "cdkt_digits_small, or use knowledge = 'full' for the run, which takes models of any size"
+        EMBEDDING: "give the device a model whose last layer has this input size, such as cdkt_digits and "
+        "cdkt_digits_small, or set knowledge = 'full' for the run, which accepts models of any size"
     }
 
     def __init__(self, config: CDKTConfig, context: MethodContext) -> None:
@@ -86,7 +86,7 @@ class CDKTServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: CDKTConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """cdkt.md, section 8."""
+        """Returns the exchange of cdkt.md, section 8."""
         embedding = sizes.cuts.get(EMBEDDING, (sizes.embedding,))
 
         def knowledge(outcomes: bool, embeddings: bool) -> Message:
@@ -99,52 +99,56 @@ class CDKTServer(ServerMethod):
         return [Exchange(step="train", down=knowledge(*config.down), up=knowledge(*config.up))]
 
     def sizes(self) -> Sizes:
-        """With F, where embeddings travel: all models must have the one size."""
+        """Returns the run's sizes, with F if embeddings are sent: all models must then have the same F."""
         proxy = len(self.context.proxy) if self.context.proxy is not None else 0
         known = Sizes(classes=self.context.classes, proxy_samples=proxy)
         if not (self.config.up[1] or self.config.down[1]):
             return known
         if embedding_tap(self.model) is None:
-            raise ConfigurationError("[model] server has no embedding(x), the input of its last layer; name another")
+            raise ConfigurationError(
+                "[model] server has no embedding(x), the input of its last layer; name a model that has one"
+            )
         probe = torch.zeros(1, *self.context.input_shape)
         shape = tuple(extract(self._embeddings, probe, model=self.model).shape[1:])
         return replace(known, embedding=prod(shape), cuts={EMBEDDING: shape})
 
     async def round(self, cohort: Cohort) -> None:
-        said = CollectedKnowledge(self.config, self._proxy.labels)
+        collected = CollectedKnowledge(self.config, self._proxy.labels)
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self.message(cohort), to=asked):  # messages 1 and 2
-            said.add(answer)
-        self._distil(self._collective(said), cohort)  # eq. (7)
-        self.hold_back_if_poor(said.accuracies, cohort)  # guard
+            collected.add(answer)
+        self._distil(self._collective(collected), cohort)  # section 3.3, eq. (7)
+        self.hold_back_if_poor(collected.accuracies, cohort)  # guard
 
     def _distil(self, collective: Knowledge, cohort: Cohort) -> None:
-        """Eq. (7); what does not stay finite is undone."""
+        """Trains the global model by eq. (7); rolls it back if a weight is not finite."""
         transfer = partial(self.transfer, collective, cohort.generator("transfer"))
         failure = train_or_roll_back(transfer, self.model, rate=self._rate)
         if failure:
-            cohort.event("distillation-undone", f"the global model stays as it was before the round: {failure}")
+            cohort.event(
+                "distillation-undone", f"the global model is rolled back to its state before the round: {failure}"
+            )
 
     def message(self, cohort: Cohort) -> PayloadFor:
-        """Message 1: what w_s says about the proxy set; nothing in round 1 or where the guard fired."""
+        """Returns message 1: the outputs of w_s on the proxy set; nothing in round 1 or if the guard fired."""
         nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.context.proxy_digest)}
         if not self.config.exchange or not cohort.completed:
             return nothing
-        said = self.knowledge()
-        reason = self._reason_not_sent(said)
-        if reason:  # a first model that was never trained may say what does not fit
-            cohort.event("knowledge-left-out", f"what the global model says is held back: {reason}")
+        outputs = self.knowledge()
+        reason = self._reason_not_sent(outputs)  # guard
+        if reason:  # outputs of an untrained model may overflow the wire's type
+            cohort.event("knowledge-left-out", f"the global model's outputs are withheld: {reason}")
             return nothing
-        knowledge: Parts = {"knowledge": said}
+        knowledge: Parts = {"knowledge": outputs}
         return lambda device: nothing if device in self.held_back else knowledge
 
-    def _reason_not_sent(self, said: ProxyKnowledge) -> str | None:
-        values = [torch.from_numpy(one) for one in (said.logits, said.embeddings) if one is not None]
+    def _reason_not_sent(self, outputs: ProxyKnowledge) -> str | None:
+        values = [torch.from_numpy(one) for one in (outputs.logits, outputs.embeddings) if one is not None]
         reasons = [reason_not_sent(one, self.context.knowledge_type) for one in values]
         return next(filter(None, reasons), None)
 
     def knowledge(self) -> ProxyKnowledge:
-        """K_s: L_s and H_s in eval mode."""
+        """Returns K_s: outcomes L_s and embeddings H_s on the proxy set, in eval mode."""
         outcomes, embeddings = self.config.down
         return ProxyKnowledge(
             valid=True,
@@ -153,15 +157,19 @@ class CDKTServer(ServerMethod):
             embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
         )
 
-    def _collective(self, said: CollectedKnowledge) -> Knowledge:
-        """z̄ and h̄ of section 3.3, from the means over the devices that answered."""
-        outcomes_pc, embeddings_pf = said.means()
+    def _collective(self, collected: CollectedKnowledge) -> Knowledge:
+        """Returns z̄ and h̄ of section 3.3, from the means over the devices that answered."""
+        outcomes_pc, embeddings_pf = collected.means()
         if outcomes_pc is not None and self.config.label_average:
             outcomes_pc = with_labels(outcomes_pc, self._proxy.labels)
         return Knowledge(outcomes_pc, embeddings_pf).to(self.context.torch_device)
 
     def transfer(self, knowledge: Knowledge, generator: torch.Generator) -> None:
-        """Eq. (7): CE + beta * R_s over the proxy set."""
+        """Minimises eq. (7), CE + beta * R_s over the proxy set.
+
+        Raises:
+            KnowledgeError: The trained model's outputs are not finite, or too large for the wire.
+        """
         where, proxy, distance = self.context.torch_device, self._proxy, self.config.distance(self.config.server_metric)
         training = replace(self.config, learning_rate=self.config.server_learning_rate)
         inputs, labels = proxy.inputs.to(where), proxy.labels.to(where)
@@ -183,8 +191,8 @@ class CDKTServer(ServerMethod):
             generator=generator,
             device=where,
         )
-        said = self.knowledge()
-        for values in (said.logits, said.embeddings):
+        outputs = self.knowledge()
+        for values in (outputs.logits, outputs.embeddings):
             if values is not None:
                 check_can_be_sent(torch.from_numpy(values), self.context.knowledge_type, self._rate)
 
@@ -199,11 +207,11 @@ class CDKTServer(ServerMethod):
         return logits_and_embedding(self.model, x)[1]
 
     def hold_back_if_poor(self, own: Mapping[str, float | None], cohort: Cohort) -> None:
-        """Guard: holds knowledge back that is no better than chance, and worse than the device's own where it is known.
+        """Guard: withholds knowledge that is no better than chance and worse than the device's own, if that is known.
 
         Args:
-            own: Each device's accuracy on the proxy set, None where it sent no outcomes.
-            cohort: Is given the figure, and an event for each device that gets nothing from now on.
+            own: Accuracy of each device on the proxy set; None for a device that sent no outcomes.
+            cohort: Receives the server's accuracy, and an event for each device that knowledge is withheld from.
         """
         teacher = _accuracy(extract(self.model, self._proxy.inputs), self._proxy.labels)
         cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
@@ -213,17 +221,18 @@ class CDKTServer(ServerMethod):
         for device, accuracy in own.items():
             if accuracy is None or teacher < accuracy:
                 self.held_back.add(device)
-                itself = "" if accuracy is None else f", on which {device} itself scores {accuracy:.3f}"
-                text = f"the server scores {teacher:.3f} on the proxy set{itself}; its knowledge is held back"
+                device_accuracy = "" if accuracy is None else f", {device} has {accuracy:.3f}"
+                text = f"the global model has accuracy {teacher:.3f} on the proxy set{device_accuracy}"
+                text = f"{text}; the device gets no knowledge from it"
                 cohort.guard("teacher", text, device)
 
     @property
     def _proxy(self) -> TensorData:
-        assert self.context.proxy is not None  # make_contract refuses a run without it
+        assert self.context.proxy is not None  # make_contract rejects a run without a proxy set
         return self.context.proxy
 
     def forget(self, device: str, notes: Notes) -> None:
-        """That knowledge was held back from it; what the model has learned from it stays."""
+        """Drops the device's entry in `held_back`; the global model is unchanged."""
         self.held_back.discard(device)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
@@ -244,7 +253,7 @@ class CDKTServer(ServerMethod):
 
 
 def _received(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
-    """L_n and H_n of message 2 in float64; ingest has held digest, shapes and values against the contract."""
+    """Returns L_n and H_n of message 2 in float64; ingest has checked digest, shapes and values."""
     sent = answer.part("knowledge", ProxyKnowledge)
     columns = (sent.logits, sent.embeddings)
     logits, embeddings = (None if one is None else torch.from_numpy(one.astype(np.float64)) for one in columns)

@@ -1,4 +1,4 @@
-"""The devices of one round, as a method sees them. The engine has the implementation; tests may have another."""
+"""The devices of one round, as a method uses them; implemented by the engine, and for tests by `FakeCohort`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fleetdistill.wire.codec import Payload, decode
 __all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor"]
 
 PayloadFor = Parts | Callable[[str], Parts] | None
-"""Parts for all devices, or a function of the device id."""
+"""Parts for all devices, or a function from device id to parts."""
 ColumnsFor = Callable[[str], Sequence[str]]
-"""A function of the device id: the feature columns that its answer must have."""
+"""A function from device id to the feature columns that its answer must have."""
 
 
 class DeviceAnswer:
-    """One device's accepted answer; its arrays are read from the store when they are used.
+    """One device's accepted answer; arrays are read from the store on first use.
 
     Attributes:
-        device: Who answered.
-        samples: Local samples behind it, the weight in averages.
+        device: Id of the device.
+        samples: Number of local samples, the answer's weight in averages.
     """
 
     def __init__(self, device: str, samples: int, payload: Payload) -> None:
@@ -37,59 +37,59 @@ class DeviceAnswer:
 
     @cached_property
     def parts(self) -> Mapping[str, Kind]:
-        """All parts by name."""
+        """All parts of the answer by name."""
         return decode(self._payload)
 
     def part(self, name: str, kind: type[PartKind]) -> PartKind:
-        """The part of that name; the front has checked that it is there and of this kind."""
+        """Returns the named part; the front has checked its presence and kind."""
         found = self.parts[name]
         assert isinstance(found, kind)
         return found
 
 
 class Notes(Protocol):
-    """What a method reports of its work: to a round's `Cohort`, or to whoever calls it between rounds."""
+    """Receives a method's events and figures, in a round (`Cohort`) or between rounds."""
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
-        """Notes something out of the ordinary; with `once` only where the run has no such event of the device yet."""
+        """Adds an event; with `once` only if the run has no event of this kind for the device yet."""
 
     def guard(self, name: str, text: str, device: str = "") -> None:
-        """Notes that a guard of the method fired: the event `<name>-guard`, which is counted as one."""
+        """Adds the event `<name>-guard`: a guard of the method fired."""
 
     def report(self, name: str, value: Any) -> None:
-        """Adds a figure, JSON; mappings are merged."""
+        """Adds a figure, any JSON value; mappings of the same name are merged."""
 
     def generator(self, name: str) -> torch.Generator:
-        """Random numbers for one named purpose."""
+        """Returns a random number generator for one named purpose, seeded from the run's seed tree."""
 
 
 class Cohort(Notes, Protocol):
-    """The devices of one round: `ask` a step, iterate over the answers."""
+    """The devices of one round: `ask` them a step and iterate over the answers."""
 
     @property
     def round(self) -> int:
-        """Number of the round, from 1, short rounds included."""
+        """Number of the round, from 1; rounds without a quorum count."""
 
     @property
     def completed(self) -> int:
-        """Rounds completed before this one."""
+        """Number of rounds completed before this one."""
 
     @property
     def devices(self) -> Sequence[str]:
-        """Ids of the cohort in bytewise order."""
+        """Ids of the cohort's devices in bytewise order."""
 
     @property
     def data_versions(self) -> Mapping[str, str]:
-        """For each device of the cohort the version of its data, hex; empty where it names none.
+        """Data version of each device of the cohort, hexadecimal; empty if the device reports none.
 
-        It is what its profile said when the round was started, also when the round is replayed, so an answer of this
-        round is made of the rows of that version or of newer ones: a method that keeps it with the answer's part may
-        ask once more than is needed, never once less.
+        Versions are those of the devices' profiles when the round started, also in a replay. An answer of this round is
+        computed from that version or a newer one. A method that stores the version with an answer may therefore ask
+        once too often, but never too rarely.
         """
 
     @property
     def remaining(self) -> Sequence[str]:
-        """Ids of the devices that have missed no ask of this round, in bytewise order."""
+        """Ids of the devices that have not missed an ask of this round, in bytewise order."""
 
     def ask(
         self,
@@ -106,47 +106,46 @@ class Cohort(Notes, Protocol):
             step: Name of the device half's handler.
             payload: Parts for all devices, or a function of the device id that gives each its own.
             to: Devices to ask; by default those that answered every earlier ask of this round.
-            quorum: Part of the asked devices that must answer; by default the run's.
-            columns: For a step that wants other feature columns of each device: those of the contract that its
-                answer must have, and no others. By default all of them.
+            quorum: Share of the asked devices that must answer; by default the run's.
+            columns: Feature columns of the contract that each device's answer must have; by default all of them.
 
-        With `devices_per_round` a step ends with that many answers: who has not answered by then is out for the round.
-        A device whose payload cannot be encoded is not asked, with an event: it is out for the round too.
+        With `devices_per_round` a step ends after that many answers, and the other devices are out for the round. A
+        device whose payload cannot be encoded is not asked; an event is added, and the device is out for the round.
 
         Raises:
-            QuorumNotReached: Too few answered before the deadline.
+            QuorumNotReached: Too few devices answered before the deadline.
         """
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends something that wants no knowledge back; waits until every device took it or is gone."""
+        """Sends a payload that needs no knowledge in return; waits until each device has it or has left."""
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
-        """How many of so many asked devices must answer: the run's quorum of them, or another."""
+        """Returns how many of `asked` devices must answer, with the run's quorum or another one."""
 
     def sample(self, ratio: float) -> list[str]:
-        """A random part of the cohort for this round: of K devices max(1, floor(ratio * K)), in id order."""
+        """Draws the round's participants: max(1, floor(ratio * K)) of the cohort's K devices, in id order."""
 
     def model_fingerprint(self, device: str) -> str:
-        """The device's model as its profile names it, a `fleetdistill.training.model.fingerprint`."""
+        """Returns the `fleetdistill.training.model.fingerprint` of the device's model, from its profile."""
 
 
 def ask_seed(run_seed: int, round_number: int, step: str, step_number: int, device: str) -> int:
-    """Seed of a device's answer: the ask of one device in the round's step of that number, from 1."""
+    """Returns the seed of one ask: a device's, in the round's step with the given number, from 1."""
     return derive_seed(run_seed, round_number, step, step_number, device)
 
 
 def round_generator(run_seed: int, round_number: int, name: str) -> torch.Generator:
-    """The server's random numbers for one named purpose of a round."""
+    """Returns the server's random number generator for one named purpose of a round."""
     return torch.Generator().manual_seed(derive_seed(run_seed, round_number, name, "server"))
 
 
 def sample_devices(devices: Sequence[str], ratio: float, generator: torch.Generator) -> list[str]:
-    """A random part: of K devices max(1, floor(ratio * K)), in id order."""
+    """Draws max(1, floor(ratio * K)) of K devices, in id order."""
     count = max(1, math.floor(ratio * len(devices) + 1e-9))
     order = torch.randperm(len(devices), generator=generator)
     return sorted(devices[number] for number in order[:count].tolist())
 
 
 def devices_needed(asked: int, quorum: float) -> int:
-    """How many of so many devices a quorum in [0, 1] asks for."""
+    """Returns how many of `asked` devices are needed for a quorum in [0, 1]."""
     return math.ceil(quorum * asked - 1e-9)

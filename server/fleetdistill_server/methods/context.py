@@ -1,4 +1,4 @@
-"""What a server half works with: shapes, seeds, and models that are built from the run's seed when asked for."""
+"""What a server half works with: shapes, seeds, and models whose initial weights follow from the run's seed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ G = TypeVar("G", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class MethodContext:
-    """The run as a method sees it.
+    """The run's properties that a server half uses.
 
     Attributes:
-        classes: C of the contract.
+        classes: Number of classes C of the contract.
         input_shape: Shape of one input.
         models: Names of the models, from [model].
-        torch_device: Where the server half computes.
+        torch_device: Device that the server half computes on.
         seed: Root of the run's seed tree.
-        knowledge_type: float16, float32 or uint8, what knowledge travels in.
-        proxy: The labelled proxy set, where the run has one.
-        proxy_payload: The same as devices fetch it.
-        evaluation_file: The operator's labelled data, [evaluation] data; empty for none.
-        trusted_rows: Rows of each of its classes that may help to judge what devices send.
+        knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
+        proxy: The labelled proxy set, if the run has one.
+        proxy_payload: The proxy set in the form that devices download.
+        evaluation_file: Path of the operator's labelled data, [evaluation] data; empty for none.
+        trusted_rows: Rows per class of the operator's data that screen what devices send.
     """
 
     classes: int
@@ -54,56 +54,60 @@ class MethodContext:
     trusted_rows: int = 5
 
     def trusted_data(self) -> TensorData | None:
-        """The first trusted rows of each class; None for none. Raises ConfigurationError if the file is unreadable."""
+        """Returns the first `trusted_rows` rows of each class of the operator's data, or None.
+
+        Raises:
+            ConfigurationError: The file is unreadable.
+        """
         if not self.evaluation_file or not self.trusted_rows:
             return None
         return first_of_each_class(load_evaluation(self.evaluation_file, self.classes), self.trusted_rows)
 
     @property
     def proxy_digest(self) -> bytes:
-        """SHA-256 that names the proxy set; empty for none."""
+        """SHA-256 digest of the proxy set; empty if there is none."""
         return self.proxy_payload.sha256 if self.proxy_payload is not None else b""
 
     def extractor(self) -> nn.Module:
-        """The extractor that every device starts from, [model] extractor."""
+        """Builds the extractor that every device starts from, [model] extractor."""
         build = lambda: build_model(self.models.extractor, input_shape=self.input_shape)  # noqa: E731
         return self._seeded("initial extractor", build, "extractor")
 
     def device_model(self) -> nn.Module:
-        """The model that all devices run, [model] device.
+        """Builds the model that all devices run, [model] device.
 
         Raises:
-            ConfigurationError: The run names none.
+            ConfigurationError: [model] device is not set.
         """
         name = self.models.device
         if not name:
-            raise ConfigurationError("this method needs one model for all devices; name it with [model] device")
+            raise ConfigurationError("this method needs one model for all devices; set [model] device")
         build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
         return self._seeded("initial model", build, "device")
 
     def server_model(self, feature_shape: tuple[int, ...]) -> nn.Module:
-        """The server's predictor over features, [model] server."""
+        """Builds the server's predictor over features, [model] server."""
         name = self.models.server
         build = lambda: build_server_model(name, feature_shape=feature_shape, classes=self.classes)  # noqa: E731
         return self._seeded("server model", build, "server")
 
     def global_model(self) -> nn.Module:
-        """The server's own model over inputs: [model] server, or [model] device where that names a mere predictor.
+        """Builds the server's model over inputs: [model] server, or [model] device if that one reads features.
 
         Raises:
-            ConfigurationError: The run names neither.
+            ConfigurationError: Neither setting names a model over inputs.
         """
         name = self.models.device if self.models.server in SERVER_MODELS else self.models.server
         if not name:
             raise ConfigurationError(
-                f"[model] server: {self.models.server!r} reads features, this method needs a model that reads inputs; "
-                "name one of the device models"
+                f"[model] server is {self.models.server!r}, which reads features; this method needs a model that reads "
+                "inputs. Name one of the device models"
             )
         build = lambda: build_model(name, input_shape=self.input_shape, classes=self.classes)  # noqa: E731
         return self._seeded("global model", build, "server")
 
     def generator(self, build: Callable[[], G]) -> G:
-        """A method's generator, with weights drawn from the run's seed."""
+        """Builds a method's generator with weights drawn from the run's seed."""
         return self._seeded("initial generator", build)
 
     def _seeded(self, name: str, build: Callable[[], G], setting: str = "") -> G:
@@ -115,16 +119,16 @@ class MethodContext:
 
 
 def pick_torch_device(name: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one, else the CPU.
+    """Returns the named torch device; `auto` is CUDA if it is available, else the CPU.
 
     Raises:
-        ConfigurationError: torch does not know the name, or has no such device here.
+        ConfigurationError: The name is unknown to torch, or this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         raise ConfigurationError(f"[server] torch_device: {name!r} cannot be used here: {error}") from error
     return device

@@ -1,12 +1,12 @@
-"""What devices hold of a method's knowledge, and which of them do not answer.
+"""Tracks what each device has acknowledged, and which devices do not answer.
 
-For methods that ask only those devices that need something:
+For methods that ask only the devices that need something:
 
-    async for answer in self.deliveries.ask(cohort, "learn", self.lesson, to=asked, unless_held=digest): ...
+    async for answer in self.deliveries.ask(cohort, "learn", self.message, to=asked, unless_held=digest): ...
 
-A device holds what it has acknowledged. After a round that fell short it may hold what the method's state, which went
-back to before the round, knows nothing of: then no device counts as holding anything. A device that does not answer is
-asked again after a pause of 1, 2, 4, ... rounds, for all others wait for it until the deadline.
+A device holds the version that it acknowledged last. A round that falls short of its quorum rolls the method's state
+back, but its devices may hold what it sent; after such a round all acknowledgements are discarded. A device that does
+not answer is asked again after 1, 2, 4, ... rounds, because the other devices wait for it until the deadline.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from fleetdistill.knowledge import Parts
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 
 Version = Any
-"""Names what a device holds, such as the digest of a payload: a number, or a list of numbers for several parts."""
+"""Identifies what a device holds, such as a payload's digest: a number, or a list of numbers for several parts."""
 
 
 class Deliveries:
-    """Part of a method's state: what each device holds, and when to ask again those that do not answer.
+    """The part of a method's state that tracks acknowledgements and unresponsive devices.
 
     Args:
-        nothing: What a device holds that has acknowledged nothing.
+        nothing: Version of a device that has acknowledged nothing.
 
     Attributes:
-        short_rounds: Rounds that fell short since the last that counted.
+        short_rounds: Rounds without a quorum since the last completed round.
     """
 
     def __init__(self, nothing: Version = None) -> None:
         self.short_rounds = 0
         self._nothing = nothing
         self._acknowledged: dict[str, Version] = {}
-        self._missed: dict[str, list[int]] = {}  # who did not answer: round to ask it again in, next pause
+        self._missed: dict[str, list[int]] = {}  # unresponsive devices: round of the next ask, next pause in rounds
         self._round = 0
-        self._present: set[str] = set()  # at the last look between rounds; not part of the state
+        self._present: set[str] = set()  # at the last `update_present`; not part of the state
 
     def begin(self, round_number: int) -> None:
-        """Starts a round; must be called before anything is asked in it."""
+        """Starts a round; must be called before the round's first ask."""
         self.short_rounds = round_number - self._round - 1
         if self.short_rounds > 0:
             self._acknowledged.clear()
@@ -56,16 +56,16 @@ class Deliveries:
         unless_held: Version | None = None,
         quorum: float | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of those devices that need it and are not in a pause; nothing is asked if there are none.
+        """Asks a step of the devices that need it and are not paused, and yields their answers.
 
         Args:
-            cohort: The round's.
+            cohort: The round's cohort.
             step: Name of the device half's handler.
             payload: As in `Cohort.ask`.
-            to: Of these devices.
-            unless_held: Names what the step brings: a device that holds it is not asked, and one that answers holds it.
-                None for a step that brings nothing to keep.
-            quorum: Part of the asked devices that must answer; by default the run's.
+            to: Devices to consider.
+            unless_held: Version that the step delivers. Devices that hold it are not asked, and devices that answer
+                hold it afterwards. None for a step that delivers nothing.
+            quorum: Share of the asked devices that must answer; by default the run's.
         """
         due = [one for one in to if self.is_askable(one) and (unless_held is None or self.lacks(one, unless_held))]
         if not due:
@@ -89,14 +89,14 @@ class Deliveries:
         to: Sequence[str],
         acknowledges: Callable[[Version], Version],
     ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of all these devices, each with what it does not hold yet.
+        """Asks a step of every given device, with a payload for the version that it holds.
 
         Args:
-            cohort: The round's.
+            cohort: The round's cohort.
             step: Name of the device half's handler.
-            payload: From what a device holds to what it is sent.
-            to: These devices. One that does not answer holds nothing from then on.
-            acknowledges: From what a device held to what it holds once it has answered.
+            payload: Maps the version that a device holds to its payload.
+            to: Devices to ask. A device that does not answer holds nothing afterwards.
+            acknowledges: Maps the version that a device held before to the one that it holds after its answer.
         """
         before = {device: self._acknowledged.pop(device, self._nothing) for device in to}
         async for answer in cohort.ask(step, lambda device: payload(before[device]), to=to):
@@ -104,41 +104,41 @@ class Deliveries:
             yield answer
 
     def lacks(self, device: str, digest: Version) -> bool:
-        """Whether a device does not hold what the digest names."""
+        """Returns whether a device holds another version, or none."""
         return bool(self._acknowledged.get(device, self._nothing) != digest)
 
     def without_acknowledgement(self, devices: Sequence[str]) -> list[str]:
-        """Those of the devices that have acknowledged nothing."""
+        """Returns those of the devices that have acknowledged nothing."""
         return [device for device in devices if device not in self._acknowledged]
 
     @property
     def any_acknowledged(self) -> bool:
-        """Whether some device holds something."""
+        """Whether at least one device has acknowledged a version."""
         return bool(self._acknowledged)
 
     # --- devices that do not answer
 
     def is_unresponsive(self, device: str) -> bool:
-        """Whether a device has not answered, and not since then."""
+        """Returns whether a device did not answer its last ask."""
         return device in self._missed
 
     def is_askable(self, device: str) -> bool:
-        """Whether a device is in no pause."""
+        """Returns whether a device is not paused."""
         return device not in self._missed or self._round >= self._missed[device][0]
 
     def mark_unresponsive(self, devices: Sequence[str]) -> None:
-        """These devices were asked and did not answer: each is in a pause, twice as long as its last."""
+        """Pauses devices that did not answer, each for twice as many rounds as before."""
         for device in devices:
             if self.is_askable(device):
                 _, pause = self._missed.get(device, [0, 1])
                 self._missed[device] = [self._round + 1 + pause, 2 * pause]
 
     def mark_responsive(self, device: str) -> None:
-        """A device that answers is in no pause."""
+        """Ends a device's pause."""
         self._missed.pop(device, None)
 
     def update_present(self, present: Collection[str]) -> None:
-        """Between rounds: a device that has come back counts as one that answers."""
+        """Ends the pause of devices that reconnected; called between rounds with the present devices."""
         for device in set(present) - self._present:
             self.mark_responsive(device)
         self._present = set(present)
@@ -146,14 +146,14 @@ class Deliveries:
     # --- state
 
     def forget(self, device: str) -> None:
-        """Drops what is kept of one device."""
+        """Drops one device's entries."""
         self._acknowledged.pop(device, None)
         self._missed.pop(device, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` restores: the entries `held`, `silent` and `round` of a method's state."""
+        """Returns the entries `held`, `silent` and `round` for a method's state."""
         return {"held": dict(self._acknowledged), "silent": dict(self._missed), "round": self._round}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores these entries of a method's state."""
+        """Restores the entries of `state_dict` from a method's state."""
         self._acknowledged, self._missed, self._round = dict(state["held"]), dict(state["silent"]), state["round"]

@@ -11,7 +11,7 @@ from fleetdistill_server.config.labelled_file import read_labelled
 
 
 def first_of_each_class(data: TensorData, count: int) -> TensorData:
-    """The first `count` rows of each class, in their order, fewer where there are fewer."""
+    """Returns the first `count` rows of each class, in their original order; fewer if a class has fewer."""
     labels = data.labels.numpy()
     chosen = [row for label in np.unique(labels) for row in np.flatnonzero(labels == label)[:count]]
     rows = torch.tensor(sorted(chosen), dtype=torch.int64)
@@ -19,7 +19,7 @@ def first_of_each_class(data: TensorData, count: int) -> TensorData:
 
 
 def load_evaluation(file: str, classes: int) -> TensorData:
-    """Reads `inputs` and `labels` of an `.npz`.
+    """Reads `inputs` and `labels` from an `.npz` file.
 
     Raises:
         ConfigurationError: The file is missing or damaged.

@@ -1,4 +1,4 @@
-"""FedAvg, server half: the weighted mean of the devices' models.
+"""Server half of FedAvg: the weighted mean of the devices' models.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
 """
@@ -22,7 +22,7 @@ __all__ = ["FedAvgServer"]
 
 
 class FedAvgServer(ServerMethod):
-    """Keeps the global model."""
+    """Stores and averages the global model."""
 
     summary = "the weighted mean of the devices' models: the yardstick"
 
@@ -36,7 +36,7 @@ class FedAvgServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
-        """4W each way: the case J = 0 of feddkd.md, section 8."""
+        """Returns one exchange of 4W bytes each way: feddkd.md, section 8, with J = 0."""
         model = {"parameters": ModelParameters.schema(sizes.model)}
         return [Exchange(step="train", down=model, up=model)]
 
@@ -51,7 +51,7 @@ class FedAvgServer(ServerMethod):
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}, to=asked):
             mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)
-        load_parameters(self.model, mean.result(cohort))
+        load_parameters(self.model, mean.result(cohort))  # w <- sum n_k / n * w_k
 
     async def finish(self, cohort: Cohort) -> None:
         await cohort.deliver({"parameters": model_parameters(self.model)})

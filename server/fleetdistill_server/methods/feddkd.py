@@ -1,4 +1,4 @@
-"""FedDKD, server half: averages the devices' models, then improves the mean by J distillation steps.
+"""Server half of FedDKD: averages the devices' models, then improves the mean by J distillation steps.
 
 Li, Chen and Lu, FedDKD: Federated Learning with Decentralized Knowledge Distillation, 2022, Algorithms 1, 2 and, for
 FedDKD_BN, 4 and 5.
@@ -27,18 +27,18 @@ from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
-_TOO_LARGE = "distillation rate too large, lower dkd_lr or set dkd_max_norm"
+_TOO_LARGE = "the distillation rate is too large; lower dkd_lr or set dkd_max_norm"
 
 
 @dataclass
 class Gradients:
-    """What the devices answered to one distillation step: the mean gradient, and each device's loss in nats."""
+    """The devices' answers to one distillation step: the mean gradient, and each device's loss in nats."""
 
     mean: WeightedMean
     losses: dict[str, float] = field(default_factory=dict)
 
     def add(self, device: str, sent: DistillationGradient, weight: float) -> bool:
-        """Adds a device's answer; False for a loss that is not finite, whose gradient means nothing and is left out."""
+        """Adds a device's answer; returns False, and leaves the gradient out, if its loss is not finite."""
         usable = math.isfinite(sent.loss)
         self.losses[device] = sent.loss if usable else math.inf
         if not usable:
@@ -48,15 +48,15 @@ class Gradients:
 
     @property
     def finite(self) -> dict[str, float]:
-        """The losses that are finite: those whose gradients are in the mean, once it is made."""
+        """The finite losses of devices whose gradients are in the mean."""
         left_out = self.mean.left_out
         return {device: loss for device, loss in self.losses.items() if math.isfinite(loss) and device not in left_out}
 
     def rise_since(self, before: Gradients) -> float:
-        """The mean loss over what it was one step before, for the devices that had a finite one then.
+        """Returns the ratio of the mean loss to the previous step's, over devices with a finite loss in that step.
 
-        Infinite where one of them has none any more or their losses were all 0 and are not; 0 where there is nothing
-        to compare with.
+        The ratio is infinite if one of these losses is no longer finite, or if all were 0 and one no longer is. It is 0
+        if there is nothing to compare.
         """
         both = before.finite.keys() & self.losses.keys()
         earlier, now = (sum(one.losses[device] for device in both) for one in (before, self))
@@ -66,11 +66,11 @@ class Gradients:
 
 
 class Progress:
-    """How far a round's distillation has come.
+    """State of a round's distillation.
 
     Attributes:
-        taken: Steps that the model has taken.
-        last: The gradients of the last one.
+        taken: Number of steps taken.
+        last: Gradients of the last step.
     """
 
     def __init__(self) -> None:
@@ -79,21 +79,21 @@ class Progress:
         self._restore: Callable[[], None] = lambda: None
 
     def step_taken(self, gradients: Gradients, restore: Callable[[], None]) -> None:
-        """One more step, and what puts the model back to where it was before it."""
+        """Records one more step, and the function that restores the model from before it."""
         self.taken, self.last, self._restore = self.taken + 1, gradients, restore
 
     def roll_back(self) -> None:
-        """Takes the last step back."""
+        """Restores the model from before the last step."""
         self._restore()
         self.taken -= 1
 
 
 class _StopDistilling(Exception):
-    """No further step in this round."""
+    """Ends the distillation of this round."""
 
 
 class FedDKDServer(ServerMethod):
-    """Keeps the global model."""
+    """Stores the global model, averages it and distils into it."""
 
     config: FedDKDConfig
     summary = "averages models, then takes J steps along the devices' gradients"
@@ -112,7 +112,7 @@ class FedDKDServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """feddkd.md, section 8; here the model of every step carries its buffers, and gradients have none."""
+        """Returns the exchanges of feddkd.md, section 8; models include buffers, gradients do not."""
         model = {"parameters": ModelParameters.schema(sizes.model)}
         gradient = {"gradient": DistillationGradient.schema(sizes.model)}
         return [
@@ -124,7 +124,7 @@ class FedDKDServer(ServerMethod):
         return Sizes(classes=self.context.classes, model=Weights.of(self.shared_parameters()))
 
     def initial(self) -> ModelParameters:
-        """The whole model, with FedDKD_BN also the batch-norm that devices keep to themselves from then on."""
+        """Returns the whole model; with FedDKD_BN including the batch-norm layers that later stay on the devices."""
         return model_parameters(self.model)
 
     async def round(self, cohort: Cohort) -> None:
@@ -132,9 +132,9 @@ class FedDKDServer(ServerMethod):
         mean, devices = WeightedMean(self.config.robust), list[str]()
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self._train_message(number), to=asked):
-            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)  # Alg. 1, line 6
+            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)
             devices.append(answer.device)
-        load_parameters(self.model, mean.result(cohort), without=self._stays_on_devices)
+        load_parameters(self.model, mean.result(cohort), without=self._stays_on_devices)  # Alg. 1, line 6
         progress = Progress()
         with suppress(_StopDistilling):
             for step in range(1, self.config.steps_in(number) + 1):  # lines 7 to 11
@@ -145,7 +145,7 @@ class FedDKDServer(ServerMethod):
         cohort.report("distillation_steps", progress.taken)
 
     async def _gradients(self, cohort: Cohort, step: int, devices: list[str]) -> Gradients:
-        """Messages 3 and 4: the model to every device that has a teacher of this round, a gradient from each."""
+        """Sends message 3, the model, to each device that has a teacher and collects messages 4, the gradients."""
         gradients = Gradients(WeightedMean(self.config.robust))
         payload: Parts = {"plan": Plan(values={"dkd_step": step}), "parameters": self.shared_parameters()}
         try:
@@ -160,31 +160,33 @@ class FedDKDServer(ServerMethod):
         return gradients
 
     def _stop_if_worse(self, cohort: Cohort, now: Gradients, progress: Progress) -> None:
-        """Guard: undoes the last step if the loss rose, and without the guard too if no device's loss is finite."""
+        """Guard: rolls the last step back if the loss rose; also with the guard off if no loss is finite."""
         if not progress.taken:
             return
         rise, after = now.rise_since(progress.last), f"after distillation step {progress.taken}"
         risen = self.config.divergence_guard and rise > self.config.divergence_factor
         if risen:
-            text = f"{after} the loss was {rise:.2f} times as large; the step is undone: {_TOO_LARGE}"
+            text = f"{after} the loss is {rise:.2f} times the previous one and the step is rolled back: {_TOO_LARGE}"
             cohort.guard("divergence", text)
         elif not now.finite:
-            text = f"{after} no device's loss is finite; the step is undone: {_TOO_LARGE}"
+            text = f"{after} no device's loss is finite and the step is rolled back: {_TOO_LARGE}"
             cohort.event("distillation-undone", text)
         if risen or not now.finite:
             progress.roll_back()
             raise _StopDistilling
 
     def _stop_if_too_few(self, cohort: Cohort, step: int, gradients: Gradients, asked: int) -> None:
-        """Guard: what fewer devices than the quorum say does not move the model of all."""
+        """Guard: ends the distillation if fewer devices than the quorum have a finite gradient."""
         finite, needed = len(gradients.finite), max(1, cohort.needed(asked))
         if finite < needed:
-            text = f"distillation step {step}: {finite} of {asked} devices have a finite gradient, {needed} are needed"
+            text = (
+                f"distillation step {step}: {finite} of {asked} devices have a finite gradient, {needed} are required"
+            )
             cohort.event("distillation-stopped", f"{text}; the round ends after {step - 1} distillation steps")
             raise _StopDistilling
 
     def _descend(self, cohort: Cohort, step: int, gradients: Gradients, progress: Progress) -> None:
-        """w <- w - gamma_j * the mean gradient; what does not stay finite is undone."""
+        """Takes one step w <- w - gamma_j * mean gradient; rolls it back if a weight is not finite."""
         restore, rate = snapshot(self.model), self.config.dkd_rate(cohort.completed + 1, step)
         failure = train_or_roll_back(
             lambda: descend(self.model, self._limited_mean(gradients, cohort), rate),
@@ -192,7 +194,7 @@ class FedDKDServer(ServerMethod):
             rate=("this step's dkd_lr", rate),
         )
         if failure:
-            text = f"distillation step {step} is undone: {failure}"
+            text = f"distillation step {step} is rolled back: {failure}"
             cohort.event("distillation-undone", f"{text}; lower it or set dkd_max_norm")
             raise _StopDistilling
         progress.step_taken(gradients, restore)
@@ -207,7 +209,7 @@ class FedDKDServer(ServerMethod):
         return {"plan": plan, "parameters": self.shared_parameters()}
 
     def shared_parameters(self) -> ModelParameters:
-        """What travels of the model: everything, or with FedDKD_BN all but batch-norm."""
+        """Returns the parameters that are sent: all of them, or with FedDKD_BN all but batch-norm."""
         return model_parameters(self.model, without=self._stays_on_devices)
 
     async def finish(self, cohort: Cohort) -> None:
@@ -223,21 +225,21 @@ class FedDKDServer(ServerMethod):
         self.model.load_state_dict(state["model"])
 
     def global_model(self) -> nn.Module | None:
-        """None with FedDKD_BN, whose models are complete on the devices only."""
+        """Returns the global model; None with FedDKD_BN, where only devices have complete models."""
         return None if self._stays_on_devices else self.model
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
-        """As `global_model`."""
+        """Returns the global model and the shape of one input; None with FedDKD_BN."""
         return None if self._stays_on_devices else (self.model, self.context.input_shape)
 
 
 def descend(model: nn.Module, gradients: Mapping[str, Array], rate: float) -> None:
-    """w <- w - gamma * gradient, for the parameters that have one; plain gradient descent, nothing is remembered.
+    """Takes one step of plain gradient descent, w <- w - gamma * gradient, for the parameters with a gradient.
 
     Args:
-        model: Changes in place.
-        gradients: Arrays by parameter name, in the parameters' shapes.
-        rate: gamma of this step.
+        model: Model to change in place.
+        gradients: Gradients by parameter name, in the parameters' shapes.
+        rate: Step size gamma, above 0.
     """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -247,7 +249,7 @@ def descend(model: nn.Module, gradients: Mapping[str, Array], rate: float) -> No
 
 
 def limited(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[str, Array]:
-    """Gradients scaled down, all by one factor, to an Euclidean norm of at most `max_norm`; None for no limit."""
+    """Scales all gradients by one factor to a Euclidean norm of at most `max_norm`; None for no limit."""
     if max_norm is None:
         return gradients
     norm = math.sqrt(sum(float((one.astype("f8") ** 2).sum()) for one in gradients.values()))
@@ -257,8 +259,12 @@ def limited(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[s
 def _check_variant(config: FedDKDConfig, model: nn.Module, has_batch_norm: bool) -> None:
     name = type(model).__name__
     if config.variant == "max" and embedding_tap(model) is None:
-        raise ConfigurationError(f"variant 'max' needs a penultimate activation, and {name} has no embedding(x)")
+        raise ConfigurationError(
+            f"variant 'max' needs a model with embedding(x), and {name} has none; choose another variant or model"
+        )
     if config.dkd_student_mode == "train" and has_batch_norm and config.dkd_batch_size < 2:
-        raise ConfigurationError("dkd_student_mode 'train' needs dkd_batch_size >= 2 for a model with batch-norm")
+        raise ConfigurationError(
+            "dkd_student_mode 'train' needs dkd_batch_size >= 2 for a model with batch-norm; raise dkd_batch_size"
+        )
     if config.variant == "bn" and not has_batch_norm:
-        raise ConfigurationError(f"variant 'bn' needs at least one batch-norm layer, and {name} has none")
+        raise ConfigurationError(f"variant 'bn' needs a model with at least one batch-norm layer, and {name} has none")

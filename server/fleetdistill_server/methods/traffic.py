@@ -1,9 +1,9 @@
-"""The messages of a method: its exchanges, whose parts have a schema, and all that follows from these.
+"""A method's messages: its exchanges, the schema of their parts, and what is derived from them.
 
-Pure arithmetic over sizes. A server half describes its round once, in `exchanges`. From it follow the bytes that
-`fleetdistill methods` prints, which a test holds against the traffic that the store counts; the kinds of an answer's
-parts; the columns that leave a device; and, with the sizes of a run, what the contract declares. Tensor bytes only,
-before packing: headers, metrics and plans add about half a kilobyte a message.
+A server half describes its round once, in `exchanges`. Everything else is arithmetic over sizes: the bytes that
+`fleetdistill methods` prints, the kinds of an answer's parts, the columns that leave a device and, with the sizes of a
+run, the contract's declarations. A test compares the bytes with the traffic that the store counts. Byte counts are
+those of tensors before compression; headers, metrics and plans add about 0.5 kB per message.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
 COLUMNS = ("features", "counts", "parameters", "gradients", "logits", "labels")
-"""What may leave a device in a method's parts, in the order in which a contract names it."""
+"""What may leave a device in a method's parts, in the contract's order."""
 MODEL = "parameters"
-"""Name of the part that carries the model."""
+"""Name of the part with the model."""
 Message = Mapping[str, PartSchema]
 """The parts of a message by name."""
 NOTHING: Message = MappingProxyType({})
@@ -32,30 +32,30 @@ NOTHING: Message = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One device's model and data, as far as the messages of a round depend on them.
+    """Sizes of one device's model and data that determine the messages of a round.
 
-    The defaults are sizes to start a comparison from; FedD2S's are those of a run's first rounds. `ServerMethod.sizes`
-    has those of a run, which know the names and shapes of its tensors too.
+    The defaults are the sizes that `fleetdistill methods` compares; FedD2S's are those of a run's first rounds.
+    `ServerMethod.sizes` returns the sizes of a run, including names and shapes of its tensors.
 
     Attributes:
-        samples: Of the device: N, in FedD2S K.
-        features: Numbers of one sample's features at the cut: FedDKC's F, FedD2S's s_1.
-        channels: Channels that these numbers belong to, the first axis of a sample's features; None: each is its own.
-        classes: C.
-        model: W, what of the model travels; with FedDKD_BN that is without batch-norm.
+        samples: Samples of the device: N, in FedD2S K.
+        features: Elements of one sample's features at the cut: FedDKC's F, FedD2S's s_1.
+        channels: Channels of these features, their first axis; None if each element is its own channel.
+        classes: Number of classes C.
+        model: W, the model's parameters that are sent; FedDKD_BN leaves batch-norm out.
         proxy_samples: P, rows of the proxy set.
-        embedding: Numbers that enter the last layer: the F of CDKT-FL and of DaFKD.
+        embedding: Inputs of the last layer: the F of CDKT-FL and of DaFKD.
         generator: DaFKD's G.
-        discriminator: DaFKD's W_d; None: as large as the model, or one layer if it shares the model's others.
-        layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer, where a run
-            begins: the logits.
-        layer_channels: Channels of these; None: each number is its own.
-        head: FedD2S's layers above l; none at the last layer.
-        extractor: W_e, the layers below the cut, where they travel alone.
-        cuts: Of a run: its feature columns by cut, each with the shape of one sample.
+        discriminator: DaFKD's W_d; None for the model's size, or one layer if it shares the model's other layers.
+        layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer (the logits),
+            where a run begins.
+        layer_channels: Channels of the features at layer l; None if each element is its own channel.
+        head: FedD2S's layers above l; 0 at the last layer.
+        extractor: W_e, the layers below the cut, for methods that send them separately.
+        cuts: The feature columns of a run by cut, each with the shape of one sample; empty in a table.
 
     Raises:
-        ConfigurationError: A size is below 0, or is one of `samples`, `features` and `classes` and below 1.
+        ConfigurationError: A size is below 0, or `samples`, `features` or `classes` is below 1.
     """
 
     samples: int = 1000
@@ -75,22 +75,22 @@ class Sizes:
 
     @classmethod
     def of_cuts(cls, cuts: Shapes, **others: Any) -> Sizes:
-        """With the feature columns of a run, and the numbers of the first of them."""
+        """Returns sizes with a run's feature columns; `features` is the element count of the first one."""
         first = next(iter(cuts.values()))
         return cls(features=prod(first), channels=first[0], cuts=cuts, **others)
 
     @property
     def at_cut(self) -> Shapes:
-        """The feature columns; where only their numbers are known, one row of numbers."""
+        """The feature columns by name; one flat column if only the element count is known."""
         return self.cuts or {CUT: (self.features,)}
 
     @property
     def cut_channels(self) -> Mapping[str, int]:
-        """Channels of the column of which only the numbers are known."""
+        """Channels of the column whose shape is unknown."""
         return {} if self.cuts or self.channels is None else {CUT: self.channels}
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers as plain data, for people and scripts."""
+        """Returns all sizes except `cuts` as plain data."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "cuts"}
         return {name: value.numbers() if isinstance(value, Weights) else value for name, value in found.items()}
 
@@ -104,16 +104,16 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One ask and its answer, or several alike.
+    """One ask and its answer.
 
     Attributes:
-        step: The step that is asked.
-        down, up: The parts of the ask and of the answer; figures and plans, which have no tensors, are not among them.
-        times: How often a round asks it.
-        setting: Name of the setting that `times` is; empty for a step that is always asked once.
-        first: Completed rounds of the run before it is asked for the first time.
-        end: Completed rounds from which on it is not asked any more; None where it is to the end.
-        every: Rounds from one time to the next, at least 1.
+        step: Name of the step.
+        down, up: Parts of the ask and of the answer, without metrics and plans, which have no tensors.
+        times: How often a round asks the step.
+        setting: Name of the setting that `times` comes from; empty for a step that is asked once per round.
+        first: Completed rounds before the step is asked for the first time.
+        end: Completed rounds after which the step is no longer asked; None if it is asked until the end.
+        every: Number of rounds from one ask to the next, at least 1.
     """
 
     step: str
@@ -126,18 +126,18 @@ class Exchange:
     every: int = 1
 
     def nbytes(self, direction: str, knowledge_type: KnowledgeType) -> int:
-        """Tensor bytes of the ask or the answer, once."""
+        """Returns the tensor bytes of one ask (`down`) or one answer (`up`)."""
         message = self.up if direction == UP else self.down
         return sum(part.nbytes(knowledge_type) for part in message.values() if part.sent)
 
     def is_in(self, completed: int) -> bool:
-        """Whether the round after so many completed ones has it."""
+        """Returns whether the round after `completed` rounds has this exchange."""
         ended = self.end is not None and completed >= self.end
         return completed >= self.first and not ended and (completed - self.first) % self.every == 0
 
 
 def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
-    """Tensor bytes of a device and round by direction, `up` and `down`."""
+    """Returns tensor bytes per device and round by direction, `up` and `down`."""
     return {
         direction: sum(one.times * one.nbytes(direction, knowledge_type) for one in exchanges)
         for direction in (UP, DOWN)
@@ -145,7 +145,7 @@ def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) ->
 
 
 def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
-    """For each step: part name to kind, what an answer consists of."""
+    """Returns for each step the parts of its answer, as part name to kind."""
     found: dict[str, dict[str, str]] = {one.step: {} for one in exchanges}
     for one in exchanges:
         found[one.step] |= {name: part.kind.wire_name for name, part in one.up.items() if part.sent}
@@ -153,52 +153,52 @@ def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
 
 
 def columns_of(exchanges: Sequence[Exchange]) -> list[str]:
-    """What leaves a device, in the words of `fleetdistill.COLUMNS`."""
+    """Returns what leaves a device, as names of `fleetdistill.COLUMNS`."""
     found = {column for _, part in _answered(exchanges) for column in part.columns}
     return [column for column in COLUMNS if column in found]
 
 
 def features_of(exchanges: Sequence[Exchange]) -> Shapes:
-    """Feature columns that parts consist of or are made of: the cut's name, and one sample's shape there."""
+    """Returns the feature columns that parts contain or are computed from: shape of one sample by cut."""
     parts = [part for one in exchanges for message in (one.up, one.down) for part in message.values()]
     return {name: shape for part in parts for name, shape in part.features.items()}
 
 
 def declared_parts(exchanges: Sequence[Exchange]) -> dict[str, PartSchema]:
-    """The parts of answers of which the contract declares shapes, by name; the model's comes first."""
+    """Returns the parts of answers whose shapes the contract declares, by name; the model is first."""
     found = {name: part for one in exchanges for name, part in one.up.items() if part.declared}
     return dict(sorted(found.items(), key=lambda one: one[0] != MODEL))
 
 
 def _answered(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, PartSchema]]:
-    """The parts of all answers that are asked for."""
+    """Yields name and schema of all answer parts that are sent."""
     asked = (one for one in exchanges if one.times)
     return ((name, part) for one in asked for name, part in one.up.items() if part.sent)
 
 
 def in_round(exchanges: Sequence[Exchange], completed: int) -> list[Exchange]:
-    """Those of the round after so many completed ones."""
+    """Returns the exchanges of the round after `completed` rounds."""
     return [one for one in exchanges if one.is_in(completed)]
 
 
 def mean_round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType, rounds: int) -> dict[str, int]:
-    """Tensor bytes of a device by direction, the mean over a run of so many rounds, rounded down."""
+    """Returns tensor bytes per device and round by direction: the mean over `rounds` rounds, rounded down."""
     each = [round_bytes(in_round(exchanges, completed), knowledge_type) for completed in range(rounds)]
     return {direction: sum(one[direction] for one in each) // rounds for direction in (UP, DOWN)}
 
 
 def is_over_early(exchanges: Sequence[Exchange]) -> bool:
-    """Whether there are none from some round on, so that a longer run costs no more."""
+    """Returns whether every exchange ends, so that a longer run sends no more bytes."""
     return all(one.end is not None for one in exchanges)
 
 
 def all_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Those of a whole run that is over early, each as often as it is asked."""
+    """Returns all exchanges of a run whose exchanges end, each as often as it is asked."""
     return [one for one in exchanges for _ in range(one.first, one.end or 0, one.every)]
 
 
 def exchange_formula(exchanges: Sequence[Exchange]) -> str:
-    """How many exchanges a usual round has, such as `1 + dkd_steps`; `2 in all` where a run has no more."""
+    """Returns the exchanges per round as text, such as `1 + dkd_steps`, or `2 in all` for a whole run."""
     if is_over_early(exchanges):
         return f"{sum(one.times for one in all_exchanges(exchanges))} in all"
     usual = usual_exchanges(exchanges)
@@ -207,5 +207,5 @@ def exchange_formula(exchanges: Sequence[Exchange]) -> str:
 
 
 def usual_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Those that are in every round from their first one on."""
+    """Returns the exchanges that are in every round from their first one on."""
     return [one for one in exchanges if one.end is None and one.every == 1]

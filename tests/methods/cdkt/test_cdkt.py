@@ -142,7 +142,7 @@ def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
     for name, tensor in before.items():
         assert torch.equal(server.model.state_dict()[name], tensor)
     assert cohort.events[0][0] == "distillation-undone"
-    assert "the global model stays as it was before the round" in cohort.events[0][2]
+    assert "the global model is rolled back to its state before the round" in cohort.events[0][2]
     assert encode({"knowledge": server.knowledge()}, np.float16)
     calm = run_round(make_server(knowledge=knowledge), sent)
     assert "distillation-undone" not in [kind for kind, _, _ in calm.events]
@@ -678,7 +678,7 @@ def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_dev
     server, cohort = wrong_server(make_server()), FakeCohort({}, completed=1)
     server.hold_back_if_poor({"a": 0.9, "b": 0.0, "c": None}, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
-    assert "the server scores 0.000 on the proxy set, on which a itself scores 0.900" in cohort.events[0][2]
+    assert "the global model has accuracy 0.000 on the proxy set, a has 0.900" in cohort.events[0][2]
     payload = server.message(cohort)
     assert [payload(device)["knowledge"].valid for device in "abc"] == [False, True, False]  # type: ignore[misc, operator, union-attr]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
@@ -761,7 +761,7 @@ def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None
 
 
 def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"has \[32\], run .* has \[64\]; .* or use knowledge = 'full' for"):
+    with pytest.raises(RefusedError, match=r"has \[32\], run .* has \[64\]; .* or set knowledge = 'full' for"):
         small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="rep")
 
 

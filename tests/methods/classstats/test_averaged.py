@@ -90,7 +90,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
 
 
 def test_an_extractor_of_random_weights_must_be_trained() -> None:
-    with pytest.raises(ConfigurationError, match=r"extractor_rounds = 0, and the weights of \[model\] extractor"):
+    with pytest.raises(ConfigurationError, match=r"extractor_rounds is 0, but the weights of \[model\] extractor"):
         make_server(extractor_rounds=0)
 
 
@@ -183,7 +183,7 @@ def test_every_device_gets_the_shrunk_merge_once() -> None:
                 assert found[label].count == expected[label].count
                 assert_allclose(found[label].mean, expected[label].mean, rtol=1e-3, atol=1e-6)
                 assert_allclose(found[label].variance, expected[label].variance, rtol=1e-3, atol=1e-6)
-    assert rounds.events == [("class-of-one-device", "classes [0, 2, 3] are known from one device each; they are used")]
+    assert rounds.events == [("class-of-one-device", "classes [0, 2, 3] come from one device each; they are used")]
     rounds.play()
     assert [(step, sorted(parts)) for step, _, parts in rounds.asked] == [("learn", ["plan"])] * 2
 

@@ -186,7 +186,7 @@ def test_what_must_be_recognised_does_not_rise_with_each_class_that_goes() -> No
     rounds.server.merge_parts(rounds)
     assert sorted(rounds.server.classes) == [0, 2, 3]
     (text,) = [text for kind, text in rounds.events if kind == "recognition-guard"]
-    assert "0.500 is the least" in text
+    assert "at least 0.500 is required" in text
     assert "raise server_epochs" in text
 
 
@@ -218,7 +218,7 @@ def test_a_class_that_training_does_not_survive_is_left_out_alone(guard: bool) -
         one.server.merge_parts(one)
     left_out = [text for kind, text in rounds.events if kind == "class-left-out"]
     assert len(left_out) == 1
-    assert left_out[0].startswith("class 0: the server's own predictor cannot learn from rows")
+    assert left_out[0].startswith("class 0 is left out: the server's own predictor cannot be trained on rows")
     assert sorted(rounds.server.classes) == sorted(without.server.classes) == [1, 2, 3]
     assert rounds.server.version == without.server.version
     assert equal(copied(rounds.server.predictor), copied(without.server.predictor))

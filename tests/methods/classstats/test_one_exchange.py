@@ -236,7 +236,7 @@ def test_a_devices_state_comes_back_from_its_file() -> None:
 
 def test_a_class_of_one_device_is_used_with_an_event() -> None:
     played = fleet("ab").play()
-    assert ("class-of-one-device", "classes [0, 2, 3] are known from one device each; they are used") in played.events
+    assert ("class-of-one-device", "classes [0, 2, 3] come from one device each; they are used") in played.events
 
 
 def test_few_rows_are_an_event_and_the_shrinkage_goes_to_a_half() -> None:
@@ -284,7 +284,7 @@ def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> 
     assert sent["statistics"].labels == []  # type: ignore[attr-defined]
     assert played.notes_of["summarise", "small"]["classes_too_small"] == 4
     assert [played.notes_of["summarise", name]["classes_too_small"] for name in devices()] == [0] * 3
-    text = "small has no class of 5 samples or more (min_samples); nothing of its rows is merged"
+    text = "small has no class with at least 5 samples (min_samples); none of its rows are merged"
     assert [event for event in played.events if event[0] == "no-class-sent"] == [("no-class-sent", text)]
     assert GENERAL in played.halves["small"].variants()
 
@@ -316,7 +316,7 @@ def test_a_cap_bounds_what_one_device_counts_for() -> None:
     played = Rounds(make_server(count_cap=3.0), halves).play()
     assert space_of(played).counts.tolist() == [10 + 10 + 50, 10 + 10 + 10]
     assert [text for kind, text in played.events if kind == "rows-capped"] == [
-        "c has sent statistics of 360 rows; they count as 60, at most 3 times the median device's"
+        "c sent statistics of 360 rows, which count as 60: the limit is 3 times the median device's rows"
     ]
 
 
@@ -332,7 +332,7 @@ def test_what_devices_say_of_a_class_decides_whether_it_is_an_event() -> None:
     played.play()
     texts = [text for kind, text in played.events if kind == "class-not-recognised"]
     assert len(texts) == 1
-    assert texts[0].startswith("class 0: 0.050 of its rows are recognised when left out, chance is 0.250")
+    assert texts[0].startswith("class 0: leave-one-out recognises 0.050 of its rows, chance is 0.250")
 
 
 def test_of_rows_that_a_device_has_not_sent_nothing_is_said_of_a_class() -> None:

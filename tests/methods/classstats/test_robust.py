@@ -137,7 +137,7 @@ def test_c_the_share_of_means_at_their_own_centre_decides(
 def test_c_the_reason_has_the_figures() -> None:
     swapped = sent({0: [0.0, 1.0], 1: [1.0, 0.0]})
     _, (one,) = screen(fleet_with(swapped), "gross")
-    text = "0 of its 2 class means are nearest to the centre of their class, a share of 0; 0.25 is the least"
+    text = "0 of its 2 class means are nearest to the centre of their class, a share of 0; at least 0.25 is required"
     assert one.reason == text
 
 
@@ -223,7 +223,7 @@ def test_d_strict_leaves_out_single_classes_that_lie_far_off(form: str) -> None:
     fleet = fleet_with(sent(shifted, form=form), form)
     kept, left_out = screen(fleet, "strict")
     assert gone(left_out) == [("d", (2,))]
-    assert left_out[0].reason == "its class means lie this far from the median device's: 3.1 (class 2, limit 3)"
+    assert left_out[0].reason == "its class means are too far from the median device's: 3.1 (class 2, limit 3)"
     assert kept["d"].labels == (0, 1)
     assert screen(fleet, "gross") == (fleet, [])
     within = fleet_with(sent({**shifted, 2: [1.0 + 1.15, 1.0]}, form=form), form)  # 2.97

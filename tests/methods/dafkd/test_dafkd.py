@@ -75,7 +75,7 @@ def test_features_below_0_are_refused_at_feature_level(monkeypatch: pytest.Monke
         "device_model",
         lambda self: SplitModel({"body": body, "last": nn.Linear(8, CLASSES)}, cut="body"),
     )
-    with pytest.raises(ConfigurationError, match=r"features of SplitModel reach -0\.\d+ and the generator"):
+    with pytest.raises(ConfigurationError, match=r"features of SplitModel reach -0\.\d+; the generator"):
         make_server(**VARIANTS["feature level"])
     assert make_server(**VARIANTS["server"])
 

@@ -202,7 +202,8 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
         (
             "maturity-guard",
             "",
-            "the ensemble sees 4 of 10 classes in the generated samples, 5 are needed; nothing is distilled from them",
+            "the ensemble predicts 4 of 10 classes for the generated samples, at least 5 are required; "
+            "this round has no distillation",
         )
     ]
     assert cohort.figures["generated_classes"] == 4
@@ -245,7 +246,7 @@ def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -
     assert found is not None
     assert cohort.figures["likelihood"] == {"a": pytest.approx(0.5)}
     assert cohort.events[0].kind == "member-left-out"
-    assert "predicts on samples of seed 6, the round's is 5" in cohort.events[0].text
+    assert "its predictions are for samples of seed 6, the round's seed is 5" in cohort.events[0].text
     assert server.weighted_ensemble(answers[1:], samples, 5, cohort) is None
 
 

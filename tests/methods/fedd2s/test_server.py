@@ -150,7 +150,7 @@ def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_dev
     sent = Triplets(sent.device, 4, sent.sample_ids, sent.first, sent.at_layer, wrong)
     reply = server.reply(sent, 0.9, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "d0")]
-    assert "the global network scores 0.000 on the rows of d0, its own layers 0.900" in cohort.events[0][2]
+    assert "the global network has accuracy 0.000 on the rows of d0, its own layers 0.900" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
     assert not reply["teacher"].valid  # type: ignore[attr-defined]
     assert cohort.figures["teacher_accuracy"] == {"d0": 0.0}

@@ -249,7 +249,7 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
     bad = bad_upload(server, teacher_right=False)
     server.predict(bad, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a")]
-    assert "the server scores 0.000 on the rows of a, which itself scores 1.000" in cohort.events[0][2]
+    assert "the predictor has accuracy 0.000 on the rows of a, the device 1.000" in cohort.events[0][2]
     assert not server.message("a")["knowledge"].valid  # type: ignore[attr-defined]
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0}
 

@@ -136,7 +136,7 @@ def test_the_guard_undoes_the_step_that_raised_the_loss_and_ends_the_steps() -> 
     assert [step for step, _ in asked(fleet)] == ["train", "distil", "distil", "distil"]
     assert fleet.kinds == ["divergence-guard"]
     assert "distillation step 2" in fleet.events[0][2]
-    assert "distillation rate too large" in fleet.events[0][2]
+    assert "the distillation rate is too large" in fleet.events[0][2]
     assert fleet.figures["distillation_steps"] == 1
 
 
@@ -204,7 +204,7 @@ def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: boo
     assert weight_of(server) == pytest.approx(-2e38)
     assert (fleet.kinds, fleet.figures["distillation_steps"]) == (["distillation-undone"], 1)
     assert re.fullmatch(
-        r"distillation step 2 is undone: \w+ is not finite after training; "
+        r"distillation step 2 is rolled back: \w+ is not finite after training; "
         r"this step's dkd_lr = 2e\+38 is probably too large; lower it or set dkd_max_norm",
         fleet.events[0][2],
     )

@@ -155,7 +155,7 @@ def test_bn_has_no_global_model_and_plain_has() -> None:
 def test_variants_that_a_model_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="variant 'bn' needs at least one batch-norm layer"):
         make_server(variant="bn")
-    with pytest.raises(ConfigurationError, match="variant 'max' needs a penultimate activation"):
+    with pytest.raises(ConfigurationError, match="variant 'max' needs a model with embedding"):
         scalar_server(variant="max")
     with pytest.raises(ConfigurationError, match="dkd_student_mode 'train' needs dkd_batch_size >= 2"):
         make_server("support.feddkd_fleet:norm_model", dkd_student_mode="train", dkd_batch_size=1)

@@ -1,1 +1,1 @@
-"""Class statistics, the server half: both forms, the merge, and the tests for hostile devices."""
+"""Server half of class statistics: both forms, the merge of device statistics, and tests against hostile devices."""

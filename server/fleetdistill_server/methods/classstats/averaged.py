@@ -1,8 +1,10 @@
-"""Class statistics, server half: averages the extractor, merges the devices' summaries, and sends them the merge.
+"""Server half of class statistics with an averaged extractor.
 
-Our own method; `docs/reference/methods/classstats-averaged.md` describes it.
-The server trains a predictor of its own on drawn rows alone: it is the
-operator's model, and tells which classes the Gaussians do not describe.
+The server averages the extractor, merges the devices' class summaries and sends the merge back. It also trains its own
+predictor on drawn rows only: this is the operator's model, and it shows which classes the Gaussians do not describe.
+
+This method is our own; `docs/reference/methods/classstats-averaged.md` describes it. Section numbers in comments are
+those of that method's specification, classstats.md.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _PROBES = 64
 
 
 class AveragedServer(ServerMethod):
-    """Keeps the extractor, every device's summaries apart, their merge, and a predictor of its own."""
+    """Stores the extractor, each device's summaries separately, their merge, and the server's own predictor."""
 
     config: AveragedConfig
     summary = "devices train on rows drawn from merged Gaussians of classes"
@@ -79,14 +81,14 @@ class AveragedServer(ServerMethod):
         self.nonnegative = _is_nonnegative(self.extractor, context)
         self.predictor = context.server_model(self._feature_shape).to(context.torch_device)
         self.own = OwnPredictor(self.predictor, config, context, self._feature_shape, nonnegative=self.nonnegative)
-        self.parts: dict[str, ClassStatistics] = {}  # as they came, which is a quarter of what they are in float64
+        self.parts: dict[str, ClassStatistics] = {}  # in the wire's float16, a quarter of the size in float64
         self.classes: Classes = {}
         self._left_out: LeftOutReasons = {}
-        self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
-        self.version = 0  # names the merge by what is in it
-        self.agreed: tuple[int, Array] | None = None
-        # Of the merge and the soft predictions. Those have missed a round who gave no summary, or learned nothing
-        # though they were sent all.
+        self._trusted: dict[int, Array] = {}  # stored: `forget` may run where the operator's data is missing
+        self.version = 0  # a hash of the merge's content
+        self.agreed: tuple[int, Array] | None = None  # seed of the drawn rows, and soft predictions for them
+        # Tracks the merge and the soft predictions. A device is unresponsive if it sent no summary, or did not
+        # acknowledge a message that contained everything.
         self.deliveries = Deliveries(nothing=[-1, -1])
 
     # --- what it declares
@@ -97,9 +99,9 @@ class AveragedServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: AveragedConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """classstats.md, section 6, for a device that has enough samples of every class.
+        """Returns the exchanges of classstats.md, section 6, for a device with enough samples of every class.
 
-        The soft predictions that come with `learn` are counted with the devices' own, or are an exchange by themselves.
+        Soft predictions that `learn` sends are counted in `agree` if devices predict, else in a separate exchange.
         """
         frozen, every = config.extractor_rounds, config.agreement_every
         extractor = {"extractor": ModelParameters.schema(sizes.extractor)} if frozen else NOTHING
@@ -122,7 +124,7 @@ class AveragedServer(ServerMethod):
         return Sizes.of_cuts({CUT: self._feature_shape}, classes=self.context.classes, extractor=extractor)
 
     def initial(self) -> ModelParameters:
-        """The extractor; predictors are the devices' own."""
+        """Returns the extractor; each device has its own predictor."""
         return model_parameters(self.extractor, scope="extractor")
 
     # --- rounds
@@ -131,14 +133,19 @@ class AveragedServer(ServerMethod):
         self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
         if cohort.completed < self.config.extractor_rounds:
-            await self._average_extractor(cohort, asked)
+            await self._average_extractor(cohort, asked)  # 3.1
             return
-        await self._collect_summaries(cohort, asked)
+        await self._collect_summaries(cohort, asked)  # 3.2 on the devices, 3.3, 3.4, 3.9
         taught = [device for device in asked if device in self.parts and device in cohort.remaining]
         if not taught:
             raise QuorumNotReached("learn", 0, 1)
         note_left_out(self._left_out, cohort, taught)
-        await self._train_devices(cohort, taught)
+        plan, new = self._plan(cohort)  # 3.5: the seed of the drawn rows
+        before = self.deliveries.without_acknowledgement(taught)
+        if new:
+            taught = await self._new_predictions(cohort, taught, plan)  # 3.8
+        await self._train_devices(cohort, taught, plan)  # 3.6, 3.7
+        self.deliveries.mark_unresponsive(self.deliveries.without_acknowledgement(before))
 
     async def _average_extractor(self, cohort: Cohort, asked: Sequence[str]) -> None:
         mean = WeightedMean(self.config.robust)
@@ -147,10 +154,10 @@ class AveragedServer(ServerMethod):
         load_parameters(self.extractor, mean.result(cohort))
 
     async def _collect_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Asks devices whose summary is not here, later than in the first such round newcomers; and who learns nothing.
+        """Asks devices for the summaries that the server lacks, and makes the merge again if there are new ones.
 
-        They have no quorum then: a newcomer that does not answer must not cost the others the round. In the first such
-        round they have, and who was not waited for is no worse than others.
+        The run's quorum applies only until there is a first summary. Later, a new device that does not answer must not
+        make the round fail for the others.
         """
         due = [device for device in asked if self._must_summarise(device)]
         if not due:
@@ -168,37 +175,37 @@ class AveragedServer(ServerMethod):
             self.merge_parts(cohort)
 
     def _must_summarise(self, device: str) -> bool:
-        """Who gave no summary, or may have a state from before it did: it has no frozen extractor to learn with.
+        """Returns whether to ask a device for its summary.
 
-        Not in every round: all others wait for it until the deadline. After two rounds that fell short it may be so
-        with any of them.
+        A device that has sent one is asked again if its state may be older than its summary: then it has no frozen
+        extractor and cannot train. This applies to an unresponsive device, at growing intervals because the others wait
+        for it until the deadline, and to every device after each second short round in a row.
         """
         if device in self.parts and not self.deliveries.is_unresponsive(device):
-            lost = self.deliveries.short_rounds
-            return lost > 0 and lost % 2 == 0
+            short = self.deliveries.short_rounds
+            return short > 0 and short % 2 == 0
         return self.deliveries.is_askable(device) or not self.parts
 
-    async def _train_devices(self, cohort: Cohort, taught: Sequence[str]) -> None:
-        """The devices learn; where it is time for new soft predictions on drawn rows, after these are there."""
-        sent_all = self.deliveries.without_acknowledgement(taught)
-        new = self._predictions_due(cohort.completed)
-        plan = self._plan(cohort, new=new)
-        if new and self.config.devices_agree:
-            taught = await self._agree(cohort, taught, plan)
-        elif new:
-            self.agreed = (_seed(plan), self.own.soft_predictions(self.classes, _seed(plan)))
+    async def _new_predictions(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> Sequence[str]:
+        """Replaces the soft predictions on drawn rows; returns the devices that remain in the round."""
+        if self.config.devices_agree:
+            return await self._agree(cohort, taught, plan)
+        self.agreed = (_seed(plan), self.own.soft_predictions(self.classes, _seed(plan)))
+        return taught
+
+    async def _train_devices(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> None:
+        """Sends each device the plan, and the merge and the soft predictions if it lacks them."""
         message = partial(self._learn_message, plan=plan)
         latest = [self.version, self._agreed_seed]
         async for answer in self.deliveries.ask_all(cohort, "learn", message, to=taught, acknowledges=lambda _: latest):
             self.deliveries.mark_responsive(answer.device)
-        self.deliveries.mark_unresponsive(self.deliveries.without_acknowledgement(sent_all))
 
     def _predictions_due(self, completed: int) -> bool:
         missing = self.config.server_teaches and self.agreed is None
         return bool(self.classes) and (missing or self.config.agrees_in(completed))
 
     async def _agree(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> list[str]:
-        """The mean of the devices' soft predictions on the round's rows; who gave none is out for the round."""
+        """Averages the devices' soft predictions on the round's drawn rows; returns the devices that answered."""
         mean = TensorMean(self.config.robust, probabilities=True)
         answered, seed = list[str](), _seed(plan)
         rows = self.config.drawn_rows * len(self.classes)
@@ -208,8 +215,10 @@ class AveragedServer(ServerMethod):
             answered.append(answer.device)
             sent = answer.part("predictions", SoftPredictions)
             if sent.noise_seed != seed or len(sent.values) != rows:
-                text = f"{answer.device} predicts {len(sent.values)} rows of seed {sent.noise_seed}"
-                cohort.event("member-left-out", f"{text}, the round's are {rows} of {seed}", answer.device)
+                text = (
+                    f"{answer.device} sent predictions for {len(sent.values)} rows of seed {sent.noise_seed}; the round"
+                )
+                cohort.event("member-left-out", f"{text} has {rows} rows of seed {seed}", answer.device)
                 continue
             mean.add(torch.tensor(np.array(sent.values)))
         agreed = mean.result()
@@ -217,26 +226,30 @@ class AveragedServer(ServerMethod):
             self.agreed = (seed, agreed.float().numpy())
         return answered
 
-    def _plan(self, cohort: Cohort, *, new: bool) -> Plan:
-        """Names the merge, and the round's drawn rows: new ones, or those that the last soft predictions are about."""
+    def _plan(self, cohort: Cohort) -> tuple[Plan, bool]:
+        """Returns the round's plan, and whether new soft predictions are due.
+
+        Without new soft predictions, the devices draw the rows that the existing ones are for.
+        """
+        new = self._predictions_due(cohort.completed)
         seed = derive_seed(cohort.generator("draw").initial_seed(), self.version)
         if self.agreed is not None and not new:
             seed = self.agreed[0]
         rate = self.config.local_rate(cohort.completed + 1)
         values = {"draw_seed": seed, "nonnegative": self.nonnegative, "merge": self.version, "learning_rate": rate}
-        return Plan(values=values)
+        return Plan(values=values), new
 
     @property
     def _agreed_seed(self) -> int:
         return self.agreed[0] if self.agreed is not None else -1
 
     def _merge_message(self, acknowledged: Sequence[int], plan: Plan) -> dict[str, Kind]:
-        """The plan, with the fleet's classes where the device has not been told those of the last merge."""
+        """Returns the plan, with the merged classes unless the device has acknowledged the current merge."""
         merge, _ = acknowledged
         return {"plan": plan} if merge == self.version else {"plan": plan, "classes": self._to_wire(self.classes)}
 
     def _learn_message(self, acknowledged: Sequence[int], plan: Plan) -> Parts:
-        """The same with the soft predictions, where the device has not been told these."""
+        """Returns `_merge_message`, with the soft predictions unless the device has acknowledged the current ones."""
         _, predictions = acknowledged
         parts = self._merge_message(acknowledged, plan)
         if self.agreed is not None and predictions != self.agreed[0]:
@@ -249,13 +262,13 @@ class AveragedServer(ServerMethod):
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Makes the merge, and the server's own predictor, again without the device's part."""
+        """Makes the merge and the server's own predictor again without the device's summary."""
         self.deliveries.forget(device)
         if self.parts.pop(device, None) is not None:
             self.merge_parts(notes)
 
     def merge_parts(self, notes: Notes) -> None:
-        """All parts anew, in the order of the devices' ids; what stays is rounded as it travels, and named by it."""
+        """Makes the merge again from all summaries, in device-id order, rounded to the wire's type (3.3, 3.4)."""
         self._trusted = trusted_centres(self.context.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
         whole, self._left_out = merged(self.parts, self.config.rank, rules, notes)
@@ -269,26 +282,31 @@ class AveragedServer(ServerMethod):
         notes.report("merged_classes", len(self.classes))
 
     def _features_of(self, inputs: Tensor) -> Array:
-        """As devices have them in their summaries."""
+        """Returns features `[n, F]` as devices compute them for their summaries."""
         rows: Array = extract(self.extractor, inputs).flatten(1).double().numpy()
         return clip(rows, self.config.clip_norm) if self.config.clip_norm else rows
 
     def _usable_classes(self, whole: Classes, notes: Notes) -> Classes:
-        """The shrunk merge. As long as a guard finds classes at fault, it is made, and tried, again without them.
+        """Returns the shrunk merge of the classes that pass every guard (3.4, 3.9).
 
-        So nothing of a class that is left out is in the pooled variance or in the server's own predictor.
+        If a guard rejects classes, shrinkage and training start again without them. A rejected class therefore has no
+        influence on the pooled variance or on the server's own predictor.
         """
         limit = float(np.finfo(float_type(self.context.knowledge_type)).max)
-        least = least_recognised(max(len(whole), 1))  # of all: it must not rise with each class that goes
+        least = least_recognised(max(len(whole), 1))  # of all classes: rejecting one must not raise the limit
         while True:
-            classes = shrink(whole, self.config.shrinkage)
+            classes = shrink(whole, self.config.shrinkage)  # 3.4
             if self.config.means_only:
                 classes = {label: without_spread(one) for label, one in classes.items()}
-            at_fault = too_large(whole, limit, notes) or too_large(classes, limit, notes)
-            at_fault = at_fault or self.own.untrainable(classes, notes) or self.own.unrecognised(classes, least, notes)
-            if not at_fault:
+            rejected = (
+                too_large(whole, limit, notes)  # guard
+                or too_large(classes, limit, notes)  # guard
+                or self.own.untrainable(classes, notes)  # 3.9, guard
+                or self.own.unrecognised(classes, least, notes)  # guard
+            )
+            if not rejected:
                 return classes
-            whole = {label: one for label, one in whole.items() if label not in at_fault}
+            whole = {label: one for label, one in whole.items() if label not in rejected}
 
     # --- state
 
@@ -322,7 +340,7 @@ class AveragedServer(ServerMethod):
         self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
-        """Frozen extractor and the server's predictor, once there is a merge that it was trained on."""
+        """Returns the frozen extractor and the server's own predictor, or None before the first merge."""
         return nn.Sequential(self.extractor, self.predictor) if self.classes else None
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
@@ -331,7 +349,7 @@ class AveragedServer(ServerMethod):
 
 
 def _statistics(config: AveragedConfig, sizes: Sizes) -> PartSchema:
-    """Of each class its mean, and of its spread what there is to be."""
+    """Returns the schema of class summaries: means, and unless `means_only` directions and variances."""
     directions = {"directions": (config.rank, sizes.features)} if config.rank else {}
     spread = {} if config.means_only else {**directions, "variances": (sizes.features,)}
     return ClassStatistics.schema(
@@ -347,13 +365,13 @@ def _check_trained(config: AveragedConfig, context: MethodContext) -> None:
     name = context.models.extractor
     if not config.extractor_rounds and name in MODELS:
         raise ConfigurationError(
-            f"extractor_rounds = 0, and the weights of [model] extractor = {name!r} are random; train it for a few "
-            "rounds, or name a factory of an extractor that has been trained, as package.module:factory"
+            f"extractor_rounds is 0, but the weights of [model] extractor = {name!r} are random; set extractor_rounds "
+            "to at least 1, or name a factory of a trained extractor as package.module:factory"
         )
 
 
 def _is_nonnegative(extractor: nn.Module, context: MethodContext) -> bool:
-    """Whether features end in a ReLU or the like: then nothing below 0 is drawn."""
+    """Returns whether the extractor's features are never negative (a ReLU); drawn rows are then clipped at 0."""
     probe = torch.randn(_PROBES, *context.input_shape, generator=torch.Generator().manual_seed(0))
     return float(extract(extractor, probe).min()) >= 0
 

@@ -1,4 +1,4 @@
-"""The merges of the devices' class statistics, without what cannot be right of them."""
+"""Merges the devices' class statistics, and leaves out implausible ones."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Classes = dict[int, ClassSummary]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a merge asks of what devices have sent.
+    """Tests and limits that a merge applies to the devices' statistics.
 
     Attributes:
         robust: `gross`, `strict` or `off`.
-        count_cap: Most rows that a device counts for, as a multiple of the median device's; 0 for what `robust` says.
-        trusted: Centres of classes from the operator's own data, `[F]` each.
+        count_cap: Largest row count of a device, as a multiple of the median device's; 0 for the default of `robust`.
+        trusted: Class centres from the operator's own data, `[F]` each.
     """
 
     robust: str
@@ -35,16 +35,16 @@ class Rules:
 
 
 LeftOutReasons = dict[str, list[str]]
-"""Device to what is said of it."""
+"""For each device the reasons why statistics of it are left out, as sentences."""
 
 
 def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[str] | None = None) -> None:
-    """An event about what a merge leaves out; each round that a device takes part in has it again.
+    """Adds an event for everything that a merge leaves out; called in each round with the round's devices.
 
     Args:
-        left_out: What `merged` or `merged_moments` found.
-        notes: Takes the events.
-        devices: Of these alone; None for all.
+        left_out: Reasons from `merged` or `merged_moments`.
+        notes: Receives the events.
+        devices: Devices to report; None for all.
     """
     for device in left_out if devices is None else sorted(left_out.keys() & set(devices)):
         for text in left_out[device]:
@@ -54,16 +54,16 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
 def merged(
     parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes
 ) -> tuple[Classes, LeftOutReasons]:
-    """Every class over the devices that have sent it, by label, in the order of the devices' ids; not yet shrunk.
+    """Merges each class over the devices that sent it, in device-id order (classstats.md, section 3.3).
 
     Args:
-        parts: What each device has sent.
-        rank: Directions wanted, at least 0.
-        rules: What they are held against.
-        notes: Takes events about classes of one device alone, and about what is left out or bounded.
+        parts: Class summaries by device id.
+        rank: Number of directions per class, at least 0.
+        rules: Tests and limits for the summaries.
+        notes: Receives events about classes of a single device, and about summaries that are left out or capped.
 
     Returns:
-        The classes, and what is left out.
+        The merged classes by label, before shrinkage, and the reasons for summaries that are left out.
     """
     kept, left_out = _screened(
         {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes
@@ -75,15 +75,16 @@ def merged(
 def merged_moments(
     parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes
 ) -> tuple[Moments | None, dict[str, list[int]], LeftOutReasons]:
-    """The exact merge of statistics with one covariance.
+    """Merges statistics with one shared covariance, exactly (oneshot.md, section 3.5).
 
     Args:
-        parts: What each device has sent.
-        rules: What they are held against.
-        notes: Takes events about classes of one device alone, and about what is left out or bounded.
+        parts: Statistics by device id.
+        rules: Tests and limits for the statistics.
+        notes: Receives events about classes of a single device, and about statistics that are left out or capped.
 
     Returns:
-        The merge, None where no device has a class; of each device the classes that are in it; and what is left out.
+        The merge, or None if no class remains; for each device its classes in the merge; and the reasons for
+        statistics that are left out.
     """
     fleet = {device: _shared_statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
     kept, left_out = _screened(fleet, rules, notes)
@@ -92,7 +93,7 @@ def merged_moments(
     return merge_shared(moments) if kept else None, counted, left_out
 
 
-# --- what is kept
+# --- screening
 
 
 def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
@@ -101,13 +102,15 @@ def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutR
     bounded = capped(fleet, cap) if cap else fleet
     for device in (one for one in fleet if bounded[one] is not fleet[one]):
         rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))
-        text = f"{device} has sent statistics of {rows} rows; they count as {counted}, at most {cap:g} times the median"
-        notes.event("rows-capped", f"{text} device's", device)
+        text = (
+            f"{device} sent statistics of {rows} rows, which count as {counted}: the limit is {cap:g} times the median"
+        )
+        notes.event("rows-capped", f"{text} device's rows", device)
     kept, found = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
     left_out: LeftOutReasons = {}
     for one in found:
         what = f"class{'es' if len(one.labels) > 1 else ''} {', '.join(map(str, one.labels))}"
-        text = f"{one.device}: {one.reason}; what it has sent of {what} is left out of the merge"
+        text = f"{one.device}: {one.reason}; its statistics of {what} are left out of the merge"
         left_out.setdefault(one.device, []).append(text)
     note_left_out(left_out, notes)
     _note_single_classes([one.labels for one in kept.values()], notes)
@@ -119,7 +122,7 @@ def _statistics_of(part: ClassStatistics) -> DeviceStatistics:
     assert counts is not None
     assert means is not None
     traces = np.zeros(len(part.labels))
-    for row in range(len(traces)):  # in float64 class by class: all at once may be more than there is memory
+    for row in range(len(traces)):  # class by class, because all in float64 may not fit into memory
         for array, power in ((part.variances, 1), (part.directions, 2)):
             traces[row] += 0.0 if array is None else float((array[row].astype(np.float64) ** power).sum())
     order = np.argsort(part.labels)
@@ -150,7 +153,7 @@ def _shared_statistics_of(part: SharedStatistics) -> DeviceStatistics:
 
 
 def _moments_of(moments: Moments, kept: DeviceStatistics) -> Moments:
-    """Of the classes that are kept, with the rows that they count for; all else as it was sent."""
+    """Restricts a device's moments to the kept classes and their capped counts."""
     at = np.flatnonzero(np.isin(moments.labels, kept.labels))
     df = moments.df if (moments.counts.tolist() == kept.counts.tolist()) else _degrees(kept.counts)
     return replace(moments, labels=kept.labels, counts=kept.counts, means=moments.means[at], df=df)
@@ -170,29 +173,29 @@ def _summaries_of(label: int, parts: Mapping[str, ClassStatistics], kept: Fleet)
 
 
 def too_large(classes: Classes, limit: float, notes: Notes) -> list[int]:
-    """Labels of classes with a number over the limit of the wire, which no honest devices' features make together."""
+    """Guard: returns the labels of classes with a value above the wire's limit, with an event for each."""
     fits = {label: max(map(_largest, (c.mean, c.directions, c.variance))) <= limit for label, c in classes.items()}
     over = [label for label, fit in fits.items() if not fit]
     for label in over:
-        notes.event("class-left-out", f"class {label}: its merged statistics go over {limit:g}; it is left out")
+        notes.event("class-left-out", f"class {label} is left out: its merged statistics exceed {limit:g}")
     return over
 
 
 def note_no_class(device: str, labels: Sequence[int], min_samples: int, notes: Notes) -> None:
-    """An event about a device that has sent no class."""
+    """Adds an event for a device whose statistics contain no class."""
     if not labels:
-        text = f"{device} has no class of {min_samples} samples or more (min_samples); nothing of its rows is merged"
+        text = f"{device} has no class with at least {min_samples} samples (min_samples); none of its rows are merged"
         notes.event("no-class-sent", text, device)
 
 
 def _note_single_classes(labels_of_devices: Sequence[Sequence[int]], notes: Notes) -> None:
     devices = Counter(label for labels in labels_of_devices for label in labels)
-    if alone := sorted(label for label, count in devices.items() if count < 2):
-        notes.event("class-of-one-device", f"classes {alone} are known from one device each; they are used")
+    if single := sorted(label for label, count in devices.items() if count < 2):
+        notes.event("class-of-one-device", f"classes {single} come from one device each; they are used")
 
 
 def _one_class(part: ClassStatistics, label: int) -> ClassSummary:
-    """In float64, class by class: all parts at once may be more than there is memory."""
+    """Converts one class to float64; converting all classes together may not fit into memory."""
     row = part.labels.index(label)
     names = ("counts", "means", "directions", "variances")
     arrays = {name: array[row : row + 1] for name in names if (array := getattr(part, name)) is not None}

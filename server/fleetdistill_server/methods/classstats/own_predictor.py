@@ -1,4 +1,4 @@
-"""The server's own predictor in class statistics with an averaged extractor: trained on drawn rows alone."""
+"""The server's own predictor in class statistics with an averaged extractor (classstats.md, section 3.9)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fleetdistill_server.methods.context import MethodContext
 
 
 class OwnPredictor:
-    """The server's own predictor: draws rows of the merged classes and learns from them alone.
+    """Trains the server's own predictor on rows drawn from the merged classes, and finds classes that do not work.
 
     Args:
-        network: The predictor, features to logits.
+        network: The predictor, features to logits; changes in place.
         config: Settings of the method.
-        context: Where to compute, and the first weights of the predictor.
-        feature_shape: Shape of one row of features.
-        nonnegative: Whether features are never below 0.
+        context: Provides the compute device and the predictor's initial weights.
+        feature_shape: Shape of one sample's features.
+        nonnegative: Whether drawn rows are clipped at 0.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class OwnPredictor:
         self._feature_shape = feature_shape
 
     def soft_predictions(self, classes: Classes, seed: int) -> Array:
-        """The server's own predictor on the rows that devices draw: of classes in the merge alone."""
+        """Returns the predictor's soft predictions `[rows, C]` for the rows that devices draw with this seed (3.8)."""
         rows, _ = self.draw(classes, seed)
         return soft_targets(extract(self.network, rows), self.config.temperature).numpy()
 
     def untrainable(self, classes: Classes, notes: Notes) -> list[int]:
-        """Trains the server's own predictor; where that fails, the class whose rows are longest is at fault."""
-        # From the first weights again: of who is not in the merge any more nothing may stay.
+        """Guard: trains the predictor; if that fails, returns the class with the longest rows as the cause."""
+        # Restarting from the initial weights removes the influence of devices and classes that left the merge.
         self.network.load_state_dict(self.context.server_model(self._feature_shape).state_dict())
         if not classes:
             return []
@@ -64,26 +64,28 @@ class OwnPredictor:
             return []
         longest = max(classes, key=lambda label: length(classes[label]))
         text = (
-            f"class {longest}: the server's own predictor cannot learn from rows drawn of the classes, and this one's "
+            f"class {longest} is left out: the server's own predictor cannot be trained on rows drawn from the classes"
         )
-        notes.event("class-left-out", f"{text}are the longest; it is left out. {failure}")
+        notes.event("class-left-out", f"{text}, and this class has the longest rows. {failure}")
         return [longest]
 
     def unrecognised(self, classes: Classes, least: float, notes: Notes) -> list[int]:
-        """Guard: a class whose drawn rows the server's own predictor takes for others is not worth learning from."""
+        """Guard: returns the classes whose drawn rows the predictor does not recognise often enough."""
         if not classes:
             return []
         found = self.recognition(classes, notes.generator("recognition").initial_seed())
         notes.report("recognition", {str(label): rate for label, rate in found.items()})
         poor = [label for label, rate in found.items() if rate < least and self.config.recognition_guard]
         for label in poor:
-            text = f"the server recognises {found[label]:.3f} of the rows drawn for class {label}"
-            remedy = "if its predictor has not learned enough, raise server_epochs"
-            notes.guard("recognition", f"{text}, {least:.3f} is the least; the class is left out; {remedy}")
+            text = (
+                f"class {label} is left out: the server's own predictor recognises {found[label]:.3f} of its drawn rows"
+            )
+            remedy = "If the predictor is undertrained, raise server_epochs"
+            notes.guard("recognition", f"{text}, at least {least:.3f} is required. {remedy}")
         return poor
 
     def _train(self, classes: Classes, seed: int) -> None:
-        """3.9: cross-entropy on drawn rows alone, new ones in every epoch."""
+        """Minimises the cross-entropy on drawn rows, with new rows in every epoch (3.9)."""
         optimizer = make_local_optimizer(self.config, self.network.parameters())
         for epoch in range(self.config.server_epochs):
             rows, labels = self.draw(classes, derive_seed(seed, epoch))
@@ -102,21 +104,21 @@ class OwnPredictor:
         return [functional.cross_entropy(self.network(rows[rows_b]), labels[rows_b])]
 
     def recognition(self, classes: Classes, seed: int) -> dict[int, float]:
-        """Share of each class's drawn rows that the server's predictor gives this class."""
+        """Returns for each class the share in [0, 1] of its drawn rows that the predictor assigns to it."""
         rows, labels = self.draw(classes, seed)
         right = extract(self.network, rows).argmax(dim=1) == labels.cpu()
         return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
 
     def draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
+        """Draws `drawn_rows` rows of each class: features `[rows, *feature_shape]` and labels `[rows]` (3.5)."""
         rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self.nonnegative)
         where = self.context.torch_device
         return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
 
 
 def least_recognised(classes: int) -> float:
-    """Share of a class's drawn rows that has to be recognised: twice chance.
+    """Returns the share of a class's drawn rows that must be recognised: twice chance.
 
-    Of two classes that would be every row; there it is half way from chance to that. One class has no other to be
-    taken for.
+    Two classes are an exception: twice chance would be every row, so the share is 0.75. A single class needs none.
     """
     return {1: 0.0, 2: 0.75}.get(classes, 2 / classes)

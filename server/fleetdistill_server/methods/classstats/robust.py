@@ -1,7 +1,7 @@
-"""Tests of what devices have sent of their classes: what of it goes into a merge, and how many rows it counts for.
+"""Screens the devices' class statistics before a merge: plausibility tests, and a cap on row counts.
 
-One implementation for both forms of class statistics; docs/reference/robust.md has the rules. Nothing here depends on
-the order of the devices: medians over them, and ties that go by their ids.
+Both forms of class statistics use this implementation; docs/reference/robust.md describes the tests. The results do
+not depend on the order of the devices: they use medians over devices, and device ids break ties.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from fleetdistill.knowledge import Array
 from fleetdistill.training.local_training import TensorData
 
 MOST_ROWS = 3.0
-"""Rows that a device counts for, as a multiple of the median device's."""
+"""Largest row count of a device, as a multiple of the median device's."""
 MOST_SPREAD = 4.0
-"""Trace of a covariance, as a multiple of the median one."""
+"""Largest trace of a covariance, as a multiple of the median trace."""
 MOST_LENGTH = 4.0
-"""Length of a device's longest mean, as a multiple of the median device's."""
+"""Largest length of a device's longest class mean, as a multiple of the median device's."""
 LEAST_NEAR = {"gross": 0.25, "strict": 0.5}
-"""Share of a device's class means that must be nearest to the centre of their own class."""
+"""Smallest share of a device's class means that must be nearest to the centre of their own class."""
 COMMON_SHIFT = 0.75
-"""Share of the squared distances of a device's means from their centres that makes a common shift one of its images."""
+"""Share of a device's squared distances from the centres above which a common shift is attributed to its images."""
 _MOST_DISTANCE, _LEAST_DISTANCE, _DEVICES_DIFFER = 3.0, 3.0, 0.05
 _FEWEST_SHIFTED = 4
-"""Means; of two that are flipped to a pair of similar classes most of the distance is common too."""
+"""Fewest means for a common shift: with two swapped, similar classes most of the distance is common as well."""
 _FEWEST_DEVICES = 3
-"""Of two there is no telling which is right."""
+"""Fewest devices for a test: of two that differ, neither can be identified as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceStatistics:
-    """What the tests look at of one device's statistics.
+    """The part of one device's statistics that the tests use.
 
     Attributes:
-        labels: Its K classes, ascending.
-        counts: `[K]` int64, rows of each.
+        labels: The device's K classes, ascending.
+        counts: `[K]` int64, rows of each class.
         means: `[K, F]`, any float type.
-        traces: `[K]` float64, of each class's covariance; `[1]` where the classes share one.
+        traces: Trace of each class's covariance, `[K]` float64; `[1]` if the classes share one covariance.
     """
 
     labels: tuple[int, ...]
@@ -53,7 +53,7 @@ class DeviceStatistics:
     traces: Array
 
     def without(self, labels: tuple[int, ...]) -> DeviceStatistics:
-        """The other classes."""
+        """Returns the statistics of the other classes."""
         at = np.flatnonzero(~np.isin(self.labels, labels))
         labels = tuple(self.labels[one] for one in at)
         traces = self.traces if len(self.traces) == 1 else self.traces[at]
@@ -62,7 +62,7 @@ class DeviceStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What a test leaves out of a merge: classes of one device, or all of them."""
+    """Classes of one device that a test leaves out of a merge."""
 
     device: str
     labels: tuple[int, ...]
@@ -71,13 +71,13 @@ class LeftOut:
 
 Fleet = dict[str, DeviceStatistics]
 Screened = tuple[Fleet, list[LeftOut]]
-"""What is kept, and what is not."""
+"""The statistics that are kept, and those that are left out."""
 
 
 def capped(fleet: Mapping[str, DeviceStatistics], cap: float) -> Fleet:
-    """Counts scaled so that no device counts for more than `cap` times the rows of the median device.
+    """Scales counts so that no device counts for more than `cap` times the median device's rows.
 
-    Every class keeps at least one row. A device below the cap stays as it is, bit for bit.
+    Every class keeps at least one row. Devices below the cap are returned unchanged.
     """
     if not fleet:
         return {}
@@ -94,15 +94,15 @@ def _scaled(counts: Array, share: float) -> Array:
 
 
 def screen(fleet: Mapping[str, DeviceStatistics], robust: str, trusted: Mapping[int, Array] | None = None) -> Screened:
-    """Leaves out what fails a test, one test after the other: length, spread, nearest centre and, if strict, distance.
+    """Applies the tests in order: length, spread, nearest centre and, if `strict`, distance.
 
     Args:
-        fleet: What each device has sent of its classes, in the order of the devices' ids; each has one at least.
+        fleet: Statistics by device id, in id order, with at least one class each.
         robust: `gross` or `strict`.
-        trusted: Centres of classes that the operator vouches for, `[F]` each; they replace the devices' own.
+        trusted: Class centres from the operator's data, `[F]` each; they replace the devices' centres.
 
     Returns:
-        What is kept of each device of which something is, and all that is left out.
+        The kept statistics of each device that keeps at least one class, and everything that is left out.
     """
     trusted = trusted or {}
     if not fleet or (len(fleet) < _FEWEST_DEVICES and not trusted):
@@ -121,11 +121,11 @@ def screen(fleet: Mapping[str, DeviceStatistics], robust: str, trusted: Mapping[
 
 
 def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]) -> dict[int, Array]:
-    """The mean features of each class that the operator vouches for.
+    """Returns the mean features of each class in the operator's trusted data, `[F]` float64 by label.
 
     Args:
-        rows: Labelled data that is trusted; None for none.
-        features: Inputs to features `[n, F]`.
+        rows: Trusted labelled data; None if there is none.
+        features: Maps inputs to features `[n, F]`.
     """
     if rows is None:
         return {}
@@ -141,7 +141,7 @@ def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]
 
 
 def _drop_long_means(fleet: Fleet) -> Screened:
-    """Means that are many times too long have no larger covariance, and may lie nearest to their own centre."""
+    """Leaves out devices whose longest mean is too long; such a mean may still be nearest to its own centre."""
     longest = {device: _longest(one.means) for device, one in fleet.items()}
     limit = MOST_LENGTH * median(longest.values())
     left_out = [
@@ -162,7 +162,7 @@ def _longest(means_kf: Array) -> float:
 
 
 def _drop_wide_covariances(fleet: Fleet) -> Screened:
-    """A covariance that is many times the others' would reach all classes by way of what they share."""
+    """Leaves out classes whose covariance is too large; it would affect all classes through the shared covariance."""
     if not fleet:
         return {}, []
     limit = MOST_SPREAD * float(np.median(np.concatenate([one.traces for one in fleet.values()])))
@@ -186,10 +186,11 @@ def without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
 
 
 def _drop_misplaced_devices(fleet: Fleet, robust: str, most_left_out: int, trusted: Mapping[int, Array]) -> Screened:
-    """Leaves out whole devices, the worst first: a liar shifts the others' centres for as long as it is among them.
+    """Leaves out devices whose class means are nearest to the centres of other classes, the worst device first.
 
-    The worst is the one with most means at other classes' centres. Liars that claim all classes may have a larger share
-    at their own than honest devices with two, whose centres they shift: by the share the honest would go first.
+    Centres are recomputed after each device, because a hostile device shifts the others' centres. The worst device is
+    the one with the most misplaced means, not the largest share of them: hostile devices that send all classes can
+    reach a smaller share than honest devices with two classes.
     """
     kept, left_out, least = dict(fleet), list[LeftOut](), LEAST_NEAR[robust]
     for _ in range(most_left_out):
@@ -201,13 +202,13 @@ def _drop_misplaced_devices(fleet: Fleet, robust: str, most_left_out: int, trust
         worst = min(found, key=lambda device: (found[device].right - found[device].of, device))
         right, of, share = found[worst].right, found[worst].of, found[worst].share
         reason = f"{right} of its {of} class means are nearest to the centre of their class, a share of {share:.3g};"
-        reason = f"{reason} {least:g} is the least"
+        reason = f"{reason} at least {least:g} is required"
         left_out.append(LeftOut(device=worst, labels=kept.pop(worst).labels, reason=reason))
     return kept, left_out
 
 
 class Near(NamedTuple):
-    """How many of a device's class means are nearest to the centre of their own class, of those that were compared."""
+    """How many of a device's compared class means are nearest to the centre of their own class."""
 
     right: int
     of: int
@@ -218,14 +219,14 @@ class Near(NamedTuple):
 
 
 class Centres:
-    """Coordinate-wise medians of the devices' class means, as they are without one of the devices.
+    """Coordinate-wise medians of the devices' class means, leaving out one device at a time.
 
-    Each class is sorted once: the median of all numbers but one is made of the two or three in the middle of all.
+    Each class is sorted once: the median of all values but one depends on the two or three middle values only.
 
     Args:
-        fleet: The devices.
-        trusted: Centres that are given.
-        shifted: Whether means may all be shifted alike, as those of another camera or another kind of handwriting are.
+        fleet: Statistics by device id.
+        trusted: Class centres from the operator's data; they replace the medians.
+        shifted: Whether to remove a common shift of a device's means, such as that of another camera.
     """
 
     def __init__(self, fleet: Mapping[str, DeviceStatistics], trusted: Mapping[int, Array], *, shifted: bool) -> None:
@@ -239,7 +240,7 @@ class Centres:
         self._of_all = dict(sorted((of_all | dict(trusted)).items()))
 
     def near(self, one: DeviceStatistics) -> Near | None:
-        """Of a device's class means; None where fewer than two can be compared."""
+        """Compares a device's class means with the centres; None if fewer than two can be compared."""
         own = dict(zip(one.labels, one.means.astype(np.float64), strict=True))
         centres = self.without(own)
         compared = [label for label in own if label in centres]
@@ -254,7 +255,7 @@ class Centres:
         return Near(int((nearest == at).sum()), len(compared))
 
     def without(self, own: Mapping[int, Array]) -> dict[int, Array]:
-        """The centres, by ascending label, without these means; a class that nobody else has sent has none."""
+        """Returns the centres by ascending label without these means, for the classes that other devices sent."""
         centres = dict(self._of_all)
         for label in own.keys() & self._middle.keys():
             middle = self._middle[label]
@@ -266,7 +267,7 @@ class Centres:
 
 
 def _without_common_shift(means_kf: Array, centres_kf: Array) -> Array:
-    """Means without what they have in common against their centres, where that is most of how far they are off."""
+    """Subtracts the means' common shift from their centres if it explains most of their distance."""
     away_kf = means_kf - centres_kf
     shift_f = away_kf.mean(axis=0)
     explained, whole = len(away_kf) * np.square(shift_f).sum(), np.square(away_kf).sum()
@@ -274,7 +275,10 @@ def _without_common_shift(means_kf: Array, centres_kf: Array) -> Array:
 
 
 def middle_values(means: list[Array]) -> Array:
-    """`[m, F]`: the one number of one, the two in the middle of an even number, the three of an odd one; ascending."""
+    """Returns each coordinate's middle values, ascending, `[m, F]` float64.
+
+    m is 1 for one mean, 2 for an even and 3 for an odd number of means.
+    """
     ordered, others = np.sort(np.stack(means).astype(np.float64), axis=0), len(means) - 1
     return ordered[max(others - 1, 0) // 2 : others // 2 + 2]
 
@@ -283,7 +287,7 @@ def middle_values(means: list[Array]) -> Array:
 
 
 def _drop_distant_classes(fleet: Fleet) -> Screened:
-    """Leaves out single classes of devices, where three or more have the class."""
+    """Leaves out single classes of devices that are too far from the median of at least three devices."""
     far = defaultdict[str, list[tuple[int, float, float]]](list)
     for label in sorted({label for one in fleet.values() for label in one.labels}):
         holders = {device: one for device, one in fleet.items() if label in one.labels}
@@ -294,13 +298,13 @@ def _drop_distant_classes(fleet: Fleet) -> Screened:
     left_out = []
     for device, found in sorted(far.items()):
         figures = ", ".join(f"{distance:.3g} (class {label}, limit {most:.3g})" for label, distance, most in found)
-        reason = f"its class means lie this far from the median device's: {figures}"
+        reason = f"its class means are too far from the median device's: {figures}"
         left_out.append(LeftOut(device=device, labels=tuple(label for label, _, _ in found), reason=reason))
     return without(fleet, left_out), left_out
 
 
 def _standardised_distances(holders: Mapping[str, DeviceStatistics], label: int) -> dict[str, float]:
-    """Of each device's mean from the median one, in standard errors of a mean of so many rows."""
+    """Returns each device's distance from the median mean, in standard errors of a mean of its row count."""
     at = {device: one.labels.index(label) for device, one in holders.items()}
     means = np.stack([one.means[at[device]].astype(np.float64) for device, one in holders.items()])
     away = np.sqrt(np.square(means - np.median(means, axis=0)).sum(axis=1))

@@ -1,8 +1,8 @@
-"""Class statistics, server half: merges the devices' statistics exactly, and sends them the space of their classes.
+"""Server half of class statistics: merges the devices' statistics exactly and sends them the resulting class space.
 
-Our own method; `docs/reference/methods/classstats.md` describes it.
-What is kept of each device is what it sent, so a merge without it is
-made of the others' alone.
+This method is our own; `docs/reference/methods/classstats.md` describes it. The server stores each device's statistics
+as they were sent, so a merge without a device depends on the other devices only. Section numbers in comments are those
+of the method's specification, oneshot.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 
 class ClassStatsServer(ServerMethod):
-    """Keeps every device's statistics apart, and the space of their merge."""
+    """Stores each device's statistics separately, and the class space of their merge."""
 
     config: ClassStatsConfig
     summary = "one exchange: merged class means and one covariance, closed form"
@@ -72,21 +72,21 @@ class ClassStatsServer(ServerMethod):
 
     def __init__(self, config: ClassStatsConfig, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.extractor = self._extractor().cpu().eval()  # nothing here is worth a GPU
+        self.extractor = self._extractor().cpu().eval()  # too little computation for a GPU
         self._feature_shape = output_shape(self.extractor, context.input_shape)
         features = prod(self._feature_shape)
         self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(context.input_shape, features))
-        self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as they came, and of which data
-        self._counted: dict[str, list[int]] = {}  # of each device the classes that are in the merge
+        self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as sent, and the data's version
+        self._counted: dict[str, list[int]] = {}  # each device's classes in the merge
         self._left_out: LeftOutReasons = {}
-        self._trusted: dict[int, Array] = {}  # kept: a device may be forgotten where the operator's data is not
+        self._trusted: dict[int, Array] = {}  # stored: `forget` may run where the operator's data is missing
         self._space: ClassSpace | None = None
-        self.merge_name = 0  # names the space by what is in it
-        self.deliveries = Deliveries()  # of the space
+        self.merge_name = 0  # a hash of the space's content
+        self.deliveries = Deliveries()  # tracks the space
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:
-        """As the configuration's."""
+        """Returns the server half for the configuration's `features`."""
         if isinstance(config, ClassStatsConfig):
             return cls
         from fleetdistill_server.methods.classstats.averaged import AveragedServer
@@ -107,12 +107,12 @@ class ClassStatsServer(ServerMethod):
 
     @classmethod
     def needs(cls, config: ClassStatsConfig) -> Needs:
-        """One extractor where a run names it; the other one is the SDK's own."""
+        """Requires a common extractor if the run names one; the scattering extractor is part of the SDK."""
         return Needs(same_extractor=config.features == "model")
 
     @classmethod
     def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """oneshot.md, section 6, for a device that has enough samples of every class."""
+        """Returns the exchanges of oneshot.md, section 6, for a device with enough samples of every class."""
         dimensions = min(config.dimensions or 384, sizes.features)
         df, classes = max(sizes.samples - sizes.classes, 0), sizes.classes
         statistics = SharedStatistics.schema(
@@ -131,16 +131,16 @@ class ClassStatsServer(ServerMethod):
         ]
 
     def sizes(self) -> Sizes:
-        """What travels are the numbers behind the projection."""
+        """Returns the run's sizes; the features are those after the projection."""
         cuts = {CUT: self._feature_shape} if self.needs(self.config).same_extractor else {}
         return Sizes(classes=self.context.classes, features=self.fixed.dimensions, cuts=cuts)
 
     def initial(self) -> ModelParameters | None:
-        """Of a given extractor its weights; the other one is the same everywhere."""
+        """Returns the named extractor's weights, or None for scattering, which has no weights."""
         return model_parameters(self.extractor, scope="extractor") if self.needs(self.config).same_extractor else None
 
     def extractor_file(self) -> NetworkFile | None:
-        """The extractor for devices without PyTorch; None where it cannot be exported."""
+        """Returns the extractor as ONNX for devices without PyTorch, or None if it cannot be exported."""
         try:
             data = onnx_bytes(self.extractor, self.context.input_shape)
         except ExportError:
@@ -152,16 +152,18 @@ class ClassStatsServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
-        await self._collect_statistics(cohort, asked)
+        await self._collect_statistics(cohort, asked)  # step 1: 3.3 on the devices, then 3.5, 3.6
         if not self._parts:
             raise QuorumNotReached("summarise", 0, 1)
         note_left_out(self._left_out, cohort, asked)
-        await self._send_space(cohort, asked)
+        figures = await self._send_space(cohort, asked)  # step 2: 3.7 to 3.11 on the devices
+        self._note_poor_classes(figures, cohort)  # guard
 
     async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Asks devices whose statistics are not here, or are of other data than they have now.
+        """Asks devices for statistics that the server lacks or that describe an earlier version of their data.
 
-        Once there is a merge they have no quorum: a newcomer that does not answer must not cost the others the round.
+        The run's quorum applies only until there are first statistics. Later, a new device that does not answer must
+        not make the round fail for the others.
         """
         versions = cohort.data_versions
         lacking = [device for device in asked if self._lacks_statistics(device, versions.get(device, ""))]
@@ -178,23 +180,27 @@ class ClassStatsServer(ServerMethod):
         known = self._parts.get(device)
         return known is None or known[1] != version
 
-    async def _send_space(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Every device that is here and does not have the space gets it; the round ends when they have it.
+    async def _send_space(self, cohort: Cohort, asked: Sequence[str]) -> dict[int, list[float]]:
+        """Sends the class space to the round's devices that lack it; returns their leave-one-out figures.
 
-        Once a device has one they have no quorum: one that does not answer must not cost the others the round.
+        The run's quorum applies only until a first device has a space. Later, a device that does not answer must not
+        make the round fail for the others.
+
+        Returns:
+            For each class the correctly recognised rows and all rows, summed over devices.
         """
+        figures = defaultdict[int, list[float]](lambda: [0.0, 0.0])
         if self._space is None:
-            return
+            return figures
         present = set(cohort.remaining)
         here = [device for device in asked if device in present]
         quorum = 0.0 if self.deliveries.any_acknowledged else None
-        figures = defaultdict[int, list[float]](lambda: [0.0, 0.0])
         learning = self.deliveries.ask(
             cohort, "learn", self._learn_message, to=here, unless_held=self.merge_name, quorum=quorum
         )
         async for answer in learning:
             _add_leave_one_out(figures, answer.parts, self._counted.get(answer.device, []))
-        self._note_poor_classes(cohort, figures)
+        return figures
 
     def _learn_message(self, device: str) -> Parts:
         assert self._space is not None
@@ -207,23 +213,26 @@ class ClassStatsServer(ServerMethod):
         return {"plan": plan.to_wire(), "space": self._space}
 
     def _left_out_of(self, device: str) -> tuple[int, ...]:
-        """The classes that a device has sent and that are not in the merge."""
+        """Returns the classes that a device has sent and that the merge leaves out."""
         part, counted = self._parts.get(device), self._counted.get(device, [])
         return () if part is None else tuple(sorted(set(part[0].labels) - set(counted)))
 
-    def _note_poor_classes(self, notes: Notes, figures: Mapping[int, Sequence[float]]) -> None:
-        """A class that its own rows, left out, are not found in more often than by chance is worth a word."""
-        assert self._space is not None
+    def _note_poor_classes(self, figures: Mapping[int, Sequence[float]], notes: Notes) -> None:
+        """Guard: adds an event for each class that leave-one-out recognises no more often than by chance."""
+        if self._space is None:
+            return
         chance = 1 / len(self._space.labels)
         for label, (right, count) in sorted(figures.items()):
             if label in self._space.labels and count and right / count <= chance:
-                text = f"class {label}: {right / count:.3f} of its rows are recognised when left out, chance is"
-                notes.event("class-not-recognised", f"{text} {chance:.3f}; features of another kind may tell it apart")
+                text = (
+                    f"class {label}: leave-one-out recognises {right / count:.3f} of its rows, chance is {chance:.3f}"
+                )
+                notes.event("class-not-recognised", f"{text}; try another extractor")
 
     def is_due(self, present: Mapping[str, str]) -> bool:
-        """Whether a device that is here lacks the space, or the server its statistics.
+        """Returns whether a present device lacks the space, or the server lacks its statistics.
 
-        One that has not answered counts again when it comes back, and in a round that others make due.
+        An unresponsive device does not make a round due until it reconnects. A round that is due asks it too.
         """
         self.deliveries.update_present(present)
         return any(self._needs_round(*one) for one in present.items() if not self.deliveries.is_unresponsive(one[0]))
@@ -235,13 +244,13 @@ class ClassStatsServer(ServerMethod):
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Makes the merge again without the device's part; nothing of it is left in the others'."""
+        """Makes the merge again without the device's statistics; the new merge does not depend on them."""
         self.deliveries.forget(device)
         if self._parts.pop(device, None) is not None:
             self.merge_parts(notes)
 
     def merge_parts(self, notes: Notes) -> None:
-        """All parts anew, in the order of the devices' ids; the space is rounded as it travels, and named by that."""
+        """Makes the merge and its space again from all statistics, in device-id order (3.5, 3.6)."""
         self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
@@ -251,8 +260,8 @@ class ClassStatsServer(ServerMethod):
             return
         try:
             payload = encode({"space": self._space_of(moments, notes)})
-        except KnowledgeError as error:  # also of a space that does not fit float16: it must not end the run
-            notes.event("no-class-space", f"there is no class space to send: {error}")
+        except KnowledgeError as error:  # such as a space that overflows float16; the run must continue
+            notes.event("no-class-space", f"the merge gives no class space to send: {error}")
             return
         sent = decode(payload)["space"]
         assert isinstance(sent, ClassSpace)
@@ -262,8 +271,10 @@ class ClassStatsServer(ServerMethod):
 
     def _space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
         if moments.df < moments.dimensions:
-            text = f"{moments.df} degrees of freedom behind {moments.dimensions} dimensions"
-            notes.event("few-rows", f"{text}: the covariance is shrunk far; more rows or fewer dimensions would help")
+            text = (
+                f"the covariance has {moments.df} degrees of freedom for {moments.dimensions} dimensions and is shrunk"
+            )
+            notes.event("few-rows", f"{text} strongly; use more rows, or lower [method] dimensions")
         return make_space(moments, self._shrinkage(moments))
 
     def _shrinkage(self, moments: Moments) -> float:
@@ -294,7 +305,7 @@ class ClassStatsServer(ServerMethod):
         self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
-        """The general answer (3.7), once there is a space."""
+        """Returns the general model (3.7), or None before the first space."""
         if self._space is None:
             return None
         return SpaceModel(self.fixed, self.context.classes).take(self._space)
@@ -305,7 +316,7 @@ class ClassStatsServer(ServerMethod):
 
 
 def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: Sequence[int]) -> None:
-    """Of the classes whose rows of this device are in the merge: of a few that are not sent nothing follows."""
+    """Adds one device's leave-one-out figures, for those of its classes that are in the merge."""
     metrics = parts.get("metrics")
     for metric in metrics.metrics if isinstance(metrics, Metrics) else []:
         for one in metric.by_class if metric.name == LEAVE_ONE_OUT else []:
@@ -315,7 +326,7 @@ def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: S
 
 
 def _in_memory(part: SharedStatistics) -> SharedStatistics:
-    """A part of its own memory: what came lies in a file that is deleted after the round."""
+    """Copies a part into memory; the received arrays are mapped from a file that is deleted after the round."""
     return _unpacked_part(_packed_part(part))
 
 

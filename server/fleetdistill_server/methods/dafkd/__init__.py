@@ -1,1 +1,1 @@
-"""DaFKD, the server half: the rounds, and the weights of the ensemble."""
+"""Server half of DaFKD: the rounds in `server`, the ensemble of teachers in `ensemble`."""

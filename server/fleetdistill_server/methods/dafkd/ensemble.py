@@ -1,4 +1,4 @@
-"""Ensembles of models whose say differs from sample to sample: each counts where its own discriminator feels at home.
+"""DaFKD's ensembles: each model is weighted sample by sample with its own discriminator's output.
 
 References:
     Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, eqs. (7) and (8).
@@ -14,14 +14,14 @@ from torch.nn import functional
 
 _LEAST_TOTAL = 1e-30
 _NO_COLLAPSE = 5
-"""So many classes in generated samples are not those of a generator that has collapsed."""
+"""Number of classes in generated samples that rules out a collapsed generator."""
 
 
 def importance_weights(realness_km: Tensor) -> Tensor:
-    """Eq. (7): f_k / sum over k of f, as a softmax over k of ln f, which cannot divide by zero.
+    """Returns the importance weights of eq. (7), f_k / sum over k of f, as a softmax of ln f to avoid division by zero.
 
     Args:
-        realness_km: The discriminators' logits for every sample, `[devices, M]`, finite.
+        realness_km: Discriminator logits for every sample, `[devices, M]`, finite.
 
     Returns:
         `[devices, M]` float64; each column sums to 1.
@@ -30,19 +30,19 @@ def importance_weights(realness_km: Tensor) -> Tensor:
 
 
 def equal_weights(devices: int, samples: int) -> Tensor:
-    """No correlation: every device counts alike, `[devices, M]` float64."""
+    """Returns equal weights, `[devices, M]` float64, for the variant without correlation."""
     return torch.full((devices, samples), 1 / devices, dtype=torch.float64)
 
 
 def ensemble(weights_km: Tensor, logits_kmc: Tensor, temperature: float, space: str) -> Tensor:
-    """The teacher of eq. (8): the weighted mean of all devices' soft predictions.
+    """Returns the teacher of eq. (8): the weighted mean of all devices' soft predictions.
 
     Args:
         weights_km: `[devices, M]`, columns sum to 1.
         logits_kmc: `[devices, M, classes]`, finite.
-        temperature: The papers' τ, above 0.
-        space: `probs` averages softmax(logits / τ) as the equation does; `logits` takes the softmax of the averaged
-            logits as the authors' code does, which lets a sure device outvote the others.
+        temperature: The paper's τ, above 0.
+        space: `probs` averages softmax(logits / τ), as in the equation; `logits` applies the softmax to the averaged
+            logits, as in the authors' code, which gives confident devices more weight.
 
     Returns:
         `[M, classes]` float64; each row sums to 1.
@@ -54,14 +54,14 @@ def ensemble(weights_km: Tensor, logits_kmc: Tensor, temperature: float, space: 
 
 
 def ensemble_of_weighted(weighted_mc: Tensor) -> tuple[Tensor, Tensor]:
-    """The same teacher from the sum of predictions that devices have weighted themselves; only the sum is needed.
+    """Returns the teacher of eq. (8) from the sum of predictions that the devices have weighted themselves.
 
     Args:
         weighted_mc: The sum over devices of f_k(x) * s_k(x), `[M, classes]`, at least 0.
 
     Returns:
-        The teacher `[M, classes]` float64, and `[M]` bool, False where all importance has vanished and a row of the
-        teacher means nothing.
+        The teacher `[M, classes]` float64, and `[M]` bool, False for rows whose total importance is 0: their teacher
+        is undefined.
     """
     total_m1 = weighted_mc.double().sum(dim=-1, keepdim=True)
     usable_m = total_m1[:, 0] >= _LEAST_TOTAL
@@ -69,30 +69,29 @@ def ensemble_of_weighted(weighted_mc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def effective_devices(weights_km: Tensor) -> float:
-    """exp(entropy) of the weights, mean over the samples: how many devices speak about a sample.
+    """Returns the effective number of devices per sample: exp(entropy) of the weights, averaged over the samples.
 
     Args:
         weights_km: `[devices, M]`, columns sum to 1.
 
     Returns:
-        Between 1 (each sample has one expert) and the number of devices (the weights are idle).
+        Between 1 (one device has all the weight) and the number of devices (equal weights).
     """
     entropy_m = -torch.special.xlogy(weights_km, weights_km).sum(dim=0)
     return float(entropy_m.exp().mean())
 
 
 def classes_needed(teacher_mc: Tensor) -> int:
-    """Classes that must be the teacher's best for some sample before its generator counts as mature.
+    """Returns how many classes the teacher must predict for at least one sample before distillation starts.
 
-    Half of the classes in view, those whose mean probability over the samples is at least an equal share 1 / C, but
-    never fewer than half of all classes or five, whichever is less: a young generator makes samples of one or two. With
-    up to ten classes that is half of all. With many, no ensemble has half of them as its best answers.
+    This is half of the classes whose mean probability over the samples is at least 1 / C, but at least the smaller of
+    five and half of all classes. An undertrained generator makes samples of one or two classes only.
 
     Args:
-        teacher_mc: `[M, classes]`, rows on the simplex.
+        teacher_mc: Teacher probabilities `[M, classes]`; M may be 0.
 
     Returns:
-        At least 1; more than there can be where there is no sample.
+        At least 1.
     """
     classes = teacher_mc.shape[-1]
     in_view = int((teacher_mc.mean(dim=0) >= 1 / classes).sum()) if len(teacher_mc) else classes

@@ -1,7 +1,7 @@
-"""DaFKD, server half: the mean of the devices' classifiers learns from their ensemble, on generated samples.
+"""Server half of DaFKD: distils the ensemble of the devices' classifiers into their mean, on generated samples.
 
-Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, Algorithm 1. In the ensemble each device
-counts, sample by sample, as much as its discriminator recognises the sample.
+Wang et al., DaFKD: Domain-aware Federated Knowledge Distillation, CVPR 2023, Algorithm 1. The ensemble weights each
+device, sample by sample, by its discriminator's output.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 _PROBES = 64
 Teacher = tuple[Tensor, Tensor]
-"""The samples that can be distilled on `[M, ...]`, and the ensemble's probabilities for them `[M, classes]`."""
+"""Samples for distillation `[M, ...]`, and the ensemble's probabilities for them `[M, classes]`."""
 
 
 class DaFKDServer(ServerMethod):
-    """Keeps the global classifier w and the global generator theta^g; discriminators are the devices' own."""
+    """Stores the global classifier w and the global generator theta^g; each device has its own discriminator."""
 
     config: DaFKDConfig
     summary = "averages models, then distils their ensemble on generated samples"
@@ -80,13 +80,13 @@ class DaFKDServer(ServerMethod):
 
     @classmethod
     def needs(cls, config: DaFKDConfig) -> Needs:
-        """One classifier for all devices, unless they send no more than predictions on generated images."""
+        """Requires one classifier for all devices, unless devices send only predictions on generated images."""
         same = config.upload_model or config.feature_level
         return Needs(same_architecture=same, server_has_device_model=True)
 
     @classmethod
     def exchanges(cls, config: DaFKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """dafkd.md, section 8; soft only for a device whose model is the server's, any other is sent no w."""
+        """Returns the exchanges of dafkd.md, section 8. Only devices that run the server's model are sent w."""
         generator = {"generator": Generator.schema(sizes.generator)}
         model, predictions = ModelParameters.schema(sizes.model), _predictions(config, sizes)
         up = {
@@ -109,11 +109,11 @@ class DaFKDServer(ServerMethod):
         )
 
     def initial(self) -> ModelParameters | None:
-        """One classifier for all devices; none where devices may run their own."""
+        """Returns the common initial classifier, or None if devices may run their own."""
         return model_parameters(self.model) if self.needs(self.config).same_architecture else None
 
     async def round(self, cohort: Cohort) -> None:
-        """Algorithm 1, in one of three variants; each of them averages classifiers only if devices send them."""
+        """Runs Algorithm 1 in one of three variants; classifiers are averaged only if devices send them."""
         if self.config.lagged:
             await self._lagged_round(cohort)
         elif self.config.exact:
@@ -122,7 +122,7 @@ class DaFKDServer(ServerMethod):
             await self._standard_round(cohort)
 
     async def _standard_round(self, cohort: Cohort) -> None:
-        """The paper's: discriminators are sent, and the server judges with them on samples of theta^g_{t+1}."""
+        """The paper's variant: devices send discriminators; the server applies them to samples of theta^g_{t+1}."""
         seed = _noise_seed(cohort)
         answers = await self._train(cohort, seed)
         teachers = self._average(answers, cohort)  # eqs. (4), (6)
@@ -131,7 +131,7 @@ class DaFKDServer(ServerMethod):
             self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
 
     async def _lagged_round(self, cohort: Cohort) -> None:
-        """Discriminators stay on the devices, which predict in the same exchange, on samples of theta^g_t."""
+        """Discriminators stay on the devices, which send predictions in the same exchange, with theta^g_t."""
         seed = _noise_seed(cohort)
         samples = self.samples(seed)
         answers = await self._train(cohort, seed)
@@ -141,7 +141,7 @@ class DaFKDServer(ServerMethod):
             self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
 
     async def _exact_round(self, cohort: Cohort) -> None:
-        """Discriminators stay on the devices, which predict in a second exchange, on samples of theta^g_{t+1}."""
+        """Discriminators stay on the devices, which send predictions in a second exchange, with theta^g_{t+1}."""
         seed = _noise_seed(cohort)
         answers = await self._train(cohort, seed)
         teachers = self._average(answers, cohort)  # eqs. (4), (6)
@@ -153,20 +153,20 @@ class DaFKDServer(ServerMethod):
     # --- steps of the rounds
 
     async def _train(self, cohort: Cohort, noise_seed: int) -> list[DeviceAnswer]:
-        """Messages 1 and 2: eqs. (9) and (3) on the devices."""
+        """Sends message 1 and returns messages 2; devices train by eqs. (9) and (3)."""
         asked = cohort.sample(self.config.participation_ratio)
         message = partial(self.message, cohort=cohort, noise_seed=noise_seed)
         return [answer async for answer in cohort.ask("train", message, to=asked)]
 
     async def _predict(self, teachers: list[DeviceAnswer], cohort: Cohort, noise_seed: int) -> list[DeviceAnswer]:
-        """Messages 2b of `exact`."""
+        """Sends message 2b of `exact` and returns the devices' predictions."""
         asked = [answer.device for answer in teachers]
         return [answer async for answer in cohort.ask("predict", self._second_message(noise_seed), to=asked)]
 
     def _average(self, answers: list[DeviceAnswer], cohort: Cohort) -> list[DeviceAnswer]:
-        """Eq. (4) for the generator and eq. (6) for the classifier, where it is sent; returns who may teach.
+        """Averages generators by eq. (4) and, if sent, classifiers by eq. (6); returns the answers for the ensemble.
 
-        A device that is left out of a mean, because it is far off, does not teach either.
+        An answer that is left out of a mean as an outlier is left out of the ensemble too.
         """
         models, generators = WeightedMean(self.config.robust), WeightedMean(self.config.robust)
         for answer in answers:
@@ -177,20 +177,22 @@ class DaFKDServer(ServerMethod):
         load_parameters(self.generator, generators.result(cohort))
         if self.config.upload_model:
             load_parameters(self.model, models.result(cohort))
-        far_off = {*generators.left_out, *models.left_out}
-        return [answer for answer in answers if answer.device not in far_off]
+        outliers = {*generators.left_out, *models.left_out}
+        return [answer for answer in answers if answer.device not in outliers]
 
     def _distils_after(self, cohort: Cohort) -> bool:
         return cohort.completed + 1 >= self.config.kd_start_round
 
     def _distil(self, teacher: Teacher | None, cohort: Cohort) -> None:
-        """Eq. (8), where there is a teacher; what does not stay finite is undone."""
+        """Trains the student by eq. (8) if there is a teacher; rolls it back if a weight is not finite."""
         if teacher is None:
             return
         train = partial(self.train_student, *teacher, cohort.generator("distil"))
         failure = train_or_roll_back(train, self.model, rate=("kd_lr", self.config.kd_lr))
         if failure:
-            cohort.event("distillation-undone", f"the mean of the devices' models stays as it is: {failure}")
+            cohort.event(
+                "distillation-undone", f"the global model is rolled back to the mean of the devices' models: {failure}"
+            )
 
     async def finish(self, cohort: Cohort) -> None:
         fitting = [device for device in cohort.remaining if self._runs_global_model(device, cohort)]
@@ -200,7 +202,7 @@ class DaFKDServer(ServerMethod):
     # --- messages
 
     def message(self, device: str, cohort: Cohort, noise_seed: int) -> Parts:
-        """Message 1: w_t where it fits the device's classifier, theta^g_t, and the round's plan."""
+        """Returns message 1: theta^g_t, the round's plan, and w_t if the device runs that model."""
         stop = self.config.gan_stop_round
         adversarial = stop is None or cohort.completed < stop
         plan: dict[str, Any] = {"adversarial": adversarial}
@@ -212,7 +214,7 @@ class DaFKDServer(ServerMethod):
         return parts
 
     def _second_message(self, noise_seed: int) -> Parts:
-        """Message 2b of `exact`: theta^g_{t+1} and the seed."""
+        """Returns message 2b of `exact`: theta^g_{t+1} and the samples' seed."""
         return {"plan": Plan(values={"noise_seed": noise_seed}), "generator": self._generator_part()}
 
     def _generator_part(self) -> Generator:
@@ -224,11 +226,11 @@ class DaFKDServer(ServerMethod):
     # --- the ensemble
 
     def samples(self, noise_seed: int) -> Tensor:
-        """The round's samples of the generator as it is, `[M, ...]`: the same on every device, by the seed alone."""
+        """Generates the round's samples `[M, ...]` with the current generator; equal on every device for one seed."""
         return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.context.torch_device)
 
     def judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, notes: Notes) -> Teacher | None:
-        """Eqs. (7) and (8) with the devices' models and discriminators; None if no device can teach."""
+        """Returns the teacher of eqs. (7), (8) from the devices' models and discriminators; None if none is usable."""
         judged = [self._judged(answer, samples, notes) for answer in answers]
         members = [one for one in judged if one is not None]
         if not members:
@@ -241,12 +243,12 @@ class DaFKDServer(ServerMethod):
         return samples, ensemble(weights_km, logits_kmc, self.config.temperature, self.config.ensemble_space)
 
     def _judged(self, answer: DeviceAnswer, samples: Tensor, notes: Notes) -> tuple[Tensor, Tensor] | None:
-        """a_k `[M]` and logits `[M, classes]` of one device; None with an event where they are not finite."""
+        """Returns one device's a_k `[M]` and logits `[M, classes]`; None, with an event, if they are not finite."""
         load_parameters(self.member.classifier, answer.part("parameters", ModelParameters))
         load_parameters(self.member.discriminator, answer.part("discriminator", Discriminator).parameters)
         realness_m, logits_mc = extract(self.member.realness, samples), extract(self.member.classify_generated, samples)
         if not bool(realness_m.isfinite().all() and logits_mc.isfinite().all()):
-            text = f"the model of {answer.device} is not finite on generated samples and does not teach"
+            text = f"{answer.device} is left out of the ensemble: its outputs on generated samples are not finite"
             notes.event("member-left-out", text, answer.device)
             return None
         notes.report("likelihood", {answer.device: float(realness_m.sigmoid().mean())})
@@ -255,7 +257,7 @@ class DaFKDServer(ServerMethod):
     def weighted_ensemble(
         self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, notes: Notes
     ) -> Teacher | None:
-        """Eqs. (7) and (8) with predictions that the devices have weighted themselves; None if no device can teach."""
+        """Returns the teacher of eqs. (7), (8) from predictions that devices weighted; None if none is usable."""
         total_mc = torch.zeros(len(samples), self.context.classes, dtype=torch.float64)
         importance = list[Tensor]()
         for answer in answers:
@@ -267,24 +269,24 @@ class DaFKDServer(ServerMethod):
             return None
         teacher_mc, usable_m = ensemble_of_weighted(total_mc)
         importance_km = torch.stack(importance)[:, usable_m]
-        if bool(usable_m.any()):  # a mean over no sample is no number
+        if bool(usable_m.any()):  # the mean over 0 samples is NaN
             notes.report("effective_devices", effective_devices(importance_km / importance_km.sum(dim=0)))
         notes.report("dropped_samples", int((~usable_m).sum()))
         return samples[usable_m.to(samples.device)], teacher_mc[usable_m]
 
     def _predictions(self, answer: DeviceAnswer, noise_seed: int, notes: Notes) -> Tensor | None:
-        """u_k `[M, classes]` of one device; None with an event where they are about other samples."""
+        """Returns one device's u_k `[M, classes]`; None, with an event, if they are for other samples."""
         sent = answer.part("predictions", WeightedPredictions)
         if sent.noise_seed != noise_seed:
-            text = f"{answer.device} predicts on samples of seed {sent.noise_seed}, the round's is {noise_seed}"
-            notes.event("member-left-out", f"{text}; it does not teach", answer.device)
+            text = f"{answer.device} is left out of the ensemble: its predictions are for samples of seed"
+            notes.event("member-left-out", f"{text} {sent.noise_seed}, the round's seed is {noise_seed}", answer.device)
             return None
         weighted_mc = torch.tensor(sent.values, dtype=torch.float64)
         notes.report("likelihood", {answer.device: float(weighted_mc.sum(dim=1).mean())})
         return weighted_mc
 
     def if_mature(self, teacher: Teacher | None, notes: Notes) -> Teacher | None:
-        """Guard: a young generator makes samples of one or two classes, and distilling from them does harm."""
+        """Guard: returns None while the samples have too few classes; distilling on them lowers the accuracy."""
         if teacher is None:
             return None
         _, teacher_mc = teacher
@@ -293,14 +295,14 @@ class DaFKDServer(ServerMethod):
         needed = classes_needed(teacher_mc)
         if classes >= needed or not self.config.maturity_guard:
             return teacher
-        text = f"the ensemble sees {classes} of {self.context.classes} classes in the generated samples"
-        notes.guard("maturity", f"{text}, {needed} are needed; nothing is distilled from them")
+        text = f"the ensemble predicts {classes} of {self.context.classes} classes for the generated samples"
+        notes.guard("maturity", f"{text}, at least {needed} are required; this round has no distillation")
         return None
 
     # --- distillation
 
     def train_student(self, samples: Tensor, teacher_mc: Tensor, generator: torch.Generator) -> None:
-        """Eq. (8): the student starts from the mean; at feature level only what lies behind the features learns."""
+        """Trains the student by eq. (8), starting from the mean; at feature level only the layers after the cut."""
         if not self.config.kd_epochs or len(samples) < 2:
             return
         optimizer = make_local_optimizer(replace(self.config, learning_rate=self.config.kd_lr), self.model.parameters())
@@ -342,18 +344,18 @@ class DaFKDServer(ServerMethod):
 
 
 def _check_range_of_features(model: torch.nn.Module, input_shape: tuple[int, ...]) -> None:
-    """The feature generator ends in a ReLU: where features may be negative it could make no likeness of them."""
+    """Raises ConfigurationError if features can be negative: the feature generator ends in a ReLU."""
     probe = torch.rand(_PROBES, *input_shape, generator=torch.Generator().manual_seed(0))
     lowest = float(extract(lambda x: shared_features(model, x), probe, model=model).min())
     if lowest < 0:
         raise ConfigurationError(
-            f"generator_level = 'feature': features of {type(model).__name__} reach {lowest:.3g} and the generator "
-            "makes none below 0; end the layers before the cut with a ReLU, or use generator_level = 'input'"
+            f"generator_level is 'feature': features of {type(model).__name__} reach {lowest:.3g}; the generator's "
+            "are at least 0. End the layers before the cut with a ReLU, or set generator_level = 'input'"
         )
 
 
 def _discriminator(config: DaFKDConfig, sizes: Sizes) -> PartSchema:
-    """F + 1 numbers of one that shares the classifier's layers, else a network of its own."""
+    """Returns the discriminator's schema: F + 1 numbers if it shares the classifier's layers, else a whole network."""
     usual = Weights(sizes.embedding + 1) if config.sharing else sizes.model
     schema = Discriminator.schema(usual if sizes.discriminator is None else sizes.discriminator)
     return schema.when(config.discriminator_location == "server")

@@ -1,1 +1,1 @@
-"""FedD2S, the server half: the rounds, and the schedule of dropped layers."""
+"""Server half of FedD2S: the rounds in `server`, the schedule of distillation layers in `schedule`."""

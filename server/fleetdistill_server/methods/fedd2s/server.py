@@ -1,8 +1,8 @@
-"""FedD2S, server half: a copy of the global network learns from each device, and their mean teaches the devices.
+"""Server half of FedD2S: trains a copy of the global network on each device's features; the mean teaches the devices.
 
 Atapour et al., FedD2S: Personalized Data-Free Federated Knowledge Distillation, 2024, Algorithm 1. The global network
-has the layers 2 to L of the devices' model: it reads what their first layers give. Its layers l+1 to L are the head
-that turns the features of a device's distillation layer l into soft labels.
+consists of layers 2 to L of the devices' model and reads the first layer's output. Its layers l+1 to L are the head
+that maps the features of a device's distillation layer l to soft labels.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shal
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
 
 _GRADIENT_ROWS = 1024
-_FIRST, _AT_LAYER = "first", "at_layer"  # names of columns of which only the numbers are known
+_FIRST, _AT_LAYER = "first", "at_layer"  # names of columns whose shapes are unknown
 _NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})
 
 
 @dataclass(frozen=True)
 class Triplets:
-    """One device's upload, on the server's torch device: l, ids `[K]`, H_1 and H_l `[K, ...]`, labels `[K]`."""
+    """One device's upload on the server's torch device: l, ids `[K]`, H_1 and H_l `[K, ...]`, labels `[K]`."""
 
     device: str
     layer: int
@@ -65,12 +65,12 @@ class Triplets:
 
 @dataclass
 class Copies:
-    """The copies of the global network, each trained on one device's triplets, as they come in.
+    """The mean of the global network's copies, each trained on one device's triplets.
 
     Attributes:
-        mean: Of their weights.
-        by_samples: Whether a copy counts by its device's rows; otherwise all alike.
-        accuracies: Of each device whose copy is in the mean: that of p, what its own layers and the head make of H_l.
+        mean: Mean of the copies' weights.
+        by_samples: Whether a copy's weight is its device's row count; otherwise all weights are 1.
+        accuracies: Accuracy of p (the head applied to H_l), in [0, 1], of each device whose copy is in the mean.
     """
 
     mean: WeightedMean
@@ -78,14 +78,14 @@ class Copies:
     accuracies: dict[str, float] = field(default_factory=dict)
 
     def add(self, sent: Triplets, p_bc: Tensor, trained: nn.Module | None) -> None:
-        """Adds one; None, where its training came to nothing finite, is left out."""
+        """Adds one copy; None, a copy whose training failed, is left out."""
         if trained is not None:
             self.mean.add(sent.device, model_parameters(trained), len(sent.labels) if self.by_samples else 1)
             self.accuracies[sent.device] = _accuracy(p_bc, sent.labels)
 
 
 class FedD2SServer(ServerMethod):
-    """Keeps the global network without its first layer, and how often each device has taken part."""
+    """Stores the global network without its first layer, and each device's number of rounds."""
 
     config: FedD2SConfig
     summary = "soft labels from ever shallower layers; deep layers stay personal"
@@ -105,7 +105,7 @@ class FedD2SServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedD2SConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """fedd2s.md, section 8, with the sample ids both ways."""
+        """Returns the exchanges of fedd2s.md, section 8, with sample ids both ways."""
         columns, channels = sizes.cuts or _counted_columns(sizes), _counted_channels(sizes)
         own = SampleKnowledge.schema(
             rows=sizes.samples, features=columns, columns=("features", "labels"), channels=channels
@@ -116,14 +116,14 @@ class FedD2SServer(ServerMethod):
         ]
 
     def sizes(self) -> Sizes:
-        """With the first layer, and every one that can be a distillation layer; an ask says which of them it wants."""
+        """Returns the run's sizes: the first layer and all possible distillation layers; each ask names its columns."""
         names = (self.names[0], *self.names[self.l_min - 1 :])
         return Sizes.of_cuts({name: self._shapes[name] for name in names}, classes=self.context.classes)
 
     keeps_initial = True
 
     def initial(self) -> ModelParameters | None:
-        """One model for all devices, the one whose layers 2 to L the global network starts as."""
+        """Returns the common initial model, whose layers 2 to L the global network starts from; None if not shared."""
         if not self.config.shared_initial:
             return None
         return self.given_initial or model_parameters(self.context.device_model())
@@ -131,7 +131,7 @@ class FedD2SServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}  # eq. (6)
         cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})
-        answers: dict[str, DeviceAnswer] = {}  # their arrays are mapped, and read again for the replies
+        answers: dict[str, DeviceAnswer] = {}  # the arrays are mapped from files and read again for the replies
         copies = Copies(WeightedMean(self.config.robust), by_samples=self.config.average == "samples")
         async for answer in self._ask_triplets(layers, cohort):
             answers[answer.device] = answer
@@ -149,7 +149,7 @@ class FedD2SServer(ServerMethod):
             self.participations[answer.device] = self.participations.get(answer.device, 0) + 1
 
     def _ask_triplets(self, layers: Mapping[str, int], cohort: Cohort) -> AsyncIterator[DeviceAnswer]:
-        """Messages 1 and 2: l to each device; H_1, H_l and labels from it."""
+        """Sends message 1, l, to each device and yields messages 2: H_1, H_l and labels."""
         return cohort.ask(
             "extract",
             lambda device: {"plan": self.plan(device, layers[device])},
@@ -158,15 +158,16 @@ class FedD2SServer(ServerMethod):
         )
 
     def _layer(self, device: str) -> int:
-        """Eq. (6). Z counts completed rounds and this one, so that a device that fails goes on where it was."""
+        """Returns l by eq. (6). Z counts the device's completed rounds and this one; a failed round does not count."""
         participation = self.participations.get(device, 0) + 1
         return distillation_layer(participation, len(self.names), self.config.drop_every, self.l_min)
 
     def plan(self, device: str, layer: int) -> Plan:
+        """Returns the plan of messages 1 and 4: l and Z."""
         return Plan(values={"layer": layer, "participation": self.participations.get(device, 0) + 1})
 
     def _columns(self, layer: int) -> list[str]:
-        """What a device sends: H_1 and H_l, once where l is 1."""
+        """Returns the columns that a device sends: H_1 and H_l, or H_1 alone if l is 1."""
         return list(dict.fromkeys((self.names[0], self.names[layer - 1])))
 
     def _triplets(self, answer: DeviceAnswer, layer: int) -> Triplets:
@@ -182,15 +183,15 @@ class FedD2SServer(ServerMethod):
         return torch.from_numpy(np.array(array)).to(self.context.torch_device)
 
     def head(self, layer: int) -> nn.Sequential:
-        """theta^g_{+l}: layers l+1 to L, nothing for l = L. The paper prints l to L, which runs layer l twice."""
+        """Returns theta^g_{+l}: layers l+1 to L, empty for l = L. The paper prints l to L, which runs layer l twice."""
         return self.network[layer - 1 :]
 
     def soft_labels(self, part: nn.Module, features: Tensor) -> Tensor:
-        """S_tau of what a part of the global network makes of features, `[K, C]` in eval mode."""
+        """Returns S_tau of the output of a part of the global network for features, `[K, C]`, in eval mode."""
         return soft_targets(extract(part, features, model=part), self.config.temperature)
 
     def clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
-        """A copy of the global network trained on one device's triplets; None where that came to nothing finite."""
+        """Trains a copy of the global network on one device's triplets; None, with an event, if training fails."""
         trained = copy.deepcopy(self.network)
         training = partial(
             train_steps,
@@ -205,15 +206,15 @@ class FedD2SServer(ServerMethod):
         )
         failure = train_or_roll_back(training, trained, rate=self._rate)
         if failure:
-            text = f"training on what {sent.device} sent failed and is left out of the mean: {failure}"
+            text = f"the copy trained on rows of {sent.device} is left out of the mean: {failure}"
             cohort.event("copy-left-out", text, sent.device)
         return None if failure else trained
 
     def distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
-        """J of eq. (9): p is the teacher, computed once and detached; q is the copy's answer to H_1.
+        """Returns J of eq. (9): p is the constant teacher, q is the copy's output for H_1.
 
-        None for l = 1, where p and q begin equal: only labels are exchanged there (fedd2s.md, section 3.6), and a loss
-        of 0 would move the copy all the same, because Adam's first step has the size of the rate for any gradient.
+        Returns None for l = 1, where p and q are equal at first and only labels count (fedd2s.md, section 3.6). A loss
+        of 0 would still change the copy, because Adam's first step has the size of the rate for any gradient.
         """
         if sent.layer == 1:
             return None
@@ -224,12 +225,14 @@ class FedD2SServer(ServerMethod):
         return lambda rows: feature_distance(below(sent.first[rows]), sent.at_layer[rows])
 
     def reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
-        """Message 4: t and the head, or what replaces them; nothing where a guard fires or the copy was left out.
+        """Returns message 4: t and the head, or the ablations' features.
+
+        It contains no knowledge if a guard fires or the device's copy was left out of the mean.
 
         Args:
             sent: The device's triplets.
-            own_accuracy: That of p on its rows; None if its copy was left out of the mean.
-            cohort: Takes what a guard notes.
+            own_accuracy: Accuracy of p on the device's rows; None if its copy was left out of the mean.
+            cohort: Receives the guards' events.
         """
         t_bc = self.soft_labels(self.network, sent.first)  # eq. (12)
         teaches = own_accuracy is not None and self._teaches(sent, t_bc, own_accuracy, cohort)  # guard
@@ -237,16 +240,20 @@ class FedD2SServer(ServerMethod):
         return {"plan": self.plan(sent.device, sent.layer), **(knowledge or _NOTHING_TO_LEARN)}
 
     def _encodable_knowledge(self, sent: Triplets, t_bc: Tensor, cohort: Cohort) -> Mapping[str, Kind] | None:
-        """`_knowledge`; None with an event where a number cannot be sent: that may not end the run."""
+        """Returns `knowledge`; None, with an event, if a value cannot be sent, so that the run continues."""
         try:
             return self.knowledge(sent, t_bc)
         except KnowledgeError as error:
-            text = f"what the global network says about the rows of {sent.device} is held back: {error}"
+            text = f"{sent.device} gets no knowledge from the global network: {error}"
             cohort.event("knowledge-left-out", text, sent.device)
             return None
 
     def knowledge(self, sent: Triplets, t_bc: Tensor) -> Mapping[str, Kind]:
-        """Raises KnowledgeError for numbers that are not finite or too large for the run's wire."""
+        """Returns the knowledge of message 4.
+
+        Raises:
+            KnowledgeError: A value is not finite or too large for the run's knowledge type.
+        """
         if self.config.distance == "mse":
             return self._features_reply(sent)
         if self.config.s2c_mode == "feature_grad" and sent.layer < len(self.names):
@@ -258,7 +265,7 @@ class FedD2SServer(ServerMethod):
         return {"teacher": teacher, "head": model_parameters(self.head(sent.layer), scope="head")}
 
     def _features_reply(self, sent: Triplets) -> Mapping[str, Kind]:
-        """The ablation's target: the global network's own features at layer l."""
+        """Returns the target of the `mse` ablation: the global network's features at layer l."""
         below = self.network[: sent.layer - 1]
         if not len(below):
             return _NOTHING_TO_LEARN
@@ -276,7 +283,7 @@ class FedD2SServer(ServerMethod):
         return "learning_rate", self.config.learning_rate
 
     def _feature_gradient(self, sent: Triplets, t_bc: Tensor) -> Tensor:
-        """dJ/dH_l at the uploaded H_l, of each row by itself, with tau^2 in it: `[K, ...]`."""
+        """Returns dJ/dH_l at the uploaded H_l, `[K, ...]`: each row separately, including the factor tau^2."""
         head, parts = self.head(sent.layer), []
         t_bc = t_bc.to(self.context.torch_device)
         with evaluating(head):
@@ -287,18 +294,20 @@ class FedD2SServer(ServerMethod):
         return torch.cat(parts)
 
     def _teaches(self, sent: Triplets, t_bc: Tensor, own: float, cohort: Cohort) -> bool:
-        """Whether the network is better than chance or than the device's own layers."""
+        """Guard: returns whether the global network is better than chance or than the device's own layers."""
         teacher = _accuracy(t_bc, sent.labels)
         cohort.report("teacher_accuracy", {sent.device: teacher})
         useless = teacher <= 1 / self.context.classes and teacher < own
         if useless and self.config.teacher_guard:
-            text = f"the global network scores {teacher:.3f} on the rows of {sent.device}, its own layers {own:.3f}"
-            cohort.guard("teacher", f"{text}; its knowledge is held back", sent.device)
+            text = (
+                f"the global network has accuracy {teacher:.3f} on the rows of {sent.device}, its own layers {own:.3f}"
+            )
+            cohort.guard("teacher", f"{text}; the device gets no knowledge from it", sent.device)
             return False
         return True
 
     def forget(self, device: str, notes: Notes) -> None:
-        """How often it took part; what the global network has learned from it stays."""
+        """Drops the device's number of rounds; the global network is unchanged."""
         self.participations.pop(device, None)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
@@ -312,17 +321,17 @@ class FedD2SServer(ServerMethod):
         self.participations = dict(state["participations"])
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]]:
-        """The global network, which reads what a device's first layer gives."""
+        """Returns the global network and the shape of its input, the first layer's output."""
         return self.network, self._shapes[self.names[0]]
 
 
 def _at_layer(sizes: Sizes) -> int:
-    """Numbers of a sample's features at the distillation layer: those of the logits at the last one."""
+    """Returns the elements of one sample's features at the distillation layer; the logits at the last layer."""
     return sizes.classes if sizes.layer_features is None else sizes.layer_features
 
 
 def _counted_columns(sizes: Sizes) -> Shapes:
-    """The first layer and the distillation layer, of which only the numbers are known."""
+    """Returns flat columns for the first layer and the distillation layer, whose shapes are unknown."""
     return {_FIRST: (sizes.features,), _AT_LAYER: (_at_layer(sizes),)}
 
 
@@ -332,7 +341,7 @@ def _counted_channels(sizes: Sizes) -> Mapping[str, int]:
 
 
 def _reply_schema(config: FedD2SConfig, sizes: Sizes) -> Message:
-    """Message 4: soft labels and the head, or one row of features for each sample, a gradient or a target."""
+    """Returns the schema of message 4: soft labels and head, or per sample a feature gradient or target."""
     k, below_last = sizes.samples, sizes.layer_features is not None
     layer = _FIRST if sizes.layer_features == 0 else _AT_LAYER
     column = {layer: _counted_columns(sizes)[layer]}
@@ -348,14 +357,14 @@ def _reply_schema(config: FedD2SConfig, sizes: Sizes) -> Message:
 def _layered(model: nn.Module) -> SplitModel:
     if not isinstance(model, SplitModel):
         raise ConfigurationError(
-            f"FedD2S cuts the model after every layer, and [model] device is a {type(model).__name__}; "
+            f"FedD2S cuts the model after every layer, but [model] device is a {type(model).__name__}; "
             "name a SplitModel of stages, such as fedd2s_m1"
         )
     return model
 
 
 def _labels_term(trained: nn.Module, sent: Triplets) -> Term:
-    """Q of eq. (10)."""
+    """Returns Q of eq. (10), the cross-entropy with the labels."""
     return lambda rows: functional.cross_entropy(trained(sent.first[rows]), sent.labels[rows])
 
 

@@ -1,4 +1,4 @@
-"""The search of KKR's kernels and of SKR: each row's bracket is halved until its measure meets the target."""
+"""Row-wise bisection, used by KKR's kernels and by SKR."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_HALVINGS = 200  # by then the bracket is one float64, however small ε is
+MOST_HALVINGS = 200  # enough to narrow any bracket to one float64
 
 
 class Bracket(NamedTuple):
-    """Ends `[N]` between which each row's root lies; NaN where there is none."""
+    """Lower and upper bounds `[N]` of each row's root; NaN for a row without a root."""
 
     low: Tensor
     high: Tensor
@@ -28,7 +28,7 @@ def bisect_rows(
 ) -> Tensor:
     """Halves each row's bracket on a logarithmic scale until the measure is within ε/2 of the target.
 
-    The measure lies below the target at the low end and above it at the high end. Rows that arrived are dropped.
+    The measure must be below the target at the low end and above it at the high end.
     """
     found_b = torch.empty_like(low_b)
     rows = torch.arange(len(low_b), device=low_b.device)

@@ -1,4 +1,4 @@
-"""KKR with other kernels than the linear one: the input scale is searched, row by row."""
+"""KKR with kernels other than the linear one: searches the input scale of each row."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def kkr_kernel(
     epsilon: float = 1e-3,
     temperature: float = 1.0,
 ) -> Refined:
-    """Refines knowledge to one peak with another kernel: σ(v_i / (t·v_m)), normalised, t searched (eqs. 9, 10, 21-25).
+    """Refines knowledge so that every row has the same peak: σ(v_i / (t·v_m)), normalised (eqs. 9, 10, 21-25).
 
-    `linear` is `kkr`. `exp` has its root in a closed bracket. For the others 1/t is scanned on a geometric grid from
-    1e-4 to 1e4, and the first interval in which the peak crosses T (the smoothest solution) is bisected. Not every
-    kernel reaches every T: such a row is rectified as in `kkr` and tagged `unreachable`.
+    `linear` calls `kkr`. For `exp` the root lies in a bracket in closed form. For other kernels 1/t is scanned on a
+    geometric grid from 1e-4 to 1e4, and the first interval in which the peak crosses T (the smoothest solution) is
+    bisected. A row whose peak cannot reach T with the kernel is rectified as in `kkr` and tagged `unreachable`.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
         target: The peak T in (1/C, 1).
         kernel: One of `fleetdistill.methods.feddkc.ranges.KERNELS`, or an elementwise function of a float64 tensor
-            >= 0 that is positive (at 0 too), continuous, increasing and not proportional to x. This is checked by
-            sampling; the range in which σ overflows is not used.
+            >= 0 that is positive (also at 0), continuous, increasing and not proportional to x. Samples of the
+            function are checked; the range in which σ overflows is not used.
         epsilon: The search stops when the peak is within half of this.
         temperature: τ_r > 0, applied before the refinement.
 
     Returns:
-        Tags `ok`, `unreachable`, `degenerate` (those of `kkr` for `linear`); the scale is t.
+        Refined knowledge with tags `ok`, `unreachable`, `degenerate` (the tags of `kkr` for `linear`); scale t.
 
     Raises:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
-        ConfigurationError: A setting is out of range or the kernel does not qualify.
+        ConfigurationError: A setting is out of range, or the kernel violates a condition.
     """
     if kernel == "linear":
         check_epsilon(epsilon)
@@ -61,7 +61,7 @@ def kkr_kernel(
 
 
 class _Family(NamedTuple):
-    """A kernel as the search sees it, with ratios v_i / v_m `[B, C]` and x = 1/t."""
+    """A kernel for the search, as functions of ratios v_i / v_m `[B, C]` and x = 1/t."""
 
     weights: Callable[[Tensor, Tensor], Tensor]  # ratios [B, C], x [B, 1] -> σ(r·x) / σ(x), so 1 at the peak
     bracket: Callable[[Tensor], Bracket]  # ratios [B, C] -> ends of x, NaN where the peak never crosses T
@@ -87,7 +87,7 @@ def _peak(family: _Family, ratios_bc: Tensor, x_b: Tensor) -> Tensor:
 
 
 def _exponential(target: float) -> _Family:
-    """σ = e^x: the peak rises from 1/C to 1/M as x grows, so two bounds on its sum bracket the only root."""
+    """Returns the family of σ = e^x. Its peak rises from 1/C to 1/M with x; two bounds bracket the only root."""
 
     def bracket(ratios_bc: Tensor) -> Bracket:
         classes = ratios_bc.shape[1]
@@ -103,7 +103,7 @@ def _exponential(target: float) -> _Family:
 
 
 def _sampled(kernel: str | Kernel, target: float) -> _Family:
-    """Any other kernel: nothing is known of its peak but what a scan shows."""
+    """Returns the family of any other kernel, whose bracket is found by a scan."""
     sigma = _named_kernel(kernel) if isinstance(kernel, str) else kernel
     grid = _checked_grid(sigma)
 
@@ -137,7 +137,7 @@ def _first_crossing(family: _Family, ratios_bc: Tensor, grid: list[float], targe
 
 
 def _checked_grid(sigma: Kernel) -> list[float]:
-    """The part of the scan on which the kernel is finite, once the kernel is found fit on it."""
+    """Checks a kernel on the scan's grid and returns the part of the grid on which it is finite."""
     grid = torch.cat([torch.zeros(1, dtype=torch.float64), _SCAN])
     value = sigma(grid)
     if not isinstance(value, Tensor) or value.shape != grid.shape:
@@ -162,7 +162,7 @@ def _kernel_fault(sigma: Kernel, grid: Tensor, value: Tensor) -> str | None:
 
 
 def _jumps(sigma: Kernel, grid: Tensor) -> bool:
-    """Halves every interval of the grid towards its steeper half: a continuous kernel's rise vanishes, a jump stays."""
+    """Returns whether the kernel is discontinuous, by repeatedly halving each interval towards its steeper half."""
     low, high = grid[:-1], grid[1:]
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""KKR with the linear kernel: every row of local logits gets the same peak."""
+"""KKR with the linear kernel: gives every row of local logits the same peak."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) 
     """Refines knowledge so that every row peaks at the same probability: KKR with the linear kernel.
 
     Eq. (14), written as φ = u + s·(v - u) with u = 1/C, s = (CT-1)/(C·v_m-1) and v = softmax(z / τ_r).
-    A row that this pushes below zero is rectified: T at the peak, (1-T)/(C-1) elsewhere (the paper's rule); equal
-    maxima each get T where they fit (M·T <= 1), else the first one does. The paper leaves constant rows (0/0) and
-    ties open; a constant row is returned uniform.
+    A row with a negative result is rectified: T at the peak, (1-T)/(C-1) elsewhere (the paper's rule). Of M equal
+    maxima each gets T if M·T <= 1, otherwise only the first. The paper does not define constant rows (0/0) and ties;
+    a constant row is returned uniform.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
@@ -37,7 +37,8 @@ def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) 
         temperature: τ_r > 0, applied before the refinement.
 
     Returns:
-        Tags `affine`, `rectified`, `rectified-tied`, `degenerate`; the scale is `linear_scale` on affine rows.
+        Refined knowledge with tags `affine`, `rectified`, `rectified-tied`, `degenerate`; the scale of affine rows is
+        `linear_scale`.
 
     Raises:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
@@ -48,6 +49,7 @@ def kkr(logits: ArrayLike | Tensor, target: float, *, temperature: float = 1.0) 
 
 
 def check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> Tensor:
+    """Checks the arguments of `kkr` and returns the logits as a tensor."""
     checked = as_logits(logits)
     check_target_peak(target, checked.shape[1])
     check_temperature(temperature)
@@ -55,14 +57,14 @@ def check_kkr(logits: ArrayLike | Tensor, target: float, temperature: float) -> 
 
 
 def stretch(probs_bc: Tensor, target: float) -> Tensor:
-    """Eq. (14) alone, around the uniform distribution: better conditioned than the paper's fraction.
+    """Evaluates eq. (14) around the uniform distribution, which is better conditioned than the paper's fraction.
 
     Args:
         probs_bc: `[N, C]` float64, each row a distribution.
         target: The peak T in (1/C, 1).
 
     Returns:
-        `[N, C]` float64. Each row sums to 1 and may have negative values; a constant row gives NaN or infinity (0/0).
+        `[N, C]` float64. Each row sums to 1 and may have negative values; a constant row becomes NaN or infinity.
     """
     uniform = 1 / probs_bc.shape[1]
     peak_b1 = probs_bc.amax(dim=1, keepdim=True)
@@ -71,15 +73,16 @@ def stretch(probs_bc: Tensor, target: float) -> Tensor:
 
 
 def linear_scale(probs_bc: Tensor, target: float) -> Tensor:
-    """Eq. (13) for σ(x) = x + 1: the input scale t, `[N]` float64, at which the linear kernel peaks at T.
+    """Returns the input scale t of eq. (13) for σ(x) = x + 1, `[N]` float64, at which the linear kernel peaks at T.
 
-    Negative where T > v_m, against the paper's own t > 0; eq. (14) stays right there. Arguments are those of `stretch`.
+    t is negative if T > v_m, although the paper assumes t > 0; eq. (14) remains valid. Arguments as in `stretch`.
     """
     peak_b = probs_bc.amax(dim=1)
     return (peak_b - target) / (peak_b * (probs_bc.shape[1] * target - 1))
 
 
 def is_flat(probs_bc: Tensor) -> Tensor:
+    """Returns `[N]` bool: True for constant rows, for which eq. (14) divides by zero."""
     return probs_bc.shape[1] * probs_bc.amax(dim=1) - 1 <= _FLAT
 
 
@@ -97,13 +100,14 @@ def _kkr_block(probs_bc: Tensor, target: float) -> Refined:
 
 
 def is_tied(probs_bc: Tensor) -> Tensor:
+    """Returns `[N, C]` bool: True for each of a row's equal maxima."""
     return probs_bc >= probs_bc.amax(dim=1, keepdim=True) * (1 - _TIE)
 
 
 def rectify(probs_bc: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """T on the maximum, or on all equal maxima where that leaves no negative rest; the rest shared evenly."""
+    """Sets the maximum to T, or all equal maxima if their sum is at most 1, and shares the rest evenly."""
     tied_bc = is_tied(probs_bc)
-    count_b1 = tied_bc.sum(dim=1, keepdim=True, dtype=torch.float64)  # integer times T would be float32
+    count_b1 = tied_bc.sum(dim=1, keepdim=True, dtype=torch.float64)  # an integer times T would be float32
     shared_b1 = (count_b1 > 1) & (count_b1 * target <= 1)
     first_bc = tied_bc & (tied_bc.cumsum(dim=1) == 1)
     peaks_bc = torch.where(shared_b1, tied_bc, first_bc)

@@ -1,8 +1,7 @@
-"""FedDKC's refined knowledge, and what its refinements share: checks, blocks of rows, no refinement at all.
+"""FedDKC's refined knowledge, and what its refinements have in common: checks, blocks of rows, and no refinement.
 
-KKR gives every row of local logits the same peak, SKR the same entropy. All rows at once, in float64, on the device of
-the logits. Rows are independent of each other, and the results carry no gradient: refined knowledge is a constant
-teacher.
+KKR gives every row of local logits the same peak, SKR the same entropy. Both compute in float64 on the logits' torch
+device. Rows are independent, and the results have no gradient, because refined knowledge is a constant teacher.
 
 References:
     Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation,
@@ -24,22 +23,22 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 
-BLOCK_ELEMENTS = 1 << 17  # keeps a block's scratch near the CPU's cache, and memory bounded whatever the upload
+BLOCK_ELEMENTS = 1 << 17  # a block's temporaries fit the CPU's cache, and memory is bounded for any upload
 
 
 class RefinementTag(IntEnum):
-    """What happened to a row. The word is the name in lower case with hyphens."""
+    """How a row was refined."""
 
-    AFFINE = 0  # KKR: stretched or flattened around the uniform distribution
-    RECTIFIED = 1  # KKR: the stretch went negative; T at the peak, the rest shared evenly
-    RECTIFIED_TIED = 2  # as before, with T at each of several equal maxima
-    DEGENERATE = 3  # a constant row, returned uniform: it has no peak to move
-    UNREACHABLE = 4  # no input scale or temperature reaches the target; the nearest rule applied
-    OK = 5  # the search (SKR, kernels) met the target, or nothing was to be done
+    AFFINE = 0  # KKR: scaled around the uniform distribution
+    RECTIFIED = 1  # KKR: scaling gave a negative value; T at the peak, the rest shared evenly
+    RECTIFIED_TIED = 2  # as RECTIFIED, with T at each of several equal maxima
+    DEGENERATE = 3  # a constant row, returned uniform
+    UNREACHABLE = 4  # no input scale or temperature reaches the target; the fallback applied
+    OK = 5  # the search (SKR, kernels) reached the target, or no refinement is configured
 
     @property
     def word(self) -> str:
-        """The specification's word, such as `rectified-tied`."""
+        """The tag's name in reports, such as `rectified-tied`."""
         return self.name.lower().replace("_", "-")
 
 
@@ -58,20 +57,20 @@ class Refined:
     scale: Tensor
 
     def counts(self) -> Counter[str]:
-        """How many rows carry each tag; 0 for a tag that does not occur."""
+        """Returns the number of rows with each tag; tags that do not occur are missing and count as 0."""
         rows = torch.bincount(self.codes, minlength=len(RefinementTag)).tolist()
         return Counter({tag.word: count for tag, count in zip(RefinementTag, rows, strict=True) if count})
 
 
 def no_refinement(logits: ArrayLike | Tensor, *, temperature: float) -> Refined:
-    """Leaves knowledge as it is, softmax(z / τ): FedGKT, the baseline of the refinements.
+    """Returns softmax(z / τ) without refinement: FedGKT, the baseline of the refinements.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
         temperature: τ > 0.
 
     Returns:
-        Probabilities; every row is tagged `ok` and has no scale.
+        Probabilities; every row is tagged `ok` and its scale is NaN.
 
     Raises:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
@@ -82,15 +81,17 @@ def no_refinement(logits: ArrayLike | Tensor, *, temperature: float) -> Refined:
     return by_block(logits, lambda block_bc: _untouched(softmax(block_bc, temperature)))
 
 
-# What goes in
+# --- inputs
 
 
 def as_logits(given: ArrayLike | Tensor) -> Tensor:
-    """Tensors as they are, numpy arrays and lists as tensors."""
+    """Returns logits as a tensor `[N, C]`. Raises KnowledgeError for another shape or for non-finite values."""
     logits = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise KnowledgeError(f"logits have shape {tuple(logits.shape)}, expected [N, C] with C >= 2 classes")
-    if bool(logits.detach().sum().isfinite()):  # any NaN or Inf survives a sum; a sum that overflows is looked at again
+    if bool(
+        logits.detach().sum().isfinite()
+    ):  # a NaN or infinity makes the sum non-finite; so can overflow, hence the check below
         return logits
     bad_rows = (~logits.isfinite().all(dim=1)).nonzero()
     if len(bad_rows):
@@ -99,6 +100,7 @@ def as_logits(given: ArrayLike | Tensor) -> Tensor:
 
 
 def check_temperature(temperature: float) -> None:
+    """Raises ConfigurationError unless the temperature is finite and above 0."""
     if not 0 < temperature < math.inf:
         raise ConfigurationError(f"temperature must be a finite number > 0, got {temperature}")
 
@@ -108,16 +110,18 @@ def _float64(logits: Tensor) -> Tensor:
 
 
 def softmax(logits_bc: Tensor, temperature: float) -> Tensor:
-    # Shifted before the division: logits near float64's end would overflow with a temperature below 1.
+    """Returns softmax(z / temperature) by row."""
+    # Subtract the maximum before dividing: large logits would overflow with a temperature below 1.
     return normalised(((logits_bc - logits_bc.amax(dim=1, keepdim=True)) / temperature).exp_())
 
 
 def normalised(weights_bc: Tensor) -> Tensor:
+    """Divides each row by its sum."""
     return weights_bc / weights_bc.sum(dim=1, keepdim=True)
 
 
 def by_block(logits: Tensor, refine: Callable[[Tensor], Refined]) -> Refined:
-    """Rows are independent, so a CPU refines blocks that fit its cache; an accelerator takes all at once."""
+    """Refines rows in blocks that fit the CPU's cache, or all at once on an accelerator."""
     rows = max(1, BLOCK_ELEMENTS // logits.shape[1] if logits.device.type == "cpu" else len(logits))
     blocks = [refine(_float64(block_bc)) for block_bc in torch.split(logits, rows)]
     return Refined(
@@ -133,11 +137,13 @@ def _untouched(probs_bc: Tensor) -> Refined:
 
 
 def search_codes(flat_b: Tensor, solved_b: Tensor) -> Tensor:
+    """Returns the `RefinementTag` codes `[N]` int8 of a search: ok, degenerate (flat) or unreachable."""
     unsolved_b = torch.where(flat_b, RefinementTag.DEGENERATE, RefinementTag.UNREACHABLE)
     return unsolved_b.masked_fill(solved_b, RefinementTag.OK).to(torch.int8)
 
 
 def spread(values_r: Tensor, rows: Tensor, length: int) -> Tensor:
+    """Returns a tensor `[length]` with the values at the given rows and NaN elsewhere."""
     spread_b = values_r.new_full((length,), math.nan)
     spread_b[rows] = values_r
     return spread_b

@@ -1,4 +1,4 @@
-"""FedDKC, server half: refines each device's logits, distils them into the predictor, answers with its logits.
+"""Server half of FedDKC: refines each device's logits, distils them into the predictor, and returns its logits.
 
 Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, 2022, Algorithm 1.
 """
@@ -34,12 +34,20 @@ from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
 from fleetdistill_server.methods.feddkc.skr import skr
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
-_LARGEST = 10.0  # times the devices' median; features of one extractor and logits do not differ so much
+_LARGEST = 10.0  # times the devices' median; features of one extractor and logits never differ this much
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One device's knowledge, on the server's torch device: ids `[N]`, features `[N, ...]`, logits, labels."""
+    """One device's knowledge on the server's torch device.
+
+    Attributes:
+        device: Id of the device.
+        sample_ids: `[N]` int64, on the CPU.
+        features: `[N, ...]`, any float type.
+        logits: `[N, C]`, any float type.
+        labels: `[N]` int64.
+    """
 
     device: str
     sample_ids: Tensor
@@ -48,7 +56,7 @@ class Upload:
     labels: Tensor
 
     def part(self, rows: int, generator: torch.Generator) -> Upload:
-        """So many of its rows at random; itself where that is all of them."""
+        """Returns `rows` random rows of the upload, or the upload itself if it has no more."""
         if rows >= len(self.labels):
             return self
         taken = torch.randperm(len(self.labels), generator=generator)[:rows].sort().values
@@ -57,7 +65,7 @@ class Upload:
 
 
 class FedDKCServer(ServerMethod):
-    """Keeps the server's predictor W^S, its optimiser, and its logits z^S for every device's samples."""
+    """Stores the server's predictor W^S, its optimiser, and its logits z^S for each device's samples."""
 
     config: FedDKCConfig
     summary = "the server distils features and refined logits, and teaches back"
@@ -81,7 +89,7 @@ class FedDKCServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """feddkc.md, section 8, with the sample ids both ways."""
+        """Returns the exchange of feddkc.md, section 8, with sample ids both ways."""
         n, c = sizes.samples, sizes.classes
         columns, channels = ("features", "logits", "labels"), sizes.cut_channels
         own = SampleKnowledge.schema(rows=n, features=sizes.at_cut, classes=c, columns=columns, channels=channels)
@@ -94,7 +102,7 @@ class FedDKCServer(ServerMethod):
     keeps_initial = True
 
     def initial(self) -> ModelParameters | None:
-        """The shared extractor: with extractors of their own the server learns next to nothing."""
+        """Returns the common extractor; without a common one the server's predictor learns almost nothing."""
         if not self.config.shared_initial:
             return None
         return self.given_initial or model_parameters(self.context.extractor(), scope="extractor")
@@ -111,21 +119,23 @@ class FedDKCServer(ServerMethod):
         cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
 
     def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> None:
-        """Eq. (2); what does not stay finite is undone."""
+        """Trains the predictor by eq. (2); rolls it back if a weight is not finite."""
         train = partial(self._train, uploads, refined, cohort.generator("distil"))
         failure = train_or_roll_back(train, self.predictor, self.optimizer, rate=self._rate)
         if failure:
-            cohort.event("distillation-undone", f"the predictor stays as it was before the round: {failure}")
+            cohort.event(
+                "distillation-undone", f"the predictor is rolled back to its state before the round: {failure}"
+            )
 
     def message(self, device: str) -> Parts:
-        """Message 1: z^S for the device's own rows; none in round 1 or where the guard fired."""
+        """Returns message 1: z^S for the device's own rows; no logits in round 1 or if a guard fired."""
         sample_ids, logits, valid = self.knowledge.get(device, (None, None, False))
         if sample_ids is None or logits is None or not valid:
             return {"knowledge": RefinedKnowledge(valid=False)}
         return {"knowledge": RefinedKnowledge(valid=True, sample_ids=sample_ids.numpy(), values=logits.numpy())}
 
     def _upload(self, answer: DeviceAnswer) -> Upload:
-        """Message 2, moved to where the server computes; features keep their type on the wire until they are used."""
+        """Returns message 2 on the server's torch device; features keep the wire's type to save memory."""
         sent = answer.part("knowledge", SampleKnowledge)
         assert sent.logits is not None  # the contract's columns were checked at ingest
         assert sent.labels is not None
@@ -135,7 +145,7 @@ class FedDKCServer(ServerMethod):
         return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
 
     def _without_outsized_uploads(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
-        """The uploads without those whose features or logits are many times as large as the devices' median."""
+        """Guard: leaves out uploads whose features or logits exceed ten times the devices' median."""
         if self.config.robust == OFF:
             return uploads
         sizes: dict[str, Callable[[Upload], float]] = {
@@ -146,18 +156,17 @@ class FedDKCServer(ServerMethod):
         for what, size in sizes.items():
             found = {upload.device: size(upload) for upload in uploads}
             most = _LARGEST * median(found.values())
-            too_large |= {one: f"{what} is {found[one]:.3g}, at most {most:.3g}" for one in found if found[one] > most}
+            too_large |= {
+                one: f"{what} is {found[one]:.3g}, the limit {most:.3g}" for one in found if found[one] > most
+            }
         for device, why in too_large.items():
-            text = f"{device}: {why} is taken, {_LARGEST:g} times the devices' median; its upload is left out"
+            text = f"the upload of {device} is left out: {why} ({_LARGEST:g} times the devices' median)"
             notes.event("upload-left-out", text, device)
-            self.knowledge.pop(device, None)  # what the predictor says about such rows is as far off
+            self.knowledge.pop(device, None)  # the predictor's logits for such rows are meaningless too
         return [upload for upload in uploads if upload.device not in too_large]
 
     def _with_capped_rows(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
-        """No device counts for more than a bounded number of rows: of more a random part is taken, another each round.
-
-        Rows are this method's weights.
-        """
+        """Guard: caps each device's rows, which are this method's weights, with a new random sample in each round."""
         if self.config.robust == OFF:
             return uploads
         most = capped([len(upload.labels) for upload in uploads])
@@ -167,6 +176,7 @@ class FedDKCServer(ServerMethod):
         ]
 
     def refine(self, logits: Tensor) -> Refined:
+        """Refines logits `[N, C]` with the configured refinement: KKR, KKR with a kernel, SKR or none."""
         config = self.config
         assert config.target_peak is not None
         assert config.target_entropy is not None
@@ -187,7 +197,7 @@ class FedDKCServer(ServerMethod):
                 return no_refinement(logits, temperature=config.temperature)
 
     def _train(self, uploads: list[Upload], refined: list[Refined], generator: torch.Generator) -> None:
-        """Eq. (2) over all uploads: one shuffled pool, or device after device as in the paper."""
+        """Minimises eq. (2) over all uploads: one shuffled pool, or device after device as in the paper."""
         features = torch.cat([upload.features for upload in uploads])
         labels = torch.cat([upload.labels for upload in uploads])
         targets = torch.cat([one.probabilities for one in refined]).float()
@@ -202,7 +212,7 @@ class FedDKCServer(ServerMethod):
         return "server_learning_rate", self.config.server_learning_rate
 
     def batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
-        """Row positions of every mini-batch of one epoch; with batch-norm a batch of one row is left out."""
+        """Returns the row indices of each mini-batch of one epoch; with batch-norm, batches of one row are left out."""
         pools = [sum(sizes)] if self.config.server_order == "mixed" else sizes
         batches: list[Tensor] = []
         first, smallest = 0, smallest_batch(self.predictor)
@@ -213,6 +223,7 @@ class FedDKCServer(ServerMethod):
         return [batch.to(self.context.torch_device) for batch in batches]
 
     def distil_step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
+        """Takes one optimiser step on the loss of eq. (2), CE + beta * distillation, for one mini-batch."""
         logits_bc = self.predictor(features_b)
         loss = functional.cross_entropy(logits_bc, labels_b)
         if self.config.server_beta > 0:
@@ -222,37 +233,38 @@ class FedDKCServer(ServerMethod):
         self.optimizer.step()
 
     def _predict(self, features: Tensor) -> Tensor:
-        """z^S `[N, C]` in eval mode, on the CPU."""
+        """Returns z^S `[N, C]`, computed in eval mode, on the CPU."""
         return extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
 
     def predict(self, upload: Upload, notes: Notes) -> None:
-        """z^S = W^S(H) in eval mode after training: what the device is sent in its next round, unless a guard fires."""
+        """Stores z^S = W^S(H) for the device's next message; a guard marks it as not to be sent."""
         logits = self._predict(upload.features)
         fits = self._fits_the_wire(logits, upload, notes)  # guard
         valid = fits and self._teaches(logits, upload, notes)  # guard
         self.knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
 
     def _fits_the_wire(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
+        """Guard: returns whether the logits are finite and representable in the run's knowledge type."""
         reason = reason_not_sent(logits, self.context.knowledge_type)
         if reason:
-            text = f"what the predictor says about the rows of {upload.device} is held back: {reason}"
+            text = f"{upload.device} gets no knowledge from the predictor: {reason}"
             notes.event("knowledge-left-out", text, upload.device)
         return not reason
 
     def _teaches(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
-        """Whether it is better than chance or than the device itself: a worse teacher is worse than none."""
+        """Guard: returns whether the predictor is better than chance or than the device on the device's rows."""
         labels = upload.labels.cpu()
         teacher, own = _accuracy(logits, labels), _accuracy(upload.logits.cpu(), labels)
         useless = teacher <= 1 / self.context.classes and teacher < own
         teaches = not (useless and self.config.teacher_guard)
         if not teaches:
-            text = f"the server scores {teacher:.3f} on the rows of {upload.device}, which itself scores {own:.3f}"
-            notes.guard("teacher", f"{text}; its knowledge is held back", upload.device)
+            text = f"the predictor has accuracy {teacher:.3f} on the rows of {upload.device}, the device {own:.3f}"
+            notes.guard("teacher", f"{text}; the device gets no knowledge from it", upload.device)
         notes.report("teacher_accuracy", {upload.device: teacher})
         return teaches
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Its next logits; what the predictor has learned from it stays."""
+        """Drops the device's next logits; the predictor is unchanged."""
         self.knowledge.pop(device, None)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
@@ -270,7 +282,7 @@ class FedDKCServer(ServerMethod):
         self.optimizer.load_state_dict(state["optimizer"])
         self.knowledge = {}
         for device, (ids, logits, valid) in state["knowledge"].items():
-            # An earlier version kept what cannot be sent as valid, and its run stopped at the next ask.
+            # Earlier versions marked logits that cannot be sent as valid.
             fits = reason_not_sent(logits, self.context.knowledge_type) is None
             self.knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
 
@@ -279,7 +291,7 @@ class FedDKCServer(ServerMethod):
 
 
 def _mean_length(features: Tensor) -> float:
-    """Mean Euclidean length of the rows."""
+    """Returns the mean Euclidean length of the rows."""
     return float(features.double().flatten(1).norm(dim=1).mean())
 
 

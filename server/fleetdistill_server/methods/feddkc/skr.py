@@ -1,4 +1,4 @@
-"""SKR: every row of local logits gets the same entropy."""
+"""SKR: gives every row of local logits the same entropy."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ _SAME_LOGIT = 1e-290  # relative to the row's largest gap; below this the bracke
 
 
 def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> Refined:
-    """Refines knowledge so that every row has the same entropy: SKR, softmax(z / θ) with θ searched (eqs. 15-20).
+    """Refines knowledge so that every row has the same entropy: softmax(z / θ) with a search for θ (eqs. 15-20).
 
-    θ is bisected geometrically inside `unit_bracket`, which replaces the paper's existence proof: a root exists, and
-    only one, exactly if log2 M < E < log2 C for M equal maxima. A row with E <= log2 M gets the nearest distribution,
-    1/M on its maxima (`unreachable`); a constant row is returned uniform (`degenerate`). A temperature before SKR
-    would only rescale θ, so there is none.
+    θ is bisected geometrically inside `unit_bracket`. A row with M equal maxima has exactly one root if
+    log2 M < E < log2 C. A row with E <= log2 M gets the nearest distribution, 1/M on its maxima (`unreachable`); a
+    constant row is returned uniform (`degenerate`). A temperature before SKR would only rescale θ, so there is none.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
         target: The entropy E in bits, in (0, log2 C).
-        epsilon: ε < 2·min(E, log2 C - E); the search stops when the entropy is within half of it.
+        epsilon: ε in (0, 2·min(E, log2 C - E)); the search stops when the entropy is within ε/2 of the target.
 
     Returns:
-        Tags `ok`, `unreachable`, `degenerate`; the scale is θ, in the unit of the logits.
+        Refined knowledge with tags `ok`, `unreachable`, `degenerate`; the scale is θ, in the unit of the logits.
 
     Raises:
         KnowledgeError: Logits are not `[N, C >= 2]` or not finite.
@@ -50,15 +49,16 @@ def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> 
 
 
 class Gaps(NamedTuple):
-    """Logits below their row's maximum, in units of the row's largest gap: no scale of logits overflows."""
+    """Distances of logits from their row's maximum, in units of the row's largest gap, which avoids overflow."""
 
     unit_bc: Tensor  # in [0, 1]
-    half_span_b: Tensor  # half of the largest gap, since the whole may overflow; 0 in a constant row
-    tied_bc: Tensor  # the maxima
+    half_span_b: Tensor  # half of the largest gap, which itself may overflow; 0 in a constant row
+    tied_bc: Tensor  # True for the maxima
     count_b: Tensor  # M, float64
 
 
 def row_gaps(logits_bc: Tensor) -> Gaps:
+    """Returns the gaps of logits `[N, C]`."""
     half_bc = logits_bc.amax(dim=1, keepdim=True) / 2 - logits_bc / 2
     half_span_b1 = half_bc.amax(dim=1, keepdim=True)
     unit_bc = half_bc / torch.where(half_span_b1 > 0, half_span_b1, 1)
@@ -71,12 +71,12 @@ def _solvable(gaps: Gaps, target: float) -> Tensor:
 
 
 def unit_bracket(gaps: Gaps, target: float) -> Bracket:
-    """Temperatures between which the root lies, in closed form and in units of the row's largest gap D.
+    """Returns temperatures that bracket the root, in closed form and in units of the row's largest gap D.
 
     With the smallest positive gap δ and M equal maxima, and D = 1:
     high = D / ((log2 C - E)·ln 2), low = δ / ln(C/ρ²), ρ = (E - log2 M) / (2 + log2 C).
     Above, every weight lies in [e^-(D/θ), 1], so H >= E. Below, the mass outside the maxima is at most ρ², and
-    grouping gives H <= log2 M + ρ·(2 + log2 C) = E. In a row without a root the ends mean nothing.
+    grouping gives H <= log2 M + ρ·(2 + log2 C) = E. The bracket of a row without a root is undefined.
     """
     classes = gaps.unit_bc.shape[1]
     smallest_b = gaps.unit_bc.masked_fill(gaps.tied_bc, 1).amin(dim=1)
@@ -99,7 +99,7 @@ def _skr_block(logits_bc: Tensor, target: float, epsilon: float) -> Refined:
 
 
 def _entropy_bits(offsets_bc: Tensor, theta_b: Tensor) -> Tensor:
-    """H(softmax(o / θ)) = (ln Z - Σ w·o/θ / Z) / ln 2 with w = e^(o/θ), Z = Σ w."""
+    """Returns H(softmax(o / θ)) = (ln Z - Σ w·o/θ / Z) / ln 2 in bits, with w = e^(o/θ), Z = Σ w."""
     scaled_bc = offsets_bc * theta_b.reciprocal()[:, None]
     weights_bc = scaled_bc.exp()
     total_b = weights_bc.sum(dim=1)
