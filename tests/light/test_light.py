@@ -515,7 +515,7 @@ def changed(at: tuple[int, ...], value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ([1, 2], "data: the data are a list; give a tuple"),
+        ([1, 2], "data: the data is of type list; give a tuple"),
         ((digits(0)[0][:, 0], digits(0)[1]), r"the inputs have shape \[599, 8, 8\], expected \[samples, 1, 8, 8\]"),
         ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected float32; scale images"),
         ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),
@@ -533,7 +533,7 @@ def test_data_that_do_not_fit_are_refused(offered: Offered, data: Any, says: str
 
 
 def test_it_says_which_data_do_not_fit(offered: Offered) -> None:
-    with pytest.raises(DataError, match="validation_data: the data are a str"):
+    with pytest.raises(DataError, match="validation_data: the data is of type str"):
         light_worker(digits(0), validation_data="x")(offered.contract)
 
 

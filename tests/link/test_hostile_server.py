@@ -150,7 +150,7 @@ def test_training_without_end_stops_at_the_apps_bound_and_the_ask_is_declined(tm
     with device:
         device.run()
     (declined,) = link.declined
-    assert "longer than the 0.2 seconds that this device gives one" in declined.reason
+    assert "longer than this device's limit of 0.2 seconds" in declined.reason
     assert events.texts("dropped") == [declined.reason]
     assert not link.uploads
 

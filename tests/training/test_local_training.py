@@ -284,9 +284,9 @@ class TestTensorData:
             ((torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((torch.tensor([0.0, torch.inf]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((np.array(["a"]), np.array([0])), "cannot become a tensor"),
-            (_Stream(), "the data are a _Stream"),
+            (_Stream(), "the data is of type _Stream"),
             (_Ragged(), "items of _Ragged cannot be stacked"),
-            ("images/", "the data are a str"),
+            ("images/", "the data is of type str"),
         ],
     )
     def test_unusable_data_are_refused_with_the_place(self, data: object, message: str) -> None:

@@ -126,7 +126,7 @@ def test_a_plain_chain_is_split_by_name_or_by_count():
     assert by_name.cut == by_count.cut == "1"
     assert torch.equal(by_name.features(x), layers[:2](x))
     assert by_name.predictor[0] is layers[2]
-    with pytest.raises(ModelError, match=r"takes an nn\.Sequential, not Linear"):
+    with pytest.raises(ModelError, match=r"needs an nn\.Sequential, not Linear"):
         split_sequential(nn.Linear(4, 3), after=1)  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def test_an_extractor_that_training_would_not_reach_is_refused():
         def __getattribute__(self, name: str) -> object:
             return nn.Linear(4, 5) if name == "extractor" else super().__getattribute__(name)
 
-    with pytest.raises(ModelError, match="parameters that the model does not have"):
+    with pytest.raises(ModelError, match="parameters that the model does not contain"):
         check_local_model(Foreign())
 
 
@@ -194,7 +194,7 @@ def test_the_output_shape_is_that_of_one_sample_and_moves_no_statistics():
     before = model.stages.stem[1].running_mean.clone()  # type: ignore[index, union-attr]
     assert output_shape(model.extractor, (4,)) == (5,)
     assert torch.equal(model.stages.stem[1].running_mean, before)  # type: ignore[index, union-attr]
-    with pytest.raises(ModelError, match=r"does not take samples of shape \(9,\)"):
+    with pytest.raises(ModelError, match=r"does not accept samples of shape \(9,\)"):
         output_shape(model, (9,))
 
 

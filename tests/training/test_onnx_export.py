@@ -120,8 +120,8 @@ def test_a_graph_with_a_fixed_batch_size_leaves_no_file(tmp_path):
     [
         ("raises", "running the model in PyTorch failed: ValueError: model is broken"),
         ("operator", "tracing the model failed"),
-        ("vector", r"shape \(5,\) to a batch of 5, expected logits \[5, classes\]"),
-        ("tuple", "answers a tuple"),
+        ("vector", r"shape \(5,\) for a batch of 5, expected logits \[5, classes\]"),
+        ("tuple", "returns a tuple"),
     ],
 )
 def test_what_torch_or_onnx_raise_is_an_export_error(tmp_path, how, sentence):

@@ -367,7 +367,7 @@ def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> La
         DataError: They are of another kind or shape, of unequal length, not finite, or a label is outside [0, C).
     """
     if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, np.ndarray) for one in data)):
-        raise DataError(f"the data are a {type(data).__name__}; give a tuple (inputs, labels) of numpy arrays")
+        raise DataError(f"the data is of type {type(data).__name__}; give a tuple (inputs, labels) of numpy arrays")
     inputs, labels = data
     if not np.issubdtype(inputs.dtype, np.floating):
         raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")

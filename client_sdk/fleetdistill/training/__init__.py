@@ -12,7 +12,7 @@ __all__ = ["SplitModel", "check_local_model", "fingerprint", "split_sequential"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads PyTorch when a name is used: parts of this folder serve devices without it."""
+    """Imports a public name, and with it PyTorch, on first use; devices without PyTorch use parts of this folder."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("fleetdistill.training.model"), name)

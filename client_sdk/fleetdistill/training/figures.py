@@ -1,4 +1,4 @@
-"""How a model does on labelled data, and what the server is told of it. No torch: devices without it count alike."""
+"""Counts and metrics of a model on labelled data. Imports no torch, so that devices without PyTorch can use it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fleetdistill.knowledge import GENERAL, Array, ClassCount, Metric
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counts:
-    """How a model did on labelled data. Counts, not rates, so that devices can be added up.
+    """A model's results on labelled data, as counts that can be summed over devices.
 
     Attributes:
-        correct: Samples whose best class is their label.
-        count: Samples scored.
-        loss_sum: Sum of the cross-entropy over the samples.
-        confusion: `[classes, classes]` int64: samples of each true class (row) given each class (column).
+        correct: Number of samples that are classified correctly.
+        count: Number of samples.
+        loss_sum: Sum of the cross-entropy over the samples, in nats.
+        confusion: `[classes, classes]` int64: samples by true class (row) and predicted class (column).
     """
 
     correct: int
@@ -29,27 +29,27 @@ class Counts:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct samples, NaN if there were none."""
+        """Share of correct samples in [0, 1]; NaN without samples."""
         return self.correct / self.count if self.count else math.nan
 
     @property
     def per_class_correct(self) -> Array:
-        """`[classes]`, correct samples of each true class (TP)."""
+        """Correct samples of each true class (TP), `[classes]`."""
         return self.confusion.diagonal()
 
     @property
     def per_class_count(self) -> Array:
-        """`[classes]`, samples of each true class (TP + FN)."""
+        """Samples of each true class (TP + FN), `[classes]`."""
         return np.asarray(self.confusion.sum(axis=1))
 
 
 def counts_of(logits_nc: Array, labels_n: Array, classes: int) -> Counts:
-    """The counts of logits; of tied classes the lowest is the answer.
+    """Counts the results of logits; of tied classes the lowest is the prediction.
 
     Args:
-        logits_nc: `[n, C]`, finite.
-        labels_n: `[n]` in `[0, C)`.
-        classes: C.
+        logits_nc: Logits `[n, C]`, finite.
+        labels_n: Labels `[n]` in `[0, C)`.
+        classes: Number of classes C.
     """
     best = logits_nc.argmax(axis=1)
     pairs = np.bincount(labels_n * classes + best, minlength=classes**2)
@@ -62,12 +62,12 @@ def counts_of(logits_nc: Array, labels_n: Array, classes: int) -> Counts:
 
 
 def place_of(split: str, name: str) -> str:
-    """Key of an answer's figures: the general one's is the split alone."""
+    """Returns the key of a variant's metrics: `split/name`, or `split` for the general variant."""
     return split if name == GENERAL else f"{split}/{name}"
 
 
 def metrics_of(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]:
-    """What the server is told of an answer's counts; by class only where the app allows `counts`."""
+    """Returns the metrics that are sent for a variant's counts; by class only if the app allows `counts`."""
     split, _, name = place.partition("/")
     of = f"{name}/" if name else ""
     found = [
@@ -78,7 +78,7 @@ def metrics_of(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]
 
 
 def allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
-    """Without the counts by class where the app keeps these back: they tell how many samples of a class there are."""
+    """Removes counts by class unless the app allows `counts`: they reveal the number of samples per class."""
     return [one if "counts" in allow else replace(one, by_class=[]) for one in figures]
 
 
@@ -88,7 +88,7 @@ def _by_class(counts: Counts) -> list[ClassCount]:
 
 
 def likelihood(logits_nc: Array, labels_n: Array) -> float:
-    """Sum of the log-probabilities of the rows' own classes, nats."""
+    """Returns the sum of the log-probabilities of the rows' labels, in nats."""
     largest = logits_nc.max(axis=1)
     sums = np.log(np.exp(logits_nc - largest[:, None]).sum(axis=1)) + largest
     return float((logits_nc[np.arange(len(labels_n)), labels_n] - sums).sum())

@@ -1,7 +1,6 @@
-"""Training and evaluation of a local model on data in memory.
+"""Training and evaluation of a model on data in memory; used by device and server halves.
 
-Rows are sliced from tensors by index: a DataLoader over tensors is several times slower. Both halves of the
-methods use these loops, so that a server predictor and a device model train alike.
+Rows are sliced from tensors by index, because a DataLoader over tensors is several times slower.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """What one call of `train_epochs` did.
+    """Result of one call of `train_epochs` or `train_steps`.
 
     Attributes:
-        steps: Optimiser steps, at least 1.
-        mean_loss: Mean of the loss over all samples seen, each at the step that used it.
-        samples_seen: Samples used, counted once per epoch and step.
+        steps: Number of optimiser steps.
+        mean_loss: Mean loss over all samples, each at the step that used it; NaN without a step.
+        samples_seen: Number of samples used, counted once per epoch and step.
     """
 
     steps: int
@@ -82,17 +81,17 @@ class TrainingReport:
 
 
 def as_tensor_data(data: object, classes: int) -> TensorData:
-    """Takes an app's data into memory, once, and checks it.
+    """Reads an app's data into memory and checks it.
 
     Args:
         data: A tuple `(inputs [N, ...], labels [N])` of tensors or numpy arrays, or a map-style torch Dataset whose
             items are `(input, label)`. Inputs of any float dtype become float32; labels of any integer dtype
-            become int64. Float32 tensors are not copied: do not change them afterwards.
+            become int64. Float32 tensors are not copied and must not be changed afterwards.
         classes: Number of classes of the run's contract, at least 2.
 
     Raises:
         ConfigurationError: `classes` is less than 2.
-        DataError: The data are of another kind, of unequal length, not finite, or a label is outside [0, classes).
+        DataError: The type is unsupported, lengths differ, an input is not finite, or a label is outside [0, classes).
     """
     if classes < 2:
         raise ConfigurationError(f"classes is {classes}, must be at least 2")
@@ -116,10 +115,10 @@ def make_optimizer(
     nesterov: bool,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """Stochastic gradient descent as the specifications use it.
+    """Creates stochastic gradient descent with the given settings.
 
     Raises:
-        ConfigurationError: A value is out of range, or Nesterov is asked for without momentum.
+        ConfigurationError: A value is out of range, or `nesterov` is set without momentum.
         ModelError: There are no parameters to train.
     """
     for name, value in {"momentum": momentum, "weight_decay": weight_decay}.items():
@@ -128,7 +127,9 @@ def make_optimizer(
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise ConfigurationError(f"learning_rate is {learning_rate}, must be a finite number > 0")
     if nesterov and momentum == 0:
-        raise ConfigurationError("nesterov needs momentum > 0, but momentum is 0; set one of the two")
+        raise ConfigurationError(
+            "nesterov needs momentum > 0, but momentum is 0; raise momentum or set nesterov to false"
+        )
     trained = list(parameters)
     if not trained:
         raise ModelError("the model has no parameters to train")
@@ -148,23 +149,25 @@ def train_epochs(
 ) -> TrainingReport:
     """Trains in shuffled mini-batches, in train mode; every module's mode is restored afterwards.
 
-    Equal models, data, generator state, global RNG state (dropout) and thread count give bit-equal results on a CPU.
-    A last batch of one sample is left out if the model has batch-norm, which has no variance of one value.
+    Results on a CPU are bit-equal for equal models, data, generator state, global RNG state (dropout) and thread count.
+    If the model has batch-norm, a last batch of one sample is left out, because its variance is undefined.
 
     Args:
-        model: Already on `device`; the optimiser holds its parameters.
-        data: At least one sample.
+        model: Model on `device`.
+        data: Training data, at least one sample.
         epochs: Passes over the data, at least 1.
-        batch_size: At least 1, at least 2 with batch-norm.
-        loss: Gets the logits, the labels and the row positions of the mini-batch, all on `device`. By the row positions
-            it looks up a teacher's rows.
+        batch_size: Samples per mini-batch, at least 1, or 2 with batch-norm.
+        optimizer: Optimiser of the model's parameters.
+        loss: Function of the mini-batch's logits, labels and row indices, all on `device`; the row indices select a
+            teacher's rows.
         generator: CPU generator; one permutation is drawn per epoch.
+        device: Torch device to train on.
 
     Raises:
         ConfigurationError: `epochs` or `batch_size` is out of range.
-        DataError: There is no sample, or only one and the model has batch-norm.
+        DataError: There are no samples, or one sample and the model has batch-norm.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
-        CannotAnswer: The time of a `fleetdistill.training.time_limit` is over.
+        CannotAnswer: The limit of `fleetdistill.training.time_limit` has passed.
     """
     inputs, labels = data.inputs.to(device), data.labels.to(device)
     return train_steps(
@@ -190,21 +193,20 @@ def train_steps(
     generator: torch.Generator,
     device: torch.device | str,
 ) -> TrainingReport:
-    """Trains in shuffled mini-batches of row positions: what to do with the rows is up to `losses`.
+    """Trains in shuffled mini-batches of row indices; `losses` computes the losses of a mini-batch.
 
-    For training on anything but inputs and labels, or with several steps on one mini-batch. Otherwise, also in what
-    it raises, like `train_epochs`.
+    Use it for data other than inputs and labels, or for several steps per mini-batch. Arguments, results and exceptions
+    are otherwise those of `train_epochs`.
 
     Args:
-        model: The module that is trained, on `device`; the optimiser holds its parameters or some of them.
-        count: Rows, at least 1.
-        epochs, batch_size, optimizer, generator: As in `train_epochs`.
-        losses: Called with the epoch, from 0, and the row positions of the mini-batch. Every loss it gives is one
-            step of the optimiser, taken before the next loss is asked for. A parameter without a part in a loss has
-            no gradient in that step and stays bit-identical.
+        model: Module on `device` whose modes are set; the optimiser may have only some of its parameters.
+        count: Number of rows, at least 1.
+        epochs, batch_size, optimizer, generator, device: As in `train_epochs`.
+        losses: Function of the epoch, from 0, and the mini-batch's row indices. Each yielded loss is one optimiser
+            step, taken before the next loss is computed. Parameters that a loss does not depend on stay bit-identical.
 
     Returns:
-        `mean_loss` is over all steps, NaN if there was none.
+        A report; `mean_loss` is the mean over all steps, NaN without a step.
     """
     _check_plan(epochs, batch_size)
     smallest = _checked_smallest_batch(model, count, batch_size)
@@ -223,7 +225,7 @@ def train_steps(
 
 
 def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int = 1024) -> Counts:
-    """Scores a model in eval mode, without gradient; of tied classes the lowest counts as its answer.
+    """Evaluates a model in eval mode, without gradient; of tied classes the lowest is the prediction.
 
     Raises:
         DataError: A label is outside [0, classes).
@@ -252,14 +254,15 @@ def extract(
 
     Args:
         model_fn: A module, a method of a module, or any function together with `model`.
-        inputs: `[N, ...]`, on any device; batches go to the model's device.
-        model: The module that `model_fn` runs, put into eval mode meanwhile. By default found from `model_fn`.
+        inputs: `[N, ...]`, on any device; batches are copied to the model's device.
+        batch_size: Rows per batch, at least 1.
+        model: The module that `model_fn` uses, set to eval mode during the call. By default derived from `model_fn`.
 
     Returns:
-        `[N, ...]` on the CPU, row i for input i, not part of any graph.
+        Outputs `[N, ...]` on the CPU, detached, in the order of the inputs.
 
     Raises:
-        ConfigurationError: `batch_size` is less than 1, or the module behind `model_fn` is not known.
+        ConfigurationError: `batch_size` is less than 1, or the module of `model_fn` is unknown.
     """
     if batch_size < 1:
         raise ConfigurationError(f"batch_size is {batch_size}, must be at least 1")
@@ -278,8 +281,8 @@ def _timed(model_fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
     module = model_fn if isinstance(model_fn, nn.Module) else getattr(model_fn, "__self__", None)
     if not isinstance(module, nn.Module):
-        # Running it in train mode would change batch-norm statistics and knowledge without a word.
-        raise ConfigurationError(f"extract cannot tell which module {model_fn!r} runs; pass it as model=")
+        # In train mode the function would silently change batch-norm statistics.
+        raise ConfigurationError(f"extract does not know which module {model_fn!r} uses; pass it as model=")
     return module
 
 
@@ -290,7 +293,7 @@ def _batches(count: int, batch_size: int, smallest: int, generator: torch.Genera
 
 
 def smallest_batch(model: nn.Module) -> int:
-    """Rows that a mini-batch of training needs: 2 for a model with batch-norm, which has no variance of one, else 1."""
+    """Returns the smallest mini-batch for training: 2 rows for a model with batch-norm, else 1."""
     return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
 
 
@@ -298,7 +301,7 @@ def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> in
     smallest = smallest_batch(model)
     if count < smallest:
         reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
-        raise DataError(f"the training data have {count} samples: {reason}; give at least {smallest}")
+        raise DataError(f"the training data has {count} samples: {reason}; give at least {smallest}")
     if batch_size < smallest:
         raise ConfigurationError(
             f"batch_size is {batch_size}, but a model with batch-norm cannot train on single samples; use at least 2"
@@ -311,7 +314,7 @@ def _finite(loss_value: Tensor, where: str, optimizer: torch.optim.Optimizer) ->
     if not math.isfinite(value):
         raise KnowledgeError(
             f"the loss is {value} at {where}; the learning rate {optimizer.param_groups[0]['lr']} is probably "
-            "too large (lower learning_rate or beta), or the teacher's rows are not finite"
+            "too large (lower learning_rate or beta), or the teacher has non-finite rows"
         )
     return value
 
@@ -340,7 +343,7 @@ def _pair_from(data: object) -> tuple[Tensor, Tensor]:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _stacked(data)
     raise DataError(
-        f"the data are a {type(data).__name__}; give a tuple (inputs, labels) of tensors or numpy arrays, "
+        f"the data is of type {type(data).__name__}; give a tuple (inputs, labels) of tensors or numpy arrays, "
         "or a map-style torch Dataset of (input, label)"
     )
 
@@ -377,7 +380,7 @@ def _check_inputs(inputs: Tensor) -> None:
         raise DataError("the inputs are a single number, expected [samples, ...]")
     if not bool(inputs.isfinite().all()):
         row = int((~inputs.isfinite()).nonzero()[0, 0])
-        raise DataError(f"the inputs hold NaN or infinity, first at row {row}; clean or drop such samples")
+        raise DataError(f"the inputs contain NaN or infinity, first at row {row}; clean or remove such samples")
 
 
 def _check_labels(labels: Tensor) -> None:

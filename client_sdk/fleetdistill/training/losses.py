@@ -1,4 +1,4 @@
-"""Loss terms that the device and the server halves of the methods share."""
+"""Loss terms used by both device and server halves of the methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleetdistill.errors import ConfigurationError, KnowledgeError
 
 
 def soft_targets(logits: Tensor, temperature: float) -> Tensor:
-    """Turns logits into the probabilities that a distillation loss aims at: softmax(logits / τ).
+    """Returns softmax(logits / τ), the target probabilities of a distillation loss.
 
     Args:
         logits: `[..., classes]`, any float dtype; half precision is computed in float32.
@@ -35,19 +35,19 @@ def distillation_loss(
     *,
     valid_b: Tensor | None = None,
 ) -> Tensor:
-    """τ² · KL(teacher ‖ softmax(student / τ)), the mean over the rows of the mini-batch.
+    """Returns τ² · KL(teacher ‖ softmax(student / τ)), averaged over the rows of the mini-batch.
 
-    The teacher is a constant. A class the teacher rules out (probability 0) adds nothing. The factor τ² keeps
-    the gradient's size independent of τ: for large τ the loss tends to half the mean squared distance of
-    the centred logits.
+    The teacher is a constant. A class with teacher probability 0 contributes nothing. The factor τ² makes the
+    gradient's size independent of τ: for large τ the loss approaches half the mean squared distance of the centred
+    logits.
 
     Args:
         student_logits_bc: `[batch, classes]`, finite; half precision is computed in float32.
-        teacher_probs_bc: `[batch, classes]`, rows on the simplex, on the student's device. Already softened
-            or refined: no temperature is applied to it.
+        teacher_probs_bc: `[batch, classes]`, rows on the simplex, on the student's torch device. Must be softened
+            or refined already; no temperature is applied to it.
         temperature: The papers' τ, finite and greater than 0.
-        valid_b: `[batch]` bool, False where nothing is known about a row. Such a row adds 0, whatever stands in
-            its teacher row, and still counts in the mean, as the pseudocode of the methods has it.
+        valid_b: `[batch]` bool, False for rows without a teacher. These rows contribute 0 and still count in the
+            mean, as in the methods' pseudocode.
 
     Returns:
         A scalar, at least 0 up to rounding; 0 for an empty batch.
@@ -71,12 +71,12 @@ def distillation_loss(
 
 
 def feature_distance(student: Tensor, target: Tensor, *, valid_b: Tensor | None = None) -> Tensor:
-    """Mean squared distance of two networks' features, over the numbers of a row and the rows of the mini-batch.
+    """Returns the mean squared distance of two networks' features, averaged over elements and rows.
 
     Args:
         student: `[batch, ...]`.
         target: The same shape, a constant.
-        valid_b: `[batch]` bool, False where there is no target; such a row adds 0 and counts in the mean.
+        valid_b: `[batch]` bool, False for rows without a target; these contribute 0 and count in the mean.
 
     Returns:
         A scalar, at least 0; 0 for an empty batch.
@@ -86,8 +86,8 @@ def feature_distance(student: Tensor, target: Tensor, *, valid_b: Tensor | None 
     """
     if student.shape != target.shape:
         raise KnowledgeError(
-            f"student features have shape {list(student.shape)} and their target {list(target.shape)}; "
-            "both must be features at one cut of one architecture"
+            f"student features have shape {list(student.shape)}, but their target has {list(target.shape)}; "
+            "both must be features at the same cut of one architecture"
         )
     squares = (_at_least_float32(student) - _at_least_float32(target.detach())).square().flatten(1)
     if valid_b is not None:
@@ -96,7 +96,7 @@ def feature_distance(student: Tensor, target: Tensor, *, valid_b: Tensor | None 
 
 
 def js_divergence(student_logits_bc: Tensor, teacher_probs_bc: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of the teacher and softmax(student), the mean over the rows of the mini-batch.
+    """Returns the Jensen-Shannon divergence of teacher and softmax(student), averaged over the mini-batch's rows.
 
     JS = ½ KL(t ‖ m) + ½ KL(s ‖ m) with m = ½ (t + s): symmetric, and in [0, ln 2].
 
@@ -122,12 +122,12 @@ def js_divergence(student_logits_bc: Tensor, teacher_probs_bc: Tensor) -> Tensor
 
 
 def euclidean_distance(student_bf: Tensor, teacher_bf: Tensor, *, over_batch: bool = False) -> Tensor:
-    """‖teacher − student‖₂ of each row, the mean over the rows; gradient 0 where they are equal.
+    """Returns ‖teacher − student‖₂ averaged over the rows; the gradient of equal rows is 0.
 
     Args:
         student_bf: `[batch, numbers]`; half precision is computed in float32.
         teacher_bf: The same shape; a constant.
-        over_batch: One norm over all numbers of the mini-batch instead (Frobenius), which grows with its root.
+        over_batch: Whether to return the Frobenius norm over the mini-batch instead, which grows with its size.
 
     Returns:
         A scalar, at least 0; 0 for an empty batch.
@@ -142,9 +142,9 @@ def euclidean_distance(student_bf: Tensor, teacher_bf: Tensor, *, over_batch: bo
 
 
 def soft_cross_entropy(student_logits_bc: Tensor, teacher_probs_bc: Tensor, temperature: float) -> Tensor:
-    """-τ² · Σ_c p_c · ln softmax(student / τ)_c, the mean over the rows: `distillation_loss` plus τ² · H(teacher).
+    """Returns -τ² · Σ_c p_c · ln softmax(student / τ)_c averaged over rows: `distillation_loss` plus τ² · H(teacher).
 
-    Its gradient is that of `distillation_loss`, τ · (softmax(student / τ) - p) for each row of a sum.
+    Its gradient equals that of `distillation_loss`: τ · (softmax(student / τ) - p) for each row of a sum.
 
     Args:
         student_logits_bc: `[batch, classes]`, finite; half precision is computed in float32.
@@ -169,13 +169,13 @@ def soft_cross_entropy(student_logits_bc: Tensor, teacher_probs_bc: Tensor, temp
 
 
 def activation_divergence(activations_bd: Tensor, *, reverse_elementwise: bool = False) -> Tensor:
-    """How far softmax(activations) is from the uniform distribution U over its d entries, the mean over the rows.
+    """Returns KL(softmax(activations) ‖ U) for the uniform distribution U over d entries, averaged over rows.
 
     KL(softmax(a) ‖ U) = ln d - H(softmax(a)), in [0, ln d] nats.
 
     Args:
         activations_bd: `[batch, d]`, finite, the input of a model's last layer.
-        reverse_elementwise: KL(U ‖ softmax(a)) / d instead, as the code of FedMAX has it.
+        reverse_elementwise: Whether to return KL(U ‖ softmax(a)) / d instead, as in the code of FedMAX.
 
     Returns:
         A scalar, at least 0 up to rounding; 0 for an empty batch.
@@ -197,7 +197,7 @@ def activation_divergence(activations_bd: Tensor, *, reverse_elementwise: bool =
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Float16 overflows at 65,504 and rounds small probabilities to 0; bfloat16 keeps 3 digits."""
+    """Converts half precision to float32: float16 overflows at 65,504, bfloat16 has 3 digits."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
@@ -207,7 +207,7 @@ def _check_temperature(temperature: float) -> None:
 
 
 def _check_shapes(student_bc: Tensor, teacher_bc: Tensor, valid_b: Tensor | None) -> None:
-    # Checked because a [classes] teacher would broadcast silently over the batch.
+    # A teacher of shape [classes] would otherwise broadcast over the batch.
     if student_bc.ndim != 2 or student_bc.shape != teacher_bc.shape:
         raise KnowledgeError(
             f"student logits have shape {list(student_bc.shape)} and teacher probabilities {list(teacher_bc.shape)}; "

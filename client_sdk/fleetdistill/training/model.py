@@ -1,8 +1,8 @@
-"""Local models with a named cut, and the four taps that methods use.
+"""Local models with a named cut, and the four outputs that methods use.
 
-A method asks a model for its logits, its embedding (the input of the last layer), its features at a cut, or for
-the rest of the network from a cut on. `SplitModel` gives all four for any network that is a chain of stages;
-`FeatureModel` says what a module must offer that splits itself, and `check_local_model` tells whether it does.
+Methods use a model's logits, its embedding (the input of the last layer), its features at a cut, and the logits of
+given features. `SplitModel` provides all four for any chain of stages. `FeatureModel` is the protocol of a module that
+implements its own split, and `check_local_model` checks it.
 """
 
 from __future__ import annotations
@@ -36,52 +36,51 @@ __all__ = [
 ]
 
 Cut: TypeAlias = str | int
-"""A place in a chain of stages: the name of the stage it comes after, or how many stages lie below it (from 1)."""
+"""A position in a chain of stages: the name of the stage before it, or the number of stages before it (from 1)."""
 
 
 class FeatureModel(Protocol):
-    """What a method needs of a local model: a module that can be entered and left at its cut.
+    """Protocol of a local model that implements its own split; `split_sequential` splits a chain of layers.
 
-    For a module that brings these itself; a chain of layers becomes one through `split_sequential`. In eval mode
-    `predict(features(x))` must equal `model(x)`. Use `check_local_model` rather than `isinstance`: from Python 3.12 on
-    protocols do not see submodules, and `extractor` usually is one.
+    In eval mode `predict(features(x))` must equal `model(x)`. Check a model with `check_local_model` instead of
+    `isinstance`: from Python 3.12, `isinstance` with a protocol does not find submodules such as `extractor`.
     """
 
     @property
     def extractor(self) -> nn.Module:
-        """The layers below the cut. Devices that share an extractor architecture can load each other's state."""
+        """The layers below the cut; models with the same extractor architecture can load each other's extractor."""
 
     def features(self, x: Tensor, /) -> Tensor:
-        """Features at the cut, `[batch, *feature_shape]` float, of inputs `[batch, *input_shape]`."""
+        """Returns features at the cut, `[batch, *feature_shape]` float, for inputs `[batch, *input_shape]`."""
 
     def predict(self, features: Tensor, /) -> Tensor:
-        """Logits `[batch, classes]` of features `[batch, *feature_shape]`, float."""
+        """Returns logits `[batch, classes]`, float, for features `[batch, *feature_shape]`."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Logits `[batch, classes]` of inputs `[batch, *input_shape]`, float."""
+        """Returns logits `[batch, classes]`, float, for inputs `[batch, *input_shape]`."""
 
 
 class SplitModel(nn.Module):
     """A chain of named stages with a cut between extractor and predictor.
 
-    A method that moves its cut (FedD2S) gives `cut=` to `features` and `predict`; everything else uses the model's own.
+    FedD2S, which moves its cut, passes `cut=` to `features` and `predict`; all other methods use the model's cut.
 
     Attributes:
-        stages: All stages in order. The last one ends in the layer that makes the logits.
-        cut: Name of the stage after which the model is cut.
+        stages: All stages in order. The last one ends in the layer that computes the logits.
+        cut: Name of the stage before the cut.
     """
 
     stages: nn.Sequential
 
     def __init__(self, stages: Mapping[str, nn.Module] | nn.Sequential, cut: Cut) -> None:
-        """Joins the stages to one model; the modules are used, not copied.
+        """Joins stages to one model without copying them.
 
         Args:
             stages: Two or more stages by name, first to last.
-            cut: Where the extractor ends; at least one stage must follow.
+            cut: Position where the extractor ends; at least one stage must follow.
 
         Raises:
-            ModelError: Fewer than two stages, a cut that is not there, or nothing after the cut.
+            ModelError: There are fewer than two stages, the cut does not exist, or no stage follows it.
         """
         super().__init__()
         self.stages = stages if isinstance(stages, nn.Sequential) else nn.Sequential(OrderedDict(stages))
@@ -92,24 +91,24 @@ class SplitModel(nn.Module):
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """Names of all stages; each is a possible cut, the last one for logits."""
+        """Names of all stages; each is a possible cut. Features at the last one are the logits."""
         return tuple(self.stages._modules)
 
     @property
     def extractor(self) -> nn.Sequential:
-        """The stages below the cut, as a view that shares its modules with this model.
+        """The stages below the cut, which share their modules with this model.
 
-        Its state dict does not depend on the predictor: load it into any model with the same extractor stages.
+        The state dict can be loaded into any model with the same extractor stages.
         """
         return self.stages[: self.depth_of(self.cut)]
 
     @property
     def predictor(self) -> nn.Sequential:
-        """The stages above the cut, as a view that shares its modules with this model."""
+        """The stages above the cut, which share their modules with this model."""
         return self.stages[self.depth_of(self.cut) :]
 
     def depth_of(self, cut: Cut) -> int:
-        """Number of stages below a cut, in `[1, stages]`.
+        """Returns the number of stages below a cut, in `[1, stages]`.
 
         Raises:
             ModelError: The model has no such cut.
@@ -125,24 +124,24 @@ class SplitModel(nn.Module):
         )
 
     def stage_shapes(self, input_shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """What `features` gives of one sample at the cut after each stage, by the stage's name, first to last.
+        """Returns the feature shape of one sample after each stage, by stage name, first to last.
 
         Raises:
-            ModelError: The model does not take samples of this shape.
+            ModelError: The model does not accept samples of this shape.
         """
         depths = enumerate(self.stage_names, start=1)
         return {name: output_shape(self.stages[:depth], input_shape) for depth, name in depths}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `[batch, classes]` of inputs `[batch, *input_shape]`."""
+        """Returns logits `[batch, classes]` for inputs `[batch, *input_shape]`."""
         return cast(Tensor, self.stages(x))
 
     def features(self, x: Tensor, cut: Cut | None = None) -> Tensor:
-        """Output of the stages below a cut, `[batch, *feature_shape]`; logits for a cut after the last stage.
+        """Returns the features at a cut, `[batch, *feature_shape]`; the logits for a cut after the last stage.
 
         Args:
             x: Inputs, `[batch, *input_shape]`.
-            cut: Another cut than the model's own.
+            cut: The cut; by default the model's.
 
         Raises:
             ModelError: The model has no such cut.
@@ -150,11 +149,11 @@ class SplitModel(nn.Module):
         return cast(Tensor, self.stages[: self.depth_of(self.cut if cut is None else cut)](x))
 
     def predict(self, features: Tensor, cut: Cut | None = None) -> Tensor:
-        """Logits `[batch, classes]` of features at a cut: the rest of the network from there on.
+        """Returns logits `[batch, classes]` for features at a cut, by running the stages above it.
 
         Args:
-            features: What `features(x, cut)` returns, of this model or of one that fits it.
-            cut: Another cut than the model's own; after the last stage, features are logits and come back as they are.
+            features: Features at the cut, from this model or one with the same extractor architecture.
+            cut: The cut; by default the model's. After the last stage, features are logits and are returned unchanged.
 
         Raises:
             ModelError: The model has no such cut.
@@ -162,9 +161,9 @@ class SplitModel(nn.Module):
         return cast(Tensor, self.stages[self.depth_of(self.cut if cut is None else cut) :](features))
 
     def embedding(self, x: Tensor) -> Tensor:
-        """Input of the last layer, `[batch, F]` in all models of the zoo.
+        """Returns the input of the last layer, `[batch, F]` in all models of the zoo.
 
-        The last layer is the last module of the last stage, however deep chains are nested in it.
+        The last layer is the last module of the last stage, also inside nested chains.
 
         Args:
             x: Inputs, `[batch, *input_shape]`.
@@ -172,11 +171,12 @@ class SplitModel(nn.Module):
         return self.below_last(x)[0]
 
     def with_embedding(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[batch, classes]` and embedding `[batch, F]` of one pass over inputs `[batch, *input_shape]`."""
+        """Returns logits `[batch, classes]` and embedding `[batch, F]` from one pass over inputs."""
         below, last = self.below_last(x)
         return cast(Tensor, last(below)), below
 
     def below_last(self, x: Tensor) -> tuple[Tensor, nn.Module]:
+        """Returns the input of the last layer, and the last layer."""
         below, last = self.stages[:-1](x), self.stages[-1]
         while isinstance(last, nn.Sequential):
             below, last = last[:-1](below), last[-1]
@@ -184,13 +184,13 @@ class SplitModel(nn.Module):
 
 
 def embedding_tap(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The model's method `embedding`, inputs to `[batch, F]`; None where it has none, or only a layer of that name."""
+    """Returns the model's method `embedding`, inputs to `[batch, F]`, or None if it has no such method."""
     tap = getattr(model, "embedding", None)
     return tap if callable(tap) and not isinstance(tap, nn.Module) else None
 
 
 def logits_and_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both taps: in one pass where the model can (`with_embedding`), else in two.
+    """Returns logits and embedding, in one pass for a `SplitModel`, else in two.
 
     Raises:
         ModelError: The model has no embedding.
@@ -204,10 +204,10 @@ def logits_and_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_sequential(model: nn.Sequential, after: Cut) -> SplitModel:
-    """Names the cut of a plain chain of layers; the layers are shared with `model`, not copied.
+    """Splits a plain chain of layers at a cut; the layers are shared with `model`, not copied.
 
     Args:
-        model: Two or more layers. Layers without a name of their own are called "0", "1", ...
+        model: Two or more layers. Unnamed layers are called "0", "1", ...
         after: Name of the extractor's last layer ("3"), or the number of layers in the extractor (4).
 
     Raises:
@@ -215,35 +215,35 @@ def split_sequential(model: nn.Sequential, after: Cut) -> SplitModel:
     """
     if not isinstance(model, nn.Sequential):
         raise ModelError(
-            f"split_sequential takes an nn.Sequential, not {type(model).__name__}; "
-            "give a module of another kind `extractor`, `features` and `predict` instead"
+            f"split_sequential needs an nn.Sequential, not {type(model).__name__}; "
+            "implement `extractor`, `features` and `predict` in other modules"
         )
     return SplitModel(model, after)
 
 
 def check_local_model(model: nn.Module, samples: Tensor | None = None, classes: int | None = None) -> FeatureModel:
-    """Says whether a module is a local model, before anything is trained or sent.
+    """Checks that a module is a local model, before anything is trained or sent.
 
     Args:
         model: An app's model.
-        samples: A few inputs `[batch, *input_shape]`; with them the taps are tried in eval mode, without they are
-            only looked up. Neither weights nor batch-norm statistics change.
-        classes: Columns that the logits must have; not checked when `None`.
+        samples: A few inputs `[batch, *input_shape]` to run the model on in eval mode; None to check attributes only.
+            Neither weights nor batch-norm statistics change.
+        classes: Number of classes that the logits must have; None to skip this check.
 
     Returns:
-        `model` itself, typed as what it was found to be.
+        `model` itself, typed as `FeatureModel`.
 
     Raises:
-        ModelError: What is missing or does not agree, and what to do about it.
+        ModelError: A method is missing, or outputs are inconsistent; the error says what to change.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(f"a local model is a torch.nn.Module, not {type(model).__name__}")
+        raise ModelError(f"a local model must be a torch.nn.Module, not {type(model).__name__}")
     missing = [name for name in ("features", "predict") if not callable(getattr(model, name, None))]
     if not isinstance(getattr(model, "extractor", None), nn.Module):
         missing.append("extractor")
     if missing:
         raise ModelError(
-            f"{type(model).__name__} has no {' and no '.join(missing)}; wrap a chain of layers with split_sequential("
+            f"{type(model).__name__} has no {' and no '.join(missing)}; split a chain of layers with split_sequential("
             "model, after=...), or add `extractor` (a submodule), `features(x)` and `predict(features)`"
         )
     _refuse_foreign_extractor(model)
@@ -258,8 +258,8 @@ def _refuse_foreign_extractor(model: nn.Module) -> None:
     if {id(p) for p in extractor.parameters()} <= {id(p) for p in model.parameters()}:
         return
     raise ModelError(
-        f"the extractor of {type(model).__name__} has parameters that the model does not have, "
-        "so training the model would not train it; build both from the same layers"
+        f"the extractor of {type(model).__name__} has parameters that the model does not contain, "
+        "so training would not update them; build both from the same layers"
     )
 
 
@@ -268,18 +268,18 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
     try:
         with evaluating(model), torch.no_grad():
             logits, again = taps(samples), taps.predict(taps.features(samples))
-    except Exception as error:  # whatever an app's own code raises is the model's fault here
+    except Exception as error:  # the app's code can raise any exception
         raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {error}") from error
     if logits.ndim != 2 or len(logits) != len(samples) or (classes is not None and logits.shape[1] != classes):
         expected = f"[{len(samples)}, {'classes' if classes is None else classes}]"
-        raise ModelError(f"{name} gives logits of shape {tuple(logits.shape)}, expected {expected}")
+        raise ModelError(f"{name} returns logits of shape {tuple(logits.shape)}, expected {expected}")
     if again.shape != logits.shape or not torch.allclose(again, logits, rtol=1e-3, atol=1e-4):
         raise ModelError(f"{name}: predict(features(x)) differs from model(x); both must run the same layers")
 
 
 @contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode for a while, afterwards every submodule's own: a frozen layer may differ from its parent."""
+    """Sets train or eval mode in a `with` block; restores each submodule's mode afterwards."""
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
@@ -290,19 +290,19 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
-    """Eval mode for a while."""
+    """Sets eval mode in a `with` block; restores each submodule's mode afterwards."""
     return in_mode(module, training=False)
 
 
 @contextmanager
 def frozen_batch_norm(module: nn.Module, frozen: bool = True) -> Iterator[None]:
-    """Lets batch-norm layers use their statistics without changing them; everything else stays in its mode.
+    """Stops updates of batch-norm statistics in a `with` block; all other layers keep their mode.
 
-    For data that are not the model's own, such as generated samples.
+    Use it for data that must not influence the statistics, such as generated samples.
 
     Args:
         module: Any module.
-        frozen: False does nothing, for a setting that switches this off.
+        frozen: False to do nothing.
     """
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training] if frozen else []
     for norm in norms:
@@ -315,14 +315,14 @@ def frozen_batch_norm(module: nn.Module, frozen: bool = True) -> Iterator[None]:
 
 
 def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what a module makes of one sample, for instance the feature shape of an extractor.
+    """Returns the shape of a module's output for one sample, for instance an extractor's feature shape.
 
     Args:
-        module: Anything that maps `[batch, *input_shape]` to `[batch, *shape]`. Its state does not change.
+        module: A module from `[batch, *input_shape]` to `[batch, *shape]`. Its state does not change.
         input_shape: Shape of one sample.
 
     Raises:
-        ModelError: The module does not take such samples.
+        ModelError: The module does not accept such samples.
     """
     parameter = next(module.parameters(), torch.empty(0))
     zeros = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
@@ -331,34 +331,36 @@ def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ..
             return tuple(module(zeros).shape[1:])
     except RuntimeError as error:
         raise ModelError(
-            f"{type(module).__name__} does not take samples of shape {tuple(input_shape)}: {error}"
+            f"{type(module).__name__} does not accept samples of shape {tuple(input_shape)}: {error}"
         ) from error
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters; one that is used in several places counts once, buffers do not count."""
+    """Returns the number of parameters; shared parameters count once, buffers do not count."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def fingerprint(module: nn.Module, cuts: Sequence[Cut] = ()) -> str:
-    """Names an architecture: equal fingerprints mean that state dicts fit each other and the cuts agree.
+    """Returns an architecture's fingerprint: equal fingerprints mean compatible state dicts and equal cuts.
 
-    Values, devices and training modes do not count, nor do layers that have no state (a ReLU, a pooling).
+    Values, torch devices and training modes have no influence, nor have layers without state (ReLU, pooling).
 
     Args:
         module: A model, an extractor or a predictor.
         cuts: The cuts that the run uses.
 
     Returns:
-        SHA-256 in hex over the sorted (name, shape, element type, parameter or buffer) and the cuts.
+        SHA-256, hexadecimal, over the sorted (name, shape, element type, parameter or buffer) and the cuts.
 
     Raises:
-        ModelError: A lazy layer has no shape yet.
+        ModelError: A lazy layer is not initialised.
     """
     try:
         entries = sorted(_entries(module))
-    except RuntimeError as error:  # shape of an uninitialised lazy parameter
-        raise ModelError(f"{type(module).__name__} has lazy layers; run one batch through it first") from error
+    except RuntimeError as error:  # raised by an uninitialised lazy parameter
+        raise ModelError(
+            f"{type(module).__name__} has uninitialised lazy layers; run one batch through it first"
+        ) from error
     canonical = json.dumps({"entries": entries, "cuts": list(cuts)}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -366,6 +368,6 @@ def fingerprint(module: nn.Module, cuts: Sequence[Cut] = ()) -> str:
 def _entries(module: nn.Module) -> Iterator[tuple[str, list[int], str, str]]:
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     for name, value in state.items():
-        if isinstance(value, Tensor):  # a module's extra state may be anything
+        if isinstance(value, Tensor):  # a module's extra state can be any object
             kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
             yield name, list(value.shape), str(value.dtype).removeprefix("torch."), kind

@@ -1,7 +1,7 @@
-"""Export of a trained model to an ONNX file that is known to answer like the model.
+"""Exports a trained model to an ONNX file whose outputs are verified against the model.
 
-The file appears under its name only after onnx's checker has accepted it and onnxruntime has given the model's logits
-on real samples; before that, and whenever anything fails, an older file stays as it is.
+The file gets its name only after onnx's checker has accepted it and onnxruntime has reproduced the model's logits on
+real samples. If a step fails, an existing file remains unchanged.
 
 We trace with `torch.onnx.export(dynamo=False)`. Measured with torch 2.15 on one core, digits and ResNet12 alike:
 
@@ -10,9 +10,9 @@ We trace with `torch.onnx.export(dynamo=False)`. Measured with torch 2.15 on one
 | `dynamo=False` (TorchScript) | 0.08 to 0.19 s | 0.01 to 0.03 s | 35 to 40 MB |
 | `dynamo=True` (torch.export) | 2.9 to 3.2 s | 0.6 to 1.2 s | 235 MB |
 
-A device exports beside the app it serves, so time and memory decide. The tracer needs no onnxscript either. What
-speaks for the other one, that it refuses control flow which depends on data where a tracer takes the branch of its
-example, is covered by the comparison on real samples, and the tracer's own warnings about it are passed on.
+A device exports next to the app, so time and memory are decisive. The tracer also does not need onnxscript. The other
+exporter rejects data-dependent control flow, where the tracer follows the branch of its example; the comparison on real
+samples detects such a model, and the tracer's warnings about it are not suppressed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fleetdistill.knowledge import Array
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.training.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
 
-_FEATURES_TOLERANCE = 1e-3  # logarithms of numbers near 0 differ more than logits
-_OPSET = 18  # fixed, so that a newer torch does not shut out the onnxruntime that a fleet already has
+_FEATURES_TOLERANCE = 1e-3  # logarithms of values near 0 differ more than logits
+_OPSET = 18  # fixed, so that files of a newer torch load in the fleet's existing onnxruntime
 _PYTORCH = Reference(
     "PyTorch",
-    "the model fixes the batch size in Python code, take it from tensors instead",
+    "the model fixes the batch size in Python code; take it from tensors instead",
     "look for Python code in forward() that depends on data, for randomness in eval mode, or for logits that are not "
     "finite",
 )
@@ -53,23 +53,23 @@ def export_onnx(
     metadata: Mapping[str, str],
     tolerance: float = 1e-4,
 ) -> OnnxReport:
-    """Writes a model as ONNX, if onnxruntime agrees with it on real samples.
+    """Writes a model as ONNX after comparing onnxruntime's logits with the model's on real samples.
 
-    The file has one input `input`, float32 `[batch, *input_shape]` with any batch size, one output `logits`
-    `[batch, classes]`, and all weights inside. A copy of the model is exported, in eval mode, in float32, on the CPU;
-    the model itself does not change, whatever its mode, device or memory format.
+    The file contains all weights and has one input `input`, float32 `[batch, *input_shape]` with a free batch size, and
+    one output `logits` `[batch, classes]`. A copy of the model in eval mode, float32 and on the CPU is exported; the
+    model itself does not change.
 
     Args:
         model: Maps `[batch, *input_shape]` to logits `[batch, classes]`.
         path: File to write; its directory must exist. An existing file is replaced in one step.
-        samples: Real samples, `[n, *input_shape]`, n >= 1. All are compared at once and the first one alone, because
-            a wrong graph may be right for the batch size it was traced with.
-        metadata: Written as `metadata_props`: by convention `run`, `round` and `method`. `classes` (their number),
+        samples: Real samples, `[n, *input_shape]`, n >= 1. All of them and the first one alone are compared, because a
+            wrong graph may be correct for the batch size that it was traced with.
+        metadata: Written as `metadata_props`, by convention `run`, `round` and `method`. `classes` (their number),
             `input_shape` ("1,8,8") and `fleetdistill_version` are added unless given.
-        tolerance: Largest difference allowed, relative to the largest logit where that is above 1.
+        tolerance: Largest allowed difference, relative to the largest logit if that is above 1.
 
     Raises:
-        ExportError: The export failed, the checker refused it, it differs from the model, or it could not be written.
+        ExportError: The export or the check fails, outputs differ, or the file cannot be written.
     """
     path = Path(path)
     _check_arguments(path, samples, metadata, tolerance)
@@ -88,16 +88,16 @@ def export_onnx(
 
 
 def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
-    """An extractor as ONNX, for devices without PyTorch: `input` float32 `[batch, *input_shape]` to `features`.
+    """Returns an extractor as ONNX for devices without PyTorch: `input` float32 `[batch, *input_shape]` to `features`.
 
-    Compared with the module on noise in [0, 1).
+    The outputs are compared with the module's on noise in [0, 1).
 
     Args:
-        module: In eval mode it is a function of its input alone.
-        input_shape: Of one sample.
+        module: The extractor; in eval mode its output must depend on the input only.
+        input_shape: Shape of one sample.
 
     Raises:
-        ExportError: The export failed, or it differs from the module.
+        ExportError: The export fails, or the outputs differ from the module's.
     """
     samples = torch.rand(4, *input_shape, generator=torch.Generator().manual_seed(0))
     batches = _batches(samples)
@@ -124,7 +124,7 @@ def _check_arguments(path: Path, samples: Tensor, metadata: Mapping[str, str], t
 
 
 def _batches(samples: Tensor) -> list[Tensor]:
-    """One sample alone, then all of them; always two batch sizes."""
+    """Returns two batches of different sizes: one sample, and all samples."""
     every = samples.detach().to(device="cpu", dtype=torch.float32).contiguous()
     return [every[:1], every if len(every) > 1 else torch.cat([every, every])]
 
@@ -133,22 +133,22 @@ def _check_logits(logits: Any, batch: Tensor) -> None:
     if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(batch):
         return
     found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-    raise ExportError(f"the model answers {found} to a batch of {len(batch)}, expected logits [{len(batch)}, classes]")
+    raise ExportError(f"the model returns {found} for a batch of {len(batch)}, expected logits [{len(batch)}, classes]")
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy in eval mode, float32 and plain memory format on the CPU."""
+    """Copies a model to the CPU in eval mode, float32 and contiguous memory format."""
     with doing("copying the model to the CPU"):
         twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
         return twin.to(memory_format=torch.contiguous_format).eval()
 
 
 def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -> None:
-    """Writes the graph that one batch takes, with a free batch size."""
+    """Writes the traced graph of one batch, with a free batch size."""
     with doing("tracing the model"), warnings.catch_warnings():
-        # Only what torch says about its own exporter: a warning about the model's code is for the app to read.
+        # Suppress torch's warnings about its own exporter only; warnings about the model's code must reach the app.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
-        warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # of padding; it folds the rest
+        warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # from padding; the rest is folded
         torch.onnx.export(
             twin,
             (batch,),

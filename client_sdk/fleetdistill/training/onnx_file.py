@@ -1,4 +1,4 @@
-"""Files of ONNX: what every export writes into them, and the comparison that each must pass. Loads no torch."""
+"""ONNX files: their metadata, and the comparison that each export must pass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fleetdistill.state.durable import rename_durably
 
 @dataclass(frozen=True, slots=True)
 class OnnxReport:
-    """What an export produced.
+    """Result of an export.
 
     Attributes:
-        path: The file.
-        max_difference: Largest absolute difference between a logit of onnxruntime's and of the model's.
-        samples: Real samples that were compared.
-        bytes: Size of the file.
+        path: Path of the file.
+        max_difference: Largest absolute difference between logits of onnxruntime and of the model.
+        samples: Number of real samples compared.
+        bytes: Size of the file in bytes.
     """
 
     path: Path
@@ -36,10 +36,10 @@ class OnnxReport:
 
 
 def copy_onnx(source: Path, path: Path) -> None:
-    """Puts an exported file under a second name too, in the same directory and in one step.
+    """Copies an exported file to a second name in the same directory, atomically.
 
     Raises:
-        ExportError: It could not be written.
+        ExportError: The file cannot be written.
     """
     with doing(f"writing {path}"), temporary_beside(path) as temporary:
         shutil.copyfile(source, temporary)
@@ -48,7 +48,7 @@ def copy_onnx(source: Path, path: Path) -> None:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Turns whatever torch, onnx, onnxruntime or the disk raise into an `ExportError` that says what was going on."""
+    """Converts any exception of torch, onnx, onnxruntime or the file system to an `ExportError` with context."""
     try:
         yield
     except ImportError as error:
@@ -58,10 +58,10 @@ def doing(what: str) -> Iterator[None]:
 
 
 def facts(input_shape: Sequence[int], classes: int) -> dict[str, str]:
-    """What every file's metadata say."""
+    """Returns the metadata of every file: classes, input shape and version."""
     try:
         release = version("fleetdistill")
-    except PackageNotFoundError:  # runs from a source tree that is not installed
+    except PackageNotFoundError:  # running from a source tree without installation
         release = "unknown"
     return {
         "classes": str(classes),
@@ -72,7 +72,7 @@ def facts(input_shape: Sequence[int], classes: int) -> dict[str, str]:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A name in the same directory, so that the rename is atomic; nothing is left there afterwards."""
+    """Yields a temporary path in the same directory, so that a rename is atomic; deletes the file afterwards."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
@@ -81,7 +81,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 def finish(path: Path, metadata: Mapping[str, str]) -> int:
-    """Adds the metadata to an exported file and has it checked; its size in bytes."""
+    """Adds metadata to an exported file and checks it with onnx; returns its size in bytes."""
     with doing("checking the exported model"):
         import onnx
 
@@ -96,12 +96,12 @@ def finish(path: Path, metadata: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What an exported file is compared with.
+    """The reference that an exported file is compared with.
 
     Attributes:
-        name: Who gave the expected numbers.
-        on_shape: What to do where onnxruntime answers another shape.
-        on_numbers: What to do where it answers other numbers.
+        name: Name of the library that computed the expected values.
+        on_shape: Advice if onnxruntime returns another shape.
+        on_numbers: Advice if onnxruntime returns other values.
     """
 
     name: str
@@ -117,10 +117,10 @@ def compare(
     reference: Reference,
     output: str = "logits",
 ) -> float:
-    """Runs a file in onnxruntime; returns the largest difference from what is expected of each batch.
+    """Runs a file in onnxruntime and returns the largest absolute difference from the expected outputs.
 
     Raises:
-        ExportError: It does not run, or differs by more than the tolerance, relative to the largest number above 1.
+        ExportError: The file does not run, or a difference exceeds `tolerance * max(1, largest expected value)`.
     """
     with doing("loading the exported model into onnxruntime"):
         session = cpu_session(str(path))
@@ -130,25 +130,25 @@ def compare(
             answer = session.run([output], {"input": batch})[0]
         if answer.shape != wanted.shape:
             raise ExportError(
-                f"onnxruntime answers shape {answer.shape} to a batch of {len(wanted)}, {reference.name} "
+                f"onnxruntime returns shape {answer.shape} for a batch of {len(wanted)}, but {reference.name} returns "
                 f"{wanted.shape}; {reference.on_shape}"
             )
         difference = float(np.abs(answer - wanted).max())
         if not difference <= tolerance * max(1.0, float(np.abs(wanted).max())):  # "not <=" so that NaN fails
             raise ExportError(
                 f"onnxruntime differs from {reference.name} by {difference:.3g} on a batch of {len(wanted)} real "
-                f"samples, allowed is {tolerance:.3g}; {reference.on_numbers}"
+                f"samples, more than the tolerance {tolerance:.3g}; {reference.on_numbers}"
             )
         worst = max(worst, difference)
     return worst
 
 
 def cpu_session(model: str | bytes, threads: int = 1) -> Any:
-    """A session of onnxruntime on the CPU, of a file or of its bytes; it raises whatever onnxruntime raises."""
+    """Creates an onnxruntime session on the CPU from a file or its bytes; raises onnxruntime's exceptions."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 4  # errors come as exceptions; do not print them as well
+    options.log_severity_level = 4  # errors are raised as exceptions; do not print them too
     options.add_session_config_entry("session.load_model_format", "ONNX")
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""Between a module's state and the arrays that travel."""
+"""Converts between a module's state and the arrays of messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def model_parameters(module: nn.Module, scope: str = "model", without: Collection[str] = ()) -> ModelParameters:
-    """A module's parameters and buffers as they travel, on the CPU, copied.
+    """Copies a module's parameters and buffers to a part of a message.
 
     Args:
         module: Any module.
-        scope: What the part is: "model", "extractor", "base", "head".
-        without: State-dict names that stay behind, such as `batch_norm_names(module)`.
+        scope: Role of the part: "model", "extractor", "base" or "head".
+        without: State-dict names to leave out, such as `batch_norm_names(module)`.
     """
     trainable = {name for name, _ in module.named_parameters()}
     state = {name: tensor for name, tensor in module.state_dict().items() if name not in without}
@@ -41,44 +41,48 @@ def model_parameters(module: nn.Module, scope: str = "model", without: Collectio
 
 
 def state_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """A module's parameters and buffers, in the order of its state: the very tensors, not views of them."""
+    """Returns a module's own parameter and buffer tensors, in state-dict order."""
     return list(module.state_dict(keep_vars=True).values())
 
 
 def load_parameters(module: nn.Module, sent: ModelParameters, without: Collection[str] = ()) -> None:
-    """Copies what was sent into a module; the names in `without` keep their values.
+    """Copies received parameters into a module; the names in `without` keep their values.
 
     Raises:
-        ModelError: A name or a shape does not fit; says which.
+        ModelError: A name or a shape does not match; the error names it.
     """
     arrays = {**sent.parameters, **sent.buffers}
     own = {name: tensor for name, tensor in module.state_dict().items() if name not in without}
     if own.keys() != arrays.keys():
         odd = sorted(own.keys() ^ arrays.keys())
-        raise ModelError(f"the weights do not fit {type(module).__name__}: names differ at {', '.join(odd[:5])}")
+        raise ModelError(f"the weights do not match {type(module).__name__}: names differ at {', '.join(odd[:5])}")
     for name, tensor in own.items():
         if tuple(tensor.shape) != arrays[name].shape:
-            raise ModelError(f"weight {name} has shape {list(tensor.shape)}, was sent {list(arrays[name].shape)}")
+            raise ModelError(
+                f"weight {name} has shape {list(tensor.shape)}, but received shape {list(arrays[name].shape)}"
+            )
     module.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=False)
 
 
 def take_weights(module: nn.Module, sent: ModelParameters, without: Collection[str] = ()) -> None:
-    """`load_parameters` for what a server sent, which may be broken or hostile.
+    """Loads parameters from a server, which may be faulty or hostile; see `load_parameters`.
 
     Raises:
-        WireError: A name or a shape does not fit, or a number is not finite; the module is as before.
+        WireError: A name or a shape does not match, or a value is not finite; the module is unchanged.
     """
     for name, array in {**sent.parameters, **sent.buffers}.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise WireError(f"weight {name} from the server holds NaN or infinity; its operator has to look at the run")
+            raise WireError(
+                f"weight {name} from the server contains NaN or infinity; ask the run's operator to check the run"
+            )
     try:
         load_parameters(module, sent, without)
     except ModelError as error:
-        raise WireError(f"{error}; the server sent them") from error
+        raise WireError(f"the server sent unusable weights: {error}") from error
 
 
 def batch_norm_names(module: nn.Module) -> frozenset[str]:
-    """State-dict names of all batch-norm parameters and buffers."""
+    """Returns the state-dict names of all batch-norm parameters and buffers."""
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
@@ -88,5 +92,5 @@ def batch_norm_names(module: nn.Module) -> frozenset[str]:
 
 
 def tensors_of(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-    """Arrays as tensors of their own."""
+    """Copies arrays to tensors."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

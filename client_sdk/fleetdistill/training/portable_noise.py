@@ -1,7 +1,7 @@
-"""Noise that is the same everywhere: on CPU and GPU, in every version of every framework, in any language.
+"""Portable random noise: bit-equal on CPU and GPU and in every version of every framework.
 
-A server and its devices draw the same generated samples from one 64-bit seed. The random generators of frameworks
-differ between devices and versions, so this one is written out: SplitMix64 in counter form, then Box and Muller.
+A server and its devices draw the same samples from one 64-bit seed. The random generators of frameworks differ between
+devices and versions, so this module implements its own: SplitMix64 in counter form, then Box-Muller.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fleetdistill.knowledge import Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 MOST_NUMBERS = 1 << 24
-"""Most that are drawn at once, which takes some 0.7 GB: a server's settings must not fill a device's memory."""
+"""Largest number of elements in one draw, about 0.7 GB; protects a device's memory from a server's settings."""
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(seed: int, count: int) -> Array:
-    """The first numbers of SplitMix64, number i without those before it.
+    """Returns the first numbers of SplitMix64, computed independently of each other.
 
     Args:
-        seed: In [0, 2**64).
-        count: How many, at least 0.
+        seed: Seed in [0, 2**64).
+        count: Number of values, at least 0.
 
     Returns:
         `[count]` uint64.
@@ -43,25 +43,24 @@ def splitmix64(seed: int, count: int) -> Array:
 
 
 def portable_noise(seed: int, rows: int, size: int) -> Array:
-    """Standard normal noise, the same wherever it is drawn.
+    """Returns standard normal noise that depends on the seed only.
 
-    Two uniform numbers in (0, 1) make two normal ones (Box and Muller), computed in float64, filled in row by row.
+    Pairs of uniform numbers in (0, 1) become pairs of normal numbers (Box-Muller) in float64, row by row.
 
     Args:
-        seed: In [0, 2**64).
+        seed: Seed in [0, 2**64).
         rows: The papers' M, at least 0.
-        size: The papers' d, numbers in a row, at least 0.
+        size: The papers' d, elements per row, at least 0.
 
     Returns:
         `[rows, size]` float32, finite.
 
     Raises:
-        ConfigurationError: A number is out of range, or they are more than `MOST_NUMBERS` together.
+        ConfigurationError: An argument is out of range, or `rows * size` is above `MOST_NUMBERS`.
     """
     if rows * size > MOST_NUMBERS:
         raise ConfigurationError(
-            f"{rows} rows of {size} numbers are to be drawn at once, at most {MOST_NUMBERS} numbers can be; ask for "
-            "fewer rows"
+            f"cannot draw {rows} rows of {size} numbers: one draw has at most {MOST_NUMBERS} numbers; reduce the rows"
         )
     pairs = (rows * size + 1) // 2
     uniform = ((splitmix64(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

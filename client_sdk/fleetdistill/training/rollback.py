@@ -1,4 +1,4 @@
-"""Training that comes to nothing finite is taken back, so that one bad round does not end a run."""
+"""Rolls back training whose weights are not finite, so that one failed round does not end a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fleetdistill.errors import DataError, KnowledgeError
 from fleetdistill.wire.schema import float_type
 
 Rate = tuple[str, float]
-"""The setting that training goes wrong with, and its value: what a failure names."""
+"""Name and value of the learning-rate setting that an error message names as the probable cause."""
 
 
 class Stateful(Protocol):
-    """A module or an optimiser."""
+    """An object with a state dict: a module or an optimiser."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Returns the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes a state."""
+        """Loads a state."""
 
 
 def snapshot(*changed: Stateful) -> Callable[[], None]:
-    """Remembers states as they are now; the function that it returns puts them back."""
+    """Copies the current states; returns a function that restores them."""
     before = [copy.deepcopy(one.state_dict()) for one in changed]
 
     def restore() -> None:
@@ -38,15 +38,15 @@ def snapshot(*changed: Stateful) -> Callable[[], None]:
 
 
 def train_or_roll_back(train: Callable[[], object], *changed: Stateful, rate: Rate) -> str | None:
-    """Trains, and puts everything back to where it was if that failed.
+    """Trains, and restores all states if training fails.
 
     Args:
-        train: Raises KnowledgeError or DataError where it fails; what it returns is not used.
-        changed: What it changes. A module whose weights are not finite afterwards counts as a failure too.
-        rate: The setting that is then to blame.
+        train: Trains; raises KnowledgeError or DataError on failure.
+        changed: The modules and optimisers that `train` changes. Non-finite weights of a module are a failure too.
+        rate: The learning-rate setting that the reason names.
 
     Returns:
-        Why it was taken back; None if it was not.
+        The reason for the rollback, or None if training succeeded.
     """
     restore = snapshot(*changed)
     try:
@@ -61,19 +61,19 @@ def train_or_roll_back(train: Callable[[], object], *changed: Stateful, rate: Ra
 
 
 def check_weights(module: nn.Module, rate: Rate) -> None:
-    """Raises KnowledgeError for weights or statistics that are not finite after training."""
+    """Raises KnowledgeError if a weight or a batch-norm statistic is not finite after training."""
     for name, tensor in module.state_dict().items():
         if not bool(tensor.isfinite().all()):
             raise KnowledgeError(f"{name} is not finite after training; {_too_large(rate)}")
 
 
 def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
-    """Raises KnowledgeError for what a model says after training, if a value is not finite or does not fit the wire.
+    """Raises KnowledgeError if a model's output after training is not finite or too large for the wire.
 
     Args:
-        values: Of any shape.
-        knowledge_type: The run's; what a server says goes up to 3.4e38 with float32, with the others up to 65504.
-        rate: The setting that is then to blame.
+        values: Outputs of any shape.
+        knowledge_type: The run's knowledge type; the limit is 3.4e38 for float32, 65504 for float16 and uint8.
+        rate: The learning-rate setting that the error names.
     """
     reason = reason_not_sent(values, knowledge_type)
     if reason:
@@ -81,11 +81,13 @@ def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
 
 
 def reason_not_sent(values: Tensor, knowledge_type: str) -> str | None:
-    """Why what a model says cannot be sent, as `check_can_be_sent` has it; None if it can."""
+    """Returns why a model's outputs cannot be sent, or None if they can; see `check_can_be_sent`."""
     largest = float(values.abs().max()) if values.numel() else 0.0
     travels_in = float_type(knowledge_type)
     limit = float(np.finfo(travels_in).max)
-    return None if largest <= limit else f"the model says up to {largest:g}, {travels_in.name} goes up to {limit:g}"
+    return (
+        None if largest <= limit else f"the largest output is {largest:g}, the limit of {travels_in.name} is {limit:g}"
+    )
 
 
 def _too_large(rate: Rate) -> str:

@@ -1,9 +1,9 @@
-"""A bound on the time that one ask may take, however much a server asks for.
+"""A limit on the time that one ask may take on a device, whatever the server requests.
 
     with time_limit(3600):
         ...  # every loop of training or evaluation calls check_time
 
-It holds in the thread that set it. Without one, such as on the server, `check_time` does nothing.
+The limit applies to the current context. Without a limit, as on the server, `check_time` does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _limit: ContextVar[tuple[float, float, Callable[[], float]] | None] = ContextVar
 
 @contextmanager
 def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Lets `check_time` raise once so many seconds have passed by the clock `now`."""
+    """Makes `check_time` raise after `seconds` seconds, measured with the clock `now`."""
     token = _limit.set((now() + seconds, seconds, now))
     try:
         yield
@@ -31,10 +31,10 @@ def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Ite
 
 
 def check_time() -> None:
-    """Raises CannotAnswer where the time is over."""
+    """Raises CannotAnswer if the current time limit has passed."""
     limit = _limit.get()
     if limit is not None and limit[2]() > limit[0]:
         raise CannotAnswer(
-            f"the ask takes longer than the {limit[1]:g} seconds that this device gives one: allow more with "
-            "Device(max_seconds_per_ask=...), or ask for fewer local epochs"
+            f"the ask takes longer than this device's limit of {limit[1]:g} seconds; raise it with "
+            "Device(max_seconds_per_ask=...), or lower the run's local epochs"
         )

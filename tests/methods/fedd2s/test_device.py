@@ -125,7 +125,7 @@ def test_feature_distance_counts_rows_without_a_target_as_zero() -> None:
     student, target = torch.ones(2, 2, 2), torch.full((2, 2, 2), torch.nan)
     target[0] = 3.0
     assert float(feature_distance(student, target, valid_b=torch.tensor([True, False]))) == 2.0  # 4 * 4 / 8
-    with pytest.raises(KnowledgeError, match=r"\[2, 2, 2\] and their target \[2, 2\]"):
+    with pytest.raises(KnowledgeError, match=r"\[2, 2, 2\], but their target has \[2, 2\]"):
         feature_distance(student, target[0])
 
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_sent_is_held_back_and_the_run_goes_on(settings: dict[str
             weight.mul_(1e20)
     reply = server.reply(sent, 0.9, cohort)
     assert [(kind, name) for kind, name, _ in cohort.events] == [("knowledge-left-out", "d0")]
-    assert "float16 goes up to 65504; learning_rate = 0.01 is probably too large" in cohort.events[0][2]
+    assert "the limit of float16 is 65504; learning_rate = 0.01 is probably too large" in cohort.events[0][2]
     assert set(reply) == {"plan", "teacher"}
     arrived = decode(encode(reply, np.float16))
     assert device.distillation(Ask(round=1, step="learn", seed=1, parts=arrived), 3) == (None, 0)
