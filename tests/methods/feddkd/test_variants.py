@@ -153,7 +153,7 @@ def test_bn_has_no_global_model_and_plain_has() -> None:
 
 
 def test_variants_that_a_model_cannot_have_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="variant 'bn' needs at least one batch-norm layer"):
+    with pytest.raises(ConfigurationError, match="variant 'bn' needs a model with at least one batch-norm layer"):
         make_server(variant="bn")
     with pytest.raises(ConfigurationError, match="variant 'max' needs a model with embedding"):
         scalar_server(variant="max")

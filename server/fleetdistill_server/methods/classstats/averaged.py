@@ -186,7 +186,7 @@ class AveragedServer(ServerMethod):
             return short > 0 and short % 2 == 0
         return self.deliveries.is_askable(device) or not self.parts
 
-    async def _new_predictions(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> Sequence[str]:
+    async def _new_predictions(self, cohort: Cohort, taught: list[str], plan: Plan) -> list[str]:
         """Replaces the soft predictions on drawn rows; returns the devices that remain in the round."""
         if self.config.devices_agree:
             return await self._agree(cohort, taught, plan)
