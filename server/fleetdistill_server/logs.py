@@ -45,7 +45,7 @@ _ORDINARY = (
     "refusals-left-out",
 )
 """Kinds of events that need no attention from the operator."""
-_LOGGED_WHERE_THEY_HAPPEN = ("engine-failed",)
+_LOGGED_ELSEWHERE = ("engine-failed",)
 """Kinds of events that are logged elsewhere, with a traceback or even if the store cannot be written."""
 _events = logging.getLogger("fleetdistill.server.events")
 _events.addHandler(logging.NullHandler())  # no output unless the program configures logging
@@ -73,7 +73,7 @@ def about(**fields: Any) -> dict[str, Any]:
 
 def log_event(row: Mapping[str, Any]) -> None:
     """Logs an event that has been committed to the store."""
-    if row["kind"] in _LOGGED_WHERE_THEY_HAPPEN:
+    if row["kind"] in _LOGGED_ELSEWHERE:
         return
     level = logging.INFO if row["kind"] in _ORDINARY else logging.WARNING
     what = {name: row[name] for name in ("run", "round", "device", "code")}

@@ -171,7 +171,7 @@ def answered_round(fleet: Fleet, deadline_at: float = math.inf) -> Row:
 
 def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> None:
     upload = answered_round(fleet, deadline_at=1.0)
-    fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+    fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, deadline passed")
@@ -181,7 +181,7 @@ def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> N
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     fleet.store.devices.mark_gone(RUN, "d0", "lease ended")
-    fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+    fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, device not present")
@@ -190,7 +190,7 @@ def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
 def test_taking_back_twice_is_once(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     for _ in range(2):
-        fleet.store.asks.take_back_upload(upload["ask"], "payload is damaged")
+        fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     assert len(fleet.store.history.events(RUN, "quarantined")) == 1
     assert fleet.store.asks.next_open(RUN, "d0") is not None
 
@@ -202,7 +202,7 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
     status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
     assert fleet.api.uploads.status(status).receipt.id == upload["receipt"]
     fleet.blob(upload).unlink()
-    fleet.store.asks.take_back_upload(upload["ask"], "payload is gone")
+    fleet.store.asks.withdraw_upload(upload["ask"], "payload is gone")
     told = fleet.api.uploads.status(status)
     assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
     ask = fleet.api.next_ask(device.identity)

@@ -66,7 +66,7 @@ def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
     def fail() -> None:
         raise RuntimeError("the loop is closed")
 
-    commits.call(lambda: commits.afterwards(fail)).result(PATIENCE_SECONDS)()
+    commits.call(lambda: commits.after_commit(fail)).result(PATIENCE_SECONDS)()
     commits.commit(lambda one: one.history.add_event(RUN, "kind", "later"))
     commits.close()
     assert [event["text"] for event in store.history.events(RUN)] == ["later"]

@@ -217,7 +217,7 @@ def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and
         device.step(0)
         ask = case.store.asks.get(RUN, case.round, 1, case.name)
         assert ask is not None
-        case.store.asks.take_back_upload(ask["id"], "its file has another SHA-256")
+        case.store.asks.withdraw_upload(ask["id"], "its file has another SHA-256")
         assert device.step(0) is Step.ANSWERED
     first, second = case.uploads
     assert (first["attempt"], first["status"], second["attempt"], second["status"]) == (

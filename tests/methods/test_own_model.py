@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fleetdistill.methods import METHODS, device_class
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
-from fleetdistill_server.store.guards import verdict_rows, verdicts
+from fleetdistill_server.store.guards import count_replacements, replacement_rows
 from fleetdistill_server.views import runs as views
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -48,7 +48,7 @@ def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(meth
     config, specs, work = prepare(RUNS[method], tmp_path / "work")
     specs = [with_unbeatable_data(spec, work) for spec in specs]
     store = run_in_memory((config, specs, work))
-    counted = verdicts(verdict_rows(store, RUN))
+    counted = count_replacements(replacement_rows(store, RUN))
     assert counted.replaced == 0
     rounds = 1 if RUNS[method].one_exchange else RUNS[method].rounds_to_complete
     assert counted.kept >= len(specs) * rounds

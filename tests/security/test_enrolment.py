@@ -139,7 +139,7 @@ def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tm
     refusal = service.refusal(secret, "thief", device_x509.new_key())
     assert (refusal.reason, "not valid for device id 'thief'" in refusal.text) == ("bad-token", True)
     assert service.front.enrol(secret, "camera-7", key).certificate
-    assert not service.store.credentials.knows_device("thief")
+    assert not service.store.credentials.has_device("thief")
 
 
 def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service: Service, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.security.roles import WHO_MAY, Caller
+from fleetdistill_server.security.roles import ALLOWED_CALLERS, Caller
 from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"
@@ -222,8 +222,8 @@ HANDSHAKE = "UNAVAILABLE"
 
 
 def test_the_page_the_table_and_the_protos_name_the_same_methods() -> None:
-    assert WHO.keys() == WHO_MAY.keys() == REQUESTS.keys() == ALL.keys()
-    assert {path: {str(one) for one in callers} for path, callers in WHO_MAY.items()} == WHO
+    assert WHO.keys() == ALLOWED_CALLERS.keys() == REQUESTS.keys() == ALL.keys()
+    assert {path: {str(one) for one in callers} for path, callers in ALLOWED_CALLERS.items()} == WHO
 
 
 def verdict(world: World, credentials: Credentials | None, path: str, request: Any) -> str:
@@ -332,7 +332,7 @@ def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest
     guard = Guard(world.store, tls=False)
     heartbeat = f"{_service}/Heartbeat"
     assert guard.admit(heartbeat, None) is None
-    monkeypatch.delitem(WHO_MAY, heartbeat)
+    monkeypatch.delitem(ALLOWED_CALLERS, heartbeat)
     with pytest.raises(RefusedError, match="it is for: nobody"):
         guard.admit(heartbeat, None)
 

@@ -22,7 +22,7 @@ from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSON
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.cli.remote import RemoteServer
+from fleetdistill_server.cli.remote import OperatorClient
 from fleetdistill_server.front.operations_service import MOST_ROWS
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
@@ -177,7 +177,7 @@ def test_a_server_of_before_is_shown_without_figures_that_it_does_not_know() -> 
             rounds = [operations_pb2.RoundSummary(round=1, status="closed", used=2)]
             return operations_pb2.ShowRunResponse(run=operations_pb2.RunSummary(run=request.run), rounds=rounds)
 
-    view = RemoteServer("old", Old()).run(RUN)
+    view = OperatorClient("old", Old()).run(RUN)
     assert view.lists.keys() == {"rounds", "events"}
     assert not view.facts.keys() & {"events_in_all", "guards_fired", "models_kept"}
     (row,) = view.lists["rounds"]

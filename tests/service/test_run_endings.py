@@ -27,7 +27,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.cli.remote import RemoteServer
+from fleetdistill_server.cli.remote import OperatorClient
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -195,7 +195,7 @@ def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -
     port = older.add_insecure_port("127.0.0.1:0")
     older.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        remote = RemoteServer("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
+        remote = OperatorClient("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
         with pytest.raises(LinkError, match="runs an earlier release without CancelRun; upgrade it, or run the com"):
             remote.cancel(RUN)
     older.stop(None).wait()

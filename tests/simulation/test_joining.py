@@ -23,7 +23,13 @@ from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.spec.device import load_arrays
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
-from fleetdistill_server.store.guards import Verdicts, guard_events, guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.store.guards import (
+    Replacements,
+    count_replacements,
+    guard_events,
+    guards_by_round,
+    replacement_rows,
+)
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -92,7 +98,7 @@ def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: s
     """One verdict a device and round, and one on the end result where the method brings one."""
     models = ("fedd2s_digits",) if method == "fedd2s" else SMALL.models
     store = run_in_memory(prepare(replace(SMALL, method=method, models=models), tmp_path / "work"))
-    counted = verdicts(verdict_rows(store, RUN))
+    counted = count_replacements(replacement_rows(store, RUN))
     assert counted.kept + counted.replaced == SMALL.devices * each
     shown = views.run(store, RUN)
     assert (shown.facts["models_kept"], shown.facts["models_replaced"]) == (counted.kept, counted.replaced)
@@ -113,7 +119,7 @@ def test_the_report_counts_them_and_nothing_is_counted_without_validation_data(t
 
 def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
     rows = [{"sum": 1e300, "count": 10**18}, {"sum": -5.0, "count": 0}, {"sum": 0.0, "count": 1}]
-    assert verdicts(rows) == Verdicts(kept=2, replaced=1)
+    assert count_replacements(rows) == Replacements(kept=2, replaced=1)
 
 
 # --- guards, counted

@@ -83,7 +83,7 @@ def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> 
 
     def call() -> None:
         commits.commit(lambda one: one.history.add_event(RUN, "kind", "work"))
-        commits.afterwards(wake)
+        commits.after_commit(wake)
 
     commits.call(call).result(PATIENCE_SECONDS)()
     assert woken.wait(PATIENCE_SECONDS)
@@ -92,7 +92,7 @@ def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> 
 
 def test_outside_a_call_it_follows_at_once(commits: CommitThread) -> None:
     done: list[int] = []
-    commits.afterwards(lambda: done.append(1))
+    commits.after_commit(lambda: done.append(1))
     assert done == [1]
 
 

@@ -154,7 +154,7 @@ class Retention(RuleBasedStateMachine):
     def the_disk_damages_an_answer(self, run: str) -> None:
         for upload in self._acknowledged(run)[:1]:
             self.store.blobs.quarantine(upload["sha256"])
-            self.store.asks.take_back_upload(upload["ask"], "a flipped bit")
+            self.store.asks.withdraw_upload(upload["ask"], "a flipped bit")
             self.lost.add(upload["sha256"])
 
     @rule()

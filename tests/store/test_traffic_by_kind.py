@@ -43,5 +43,5 @@ def test_rows_of_before_are_read_and_summed_with_new_ones(tmp_path: Path) -> Non
     assert first["sent_bytes"] == tensor + envelope + 3 + 7
     kinds = {row["kind"]: row[f"{direction}_sent"] for row in views.run(store, run).lists["bytes_by_kind"]}
     assert (kinds["plan"], kinds["envelope"]) == (3, 7)
-    assert kinds["not told apart"] == sum(row[5] + row[6] for row in rows if row[3] == direction)
+    assert kinds["not recorded"] == sum(row[5] + row[6] for row in rows if row[3] == direction)
     store.close()

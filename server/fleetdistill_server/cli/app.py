@@ -23,8 +23,8 @@ from fleetdistill_server.cli.options import (
     JsonOption,
     RunArgument,
     StoreOption,
-    one_sentence,
     open_store,
+    report_errors,
     show,
 )
 from fleetdistill_server.cli.pki import enrol, pki_app
@@ -73,7 +73,7 @@ app.command("serve")(serve)
 
 
 @app.command()
-@one_sentence
+@report_errors
 def simulate(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
@@ -236,7 +236,7 @@ def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -
     return dataclasses.replace(saved, **changes)
 
 
-@one_sentence
+@report_errors
 def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
     """Makes the sizes of a run.toml the defaults of `methods`."""
     if config is None:
@@ -260,7 +260,7 @@ def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
 
 
 @app.command()
-@one_sentence
+@report_errors
 def methods(
     context: typer.Context,
     config: Annotated[
@@ -334,7 +334,7 @@ app.command("restore")(restore)
 
 
 @app.command()
-@one_sentence
+@report_errors
 def export(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,

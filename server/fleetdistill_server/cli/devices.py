@@ -13,8 +13,8 @@ from fleetdistill_server.cli.options import (
     RunArgument,
     ServerOption,
     StoreOption,
-    one_sentence,
     open_store,
+    report_errors,
     show,
 )
 from fleetdistill_server.cli.pki import warn_without_server
@@ -27,7 +27,7 @@ devices_app = typer.Typer(invoke_without_command=True)
 
 
 @devices_app.callback()
-@one_sentence
+@report_errors
 def devices(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
@@ -40,7 +40,7 @@ def devices(
 
 
 @devices_app.command("revoke")
-@one_sentence
+@report_errors
 def devices_revoke(
     device: Annotated[str, typer.Argument(help="Id of the device.")],
     reason: Annotated[str, typer.Option(help="Reason, which is stored.")] = "",
@@ -55,7 +55,7 @@ def devices_revoke(
     else:
         opened = open_store(store)
         warn_without_server(store)
-        if not opened.credentials.knows_device(device):
+        if not opened.credentials.has_device(device):
             text = f"device {device!r} has never enrolled or checked in; it is revoked anyway. Check the id"
             typer.echo(f"warning: {text}", err=True)
         changed = revoke_device(opened, device, reason)
@@ -63,7 +63,7 @@ def devices_revoke(
 
 
 @devices_app.command("forget")
-@one_sentence
+@report_errors
 def devices_forget(
     run: RunArgument,
     device: Annotated[str, typer.Argument(help="Id of the device.")],

@@ -37,7 +37,7 @@ _PIPED_WIDTH = 240
 _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}
 
 
-def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
+def report_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Decorates a command: a FleetDistillError is printed to standard error as one sentence, with exit status 1."""
 
     @wraps(command)
@@ -51,7 +51,7 @@ def one_sentence(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def seconds_of(option: str, span: str) -> float:
+def parse_duration(option: str, span: str) -> float:
     """Converts a duration such as 30d, given as an option, to seconds. Raises ConfigurationError if it is invalid."""
     number, unit = span[:-1], span[-1:]
     if unit not in _UNITS or not (number.isascii() and number.isdecimal()):

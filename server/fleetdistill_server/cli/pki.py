@@ -20,9 +20,9 @@ from fleetdistill_server.cli.options import (
     ServerOption,
     StoreOption,
     counted,
-    one_sentence,
     open_store,
-    seconds_of,
+    parse_duration,
+    report_errors,
     show,
 )
 from fleetdistill_server.cli.remote import connect
@@ -50,7 +50,7 @@ DEFAULT_PKI = Path("fleetdistill-pki")
 
 
 @pki_app.command("init")
-@one_sentence
+@report_errors
 def pki_init(
     pki: PkiOption = DEFAULT_PKI,
     names: Annotated[
@@ -72,7 +72,7 @@ def pki_init(
 
 
 @pki_app.command("issue")
-@one_sentence
+@report_errors
 def pki_issue(
     role: Annotated[Role, typer.Option(help="Role of the person: operator or viewer.")],
     name: Annotated[str, typer.Option(help="Name of the person: 1 to 64 letters, digits, '-', '_' or '.'.")],
@@ -92,7 +92,7 @@ def pki_issue(
 
 
 @pki_app.command("renew-server")
-@one_sentence
+@report_errors
 def pki_renew_server(
     pki: PkiOption = DEFAULT_PKI,
     names: Annotated[
@@ -108,7 +108,7 @@ def pki_renew_server(
 
 
 @pki_app.command("rotate-ca")
-@one_sentence
+@report_errors
 def pki_rotate_ca(pki: PkiOption = DEFAULT_PKI) -> None:
     """Starts a CA rotation; the old CA is still accepted. Example: fleetdistill pki rotate-ca"""
     rotate_authority(pki)
@@ -119,7 +119,7 @@ def pki_rotate_ca(pki: PkiOption = DEFAULT_PKI) -> None:
 
 
 @pki_app.command("forget-old-ca")
-@one_sentence
+@report_errors
 def pki_forget_old_ca(pki: PkiOption = DEFAULT_PKI) -> None:
     """Completes a CA rotation: the old CA is no longer accepted. Example: fleetdistill pki forget-old-ca"""
     forget_old_authority(pki)
@@ -127,7 +127,7 @@ def pki_forget_old_ca(pki: PkiOption = DEFAULT_PKI) -> None:
 
 
 @pki_app.command("revoke")
-@one_sentence
+@report_errors
 def pki_revoke(
     role: Annotated[Role, typer.Option(help="Role of the person: operator or viewer.")],
     name: Annotated[str, typer.Option(help="Name of the person.")],
@@ -150,7 +150,7 @@ def pki_revoke(
         )
 
 
-@one_sentence
+@report_errors
 def enrol(
     count: Annotated[int, typer.Option(help="Number of tokens, one per device; at most 10,000.")] = 1,
     expires: Annotated[str, typer.Option(help="Validity of the tokens, such as 24h, 30m or 7d.")] = "24h",
@@ -184,12 +184,12 @@ def enrol(
         if server is not None:
             text = "--list and --revoke cannot be combined with --server; run them on the server's machine"
             raise ConfigurationError(text)
-        _look_after_tokens(open_store(store), revoke or [], as_json)
+        _list_or_revoke(open_store(store), revoke or [], as_json)
         return
-    _check_free(out)
+    _check_output(out)
     if device and count != 1:
         raise ConfigurationError("--device and --count cannot be combined; --device creates one token per device")
-    seconds = seconds_of("--expires", expires)
+    seconds = parse_duration("--expires", expires)
     if server is not None:
         with connect(server, identity) as remote:
             made = remote.tokens(count, seconds, run, device or ())
@@ -197,7 +197,7 @@ def enrol(
         # Tokens can be created before the server's first start.
         given = (_port(enrol_port, store), count, seconds, run, device or ())
         made = create_tokens(Store.open(store), Authority(pki), *given)
-    _hand_out(made, out)
+    _write_tokens(made, out)
 
 
 def warn_without_server(directory: Path) -> None:
@@ -208,7 +208,7 @@ def warn_without_server(directory: Path) -> None:
         )
 
 
-def _look_after_tokens(store: Store, revoke: Sequence[str], as_json: bool) -> None:
+def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
     if not revoke:
         now = time.time()
         show(View({"tokens": [_token_row(row, now) for row in store.credentials.tokens()]}), as_json)
@@ -232,7 +232,7 @@ def _token_row(row: Row, now: float) -> Row:
     }
 
 
-def _check_free(out: Path | None) -> None:
+def _check_output(out: Path | None) -> None:
     """Checks the output file before tokens are created, because tokens that cannot be written would be lost."""
     if out is not None and out.exists():
         raise ConfigurationError(
@@ -240,7 +240,7 @@ def _check_free(out: Path | None) -> None:
         )
 
 
-def _hand_out(tokens: list[str], out: Path | None) -> None:
+def _write_tokens(tokens: list[str], out: Path | None) -> None:
     if out is None:
         typer.echo("\n".join(tokens))
         return

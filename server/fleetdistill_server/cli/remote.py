@@ -25,7 +25,7 @@ _LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
 
 
-class RemoteServer:
+class OperatorClient:
     """Client of `OperationsService`. Create it with `connect`."""
 
     def __init__(self, server: str, stub: Any) -> None:
@@ -55,9 +55,9 @@ class RemoteServer:
         """Yields the changes in a run until it ends, like `watch.follow`."""
         with errors_of(self._server):
             for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
-                told = [(one.WhichOneof("change"), one) for one in answer.changes]
+                found = [(one.WhichOneof("change"), one) for one in answer.changes]
                 # A newer server may send kinds of changes that this version does not support.
-                yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in told if kind]
+                yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in found if kind]
 
     def revoke(self, device: str, reason: str) -> bool:
         """Revokes a device; returns False if it was already revoked."""
@@ -95,7 +95,7 @@ class RemoteServer:
 
 
 @contextlib.contextmanager
-def connect(server: str, identity: Path | None) -> Iterator[RemoteServer]:
+def connect(server: str, identity: Path | None) -> Iterator[OperatorClient]:
     """Opens a connection with the identity in a directory.
 
     Raises:
@@ -106,7 +106,7 @@ def connect(server: str, identity: Path | None) -> Iterator[RemoteServer]:
     if identity is None:
         raise ConfigurationError("--server requires --identity DIR, a directory created by `fleetdistill pki issue`")
     with grpc.secure_channel(server, load_credentials(identity).channel(), _OPTIONS) as channel:
-        yield RemoteServer(server, operations_pb2_grpc.OperationsServiceStub(channel))
+        yield OperatorClient(server, operations_pb2_grpc.OperationsServiceStub(channel))
 
 
 def _row(message: Any) -> Row:

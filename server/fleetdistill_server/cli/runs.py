@@ -18,12 +18,12 @@ from fleetdistill_server.cli.options import (
     ServerOption,
     StoreOption,
     counted,
-    one_sentence,
     open_store,
-    seconds_of,
+    parse_duration,
+    report_errors,
     show,
 )
-from fleetdistill_server.cli.remote import RemoteServer, connect
+from fleetdistill_server.cli.remote import OperatorClient, connect
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.database import Row
@@ -40,7 +40,7 @@ runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
 
 class _LocalStore:
-    """Reads runs from a local store, with the same interface as `RemoteServer`."""
+    """Reads runs from a local store, with the same interface as `OperatorClient`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._store = directory, open_store(directory)
@@ -58,7 +58,7 @@ class _LocalStore:
 
 
 @contextlib.contextmanager
-def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_LocalStore | RemoteServer]:
+def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_LocalStore | OperatorClient]:
     """Yields a source of runs: a server if one is given, else the store in a directory."""
     if server is None:
         yield _LocalStore(store)
@@ -68,7 +68,7 @@ def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_
 
 
 @runs_app.command("list")
-@one_sentence
+@report_errors
 def runs_list(
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
@@ -81,7 +81,7 @@ def runs_list(
 
 
 @runs_app.command("show")
-@one_sentence
+@report_errors
 def runs_show(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -95,7 +95,7 @@ def runs_show(
 
 
 @runs_app.command("prune")
-@one_sentence
+@report_errors
 def runs_prune(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -114,7 +114,7 @@ def runs_prune(
         open_store(store),
         run,
         keep_rounds=keep_rounds,
-        older_than_seconds=None if older_than is None else seconds_of("--older-than", older_than),
+        older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
         dry_run=dry_run,
         served=served_run(store),
     )
@@ -126,7 +126,7 @@ def runs_prune(
 
 
 @runs_app.command("rollback")
-@one_sentence
+@report_errors
 def runs_rollback(
     run: RunArgument,
     to: Annotated[
@@ -146,7 +146,7 @@ def runs_rollback(
 
 
 @runs_app.command("cancel")
-@one_sentence
+@report_errors
 def runs_cancel(
     run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
 ) -> None:
@@ -166,7 +166,7 @@ def runs_cancel(
 
 
 @runs_app.command("delete")
-@one_sentence
+@report_errors
 def runs_delete(run: RunArgument, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
     """Deletes a run and its model; no server may work on it. Example: fleetdistill runs delete digits --yes"""
     from fleetdistill_server.service.run_endings import delete
@@ -187,7 +187,7 @@ def runs_delete(run: RunArgument, store: StoreOption = DEFAULT_STORE, yes: YesOp
 
 
 @runs_app.command("watch")
-@one_sentence
+@report_errors
 def runs_watch(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.cli.options import one_sentence
+from fleetdistill_server.cli.options import report_errors
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fleetdistill.server.serve")
 
 
-@one_sentence
+@report_errors
 def serve(
     config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
     until_finished: Annotated[
@@ -50,7 +50,7 @@ def serve(
     loaded = load_run_config(config)
     _check_until_finished(loaded, until_finished)
     if check:
-        _say_check(loaded, config, insecure)
+        _print_check(loaded, config, insecure)
         return
     configure("serve", log_format, log_level)
     warning = check_security(loaded.server, insecure)
@@ -89,7 +89,7 @@ def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
         )
 
 
-def _say_check(config: RunConfig, path: Path, insecure: bool) -> None:
+def _print_check(config: RunConfig, path: Path, insecure: bool) -> None:
     from fleetdistill_server.cli.serve_checks import problems, summary
 
     found = problems(config, insecure)

@@ -70,10 +70,10 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
         if process.poll() is None:
             process.kill()
             return
-        said = process.stdout.read().strip() if process.stdout is not None else ""
+        output = process.stdout.read().strip() if process.stdout is not None else ""
     if process.returncode:
         raise ConfigurationError(
-            said or f"checking the models failed with exit status {process.returncode}; see the log"
+            output or f"checking the models failed with exit status {process.returncode}; see the log"
         )
 
 
@@ -98,7 +98,7 @@ def summary(config: RunConfig) -> list[str]:
     """Returns a few lines that describe the run to be served."""
     run, built, scored = config.run, _built(config), _evaluation(config)
     tls = config.server.tls()
-    speaks = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
+    security = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
     rounds = f"{run.rounds} rounds" if run.rounds else UNTIL_STOPPED
     sizes = {
         "server half": readable_bytes(built.state_bytes),
@@ -110,7 +110,7 @@ def summary(config: RunConfig) -> list[str]:
         f"run {run.name!r}: {_progress(config)}",
         f"{run.method}, {rounds}, at least {run.min_devices} device{'s' if run.min_devices > 1 else ''} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
-        f"listens on {config.server.listen} ({speaks}), store {config.server.store}",
+        f"listens on {config.server.listen} ({security}), store {config.server.store}",
     ]
 
 
@@ -142,7 +142,7 @@ def _check_ports(config: RunConfig) -> None:
             raise ConfigurationError(f"[server] {setting}: cannot listen on {address}: {in_words(error)}") from error
 
 
-class _TakeBack(Exception):
+class _DryRunRollback(Exception):
     """Rolls back the transaction of the check."""
 
 
@@ -150,9 +150,9 @@ def _check_store(config: RunConfig) -> None:
     """Checks that the run can be registered in its store."""
     with _existing_store(config) as store:
         if store is not None:
-            with contextlib.suppress(_TakeBack), store.transaction():
+            with contextlib.suppress(_DryRunRollback), store.transaction():
                 register(store, config)
-                raise _TakeBack
+                raise _DryRunRollback
 
 
 def _progress(config: RunConfig) -> str:

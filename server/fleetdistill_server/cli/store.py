@@ -11,12 +11,12 @@ from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     StoreOption,
     counted,
-    one_sentence,
+    report_errors,
 )
 from fleetdistill_server.views.units import readable_bytes
 
 
-@one_sentence
+@report_errors
 def backup(
     out: Annotated[Path, typer.Argument(help="Directory of the backup; it must be empty or not exist.")],
     store: StoreOption = DEFAULT_STORE,
@@ -30,7 +30,7 @@ def backup(
     typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")
 
 
-@one_sentence
+@report_errors
 def restore(
     backup: Annotated[Path, typer.Argument(help="Directory created by `fleetdistill backup`.")],
     store: StoreOption = DEFAULT_STORE,

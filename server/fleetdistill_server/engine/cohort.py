@@ -309,6 +309,6 @@ class StoreCohort:
         failpoints.hit("engine.quarantine.before-move")
         self._store.blobs.quarantine(damage.sha256)
         failpoints.hit("engine.quarantine.after-move")
-        self._store.asks.take_back_upload(ask["id"], str(damage))
+        self._store.asks.withdraw_upload(ask["id"], str(damage))
         failpoints.hit("engine.quarantine.after-commit")
         self._waker.wake_other()

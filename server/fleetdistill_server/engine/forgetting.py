@@ -109,7 +109,7 @@ def _commit_state_without(
         unchanged = _is_unchanged(store, row)
         if unchanged:
             store.secure_state(checkpoint, state)
-            store.runs.leave_out(run, devices, checkpoint)
+            store.runs.remove_contributions(run, devices, checkpoint)
             notes.write(store, run)
     if not unchanged:  # this state may contain a device that another process has forgotten in the meantime
         drop_unneeded(store, [checkpoint])

@@ -24,14 +24,14 @@ from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
-from fleetdistill_server.security.roles import STAYS_OPEN, WHO_MAY, Caller
+from fleetdistill_server.security.roles import ALLOWED_CALLERS, LONG_LIVED, Caller
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
-    """Holds every call against `WHO_MAY`, the certificate's life, and the revocations. A server's first interceptor.
+    """Checks every call against `ALLOWED_CALLERS`, the certificate and the revocations; a server's first interceptor.
 
     Only then is a request read, by `receiving.Receiver`.
 
@@ -55,7 +55,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         method = handler_call_details.method
         if handler is not None:
             return _Guarded(self, method, handler).handler()
-        return grpc.stream_stream_rpc_method_handler(partial(self._elsewhere, method)) if method in WHO_MAY else None
+        return (
+            grpc.stream_stream_rpc_method_handler(partial(self._elsewhere, method))
+            if method in ALLOWED_CALLERS
+            else None
+        )
 
     def admit(self, method: str, context: Any) -> Holder | None:
         """Checks a call by its connection alone; returns whom its certificate names.
@@ -68,9 +72,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         caller = Caller(holder.role.value) if holder else without
         if holder is not None:
             self.still_good(holder)
-        if caller not in WHO_MAY.get(method, ()):
+        if caller not in ALLOWED_CALLERS.get(method, ()):
             name = f" {holder.name!r}" if holder else ""
-            may = ", ".join(sorted(WHO_MAY.get(method, ()))) or "nobody"
+            may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "nobody"
             raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; it is for: {may}")
         return holder
 
@@ -81,7 +85,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
     def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
         """A place for a call, where it is one that stays open. Raises RefusedError if its caller has too many."""
-        return self._limiter.open_call(("", caller)) if method in STAYS_OPEN else contextlib.nullcontext()
+        return self._limiter.open_call(("", caller)) if method in LONG_LIVED else contextlib.nullcontext()
 
     def still_good(self, holder: Holder | None) -> None:
         """Raises RefusedError if a certificate has expired or was revoked, it or its holder."""

@@ -74,7 +74,7 @@ def open_api(
     reader, writer = Store.open(directory), Store.open(directory)
     commits = CommitThread(writer)
     try:
-        wake = partial(commits.afterwards, wake_engine)
+        wake = partial(commits.after_commit, wake_engine)
         packed = compression_of(config.compression)
         api = DeviceApi(reader, commits.commit, wake, config.lease_seconds, packed, limits)
         bounds = Bounds(config.disk_budget_bytes, config.keep_free_bytes)

@@ -113,7 +113,7 @@ class DeviceApi:
         return store.devices.register(run, device, hashed, profile)
 
     def _note_large(self, run: str, device: str, samples: int) -> None:
-        for large, text in self._sizes.take(run, device, samples):
+        for large, text in self._sizes.add(run, device, samples):
             self.commit(partial(_note, run, LARGE_DEVICE, text, large))
 
     def _check_profile(
@@ -173,7 +173,7 @@ class DeviceApi:
             seed=row["seed"],
             deadline_seconds=max(row["deadline_at"] - self.store.asks.clock.now(), 0.0),
             completed_rounds=(self.store.runs.get(run) or {"completed_rounds": 0})["completed_rounds"],
-            first_attempt=self.store.asks.attempts_spent(row["id"]) + 1,
+            first_attempt=self.store.asks.last_lost_attempt(row["id"]) + 1,
         )
 
 

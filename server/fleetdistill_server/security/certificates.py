@@ -20,7 +20,7 @@ from fleetdistill.wire.codes import Code
 
 URI_SCHEME = "fleetdistill"
 _LARGEST_REQUEST = 4096
-_REMEMBERED = 20_000
+_CACHED_HOLDERS = 20_000
 
 
 class Role(StrEnum):
@@ -67,7 +67,7 @@ class Issued:
     expires_at: float
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHED_HOLDERS)
 def holder_of(pem: bytes) -> Holder | None:
     """Returns the holder of a certificate whose signature TLS has verified; None if it names no known role."""
     try:
@@ -75,17 +75,17 @@ def holder_of(pem: bytes) -> Holder | None:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound):
         return None
-    said = dict(
+    uris = dict(
         uri.split(":", 2)[1:] for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if _ours(uri)
     )
-    roles = [Role(word) for word in said if word in set(Role)]
+    roles = [Role(word) for word in uris if word in set(Role)]
     if len(roles) != 1:
         return None
     key = certificate.public_key()
     return Holder(
         role=roles[0],
-        name=said[roles[0]],
-        run=said.get("run", ""),
+        name=uris[roles[0]],
+        run=uris.get("run", ""),
         serial=f"{certificate.serial_number:x}",
         expires_at=certificate.not_valid_after_utc.timestamp(),
         public_key=fingerprint(key) if isinstance(key, ec.EllipticCurvePublicKey) else b"",

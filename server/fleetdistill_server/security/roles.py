@@ -21,7 +21,7 @@ _OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
 _DEVICES = frozenset({Caller.DEVICE, Caller.PLAIN})  # on plain text a secret identifies the device
 _PEOPLE = frozenset({Caller.OPERATOR, Caller.VIEWER})
 _INSIDE = _DEVICES | _PEOPLE
-WHO_MAY: dict[str, frozenset[Caller]] = {
+ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     f"{_DEVICE}CheckIn": _DEVICES,
     f"{_DEVICE}NextAsk": _DEVICES,
     f"{_DEVICE}Heartbeat": _DEVICES,
@@ -43,7 +43,7 @@ WHO_MAY: dict[str, frozenset[Caller]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
 }
 """Allowed callers of every gRPC method."""
-STAYS_OPEN = frozenset(
+LONG_LIVED = frozenset(
     {
         f"{_OPERATIONS}WatchRun",
         "/grpc.health.v1.Health/Watch",

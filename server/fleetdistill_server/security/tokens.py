@@ -96,7 +96,7 @@ class EnrolmentApi:
 
     def check_token(self, store: Store, secret: bytes) -> None:
         """Raises RefusedError unless the secret belongs to a valid token; called before parsing the request."""
-        _live(store.credentials.token(sha256(secret).digest()))
+        _valid(store.credentials.token(sha256(secret).digest()))
 
     def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
         """Uses a token and returns the device's certificate; both are recorded in one transaction.
@@ -108,9 +108,9 @@ class EnrolmentApi:
         """
         key = read_request(request)
         token_hash = sha256(secret).digest()
-        token = _live(store.credentials.token(token_hash))
+        token = _valid(store.credentials.token(token_hash))
         if token["device"] is not None:
-            return _same_again(store, token, device, key)
+            return _reissue(store, token, device, key)
         if token["for_device"] not in ("", device):
             text = f"the enrolment token is not valid for device id {device[:64]!r}; use the id that it was created for"
             raise RefusedError(Code.BAD_TOKEN, text)
@@ -137,7 +137,7 @@ class EnrolmentApi:
         return issued.pem
 
 
-def _live(token: Row | None) -> Row:
+def _valid(token: Row | None) -> Row:
     state = "unknown" if token is None else state_of(token, time.time())
     over = token is not None and (token["revoked"] or token["expires_at"] < time.time())
     if token is None or over:
@@ -145,7 +145,7 @@ def _live(token: Row | None) -> Row:
     return token
 
 
-def _same_again(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
+def _reissue(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
     row = store.credentials.certificate(token["serial"])
     same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
     if row is None or not same or row["expires_at"] < time.time():

@@ -36,7 +36,7 @@ class Asks:
         """
         with self._db.transaction():
             for row in rows:
-                gone = self._db.value(_WHY_GONE, row["run"], row["device"])
+                gone = self._db.value(_WHY_ABSENT, row["run"], row["device"])
                 status = {"status": "out" if gone else "open", "reason": gone, "expects": json.dumps(row["expects"])}
                 self._db.insert("asks", {**row, **status}, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
 
@@ -136,13 +136,13 @@ class Asks:
         """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""
         return self._db.row("SELECT * FROM uploads WHERE ask = ? AND quarantined_at IS NULL", ask)
 
-    def attempts_spent(self, ask: int) -> int:
+    def last_lost_attempt(self, ask: int) -> int:
         """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 for none."""
         return int(
             self._db.value("SELECT max(attempt) FROM uploads WHERE ask = ? AND quarantined_at IS NOT NULL", ask) or 0
         )
 
-    def take_back_upload(self, ask: int, why: str) -> None:
+    def withdraw_upload(self, ask: int, why: str) -> None:
         """Withdraws the accepted answer to an ask because its payload is missing or damaged, and adds an event.
 
         The device is asked again with the same deadline while the round is open; otherwise it is out for the round. An
@@ -198,7 +198,7 @@ class Asks:
         )
 
 
-_WHY_GONE = f"""
+_WHY_ABSENT = f"""
 SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END
 FROM devices WHERE run = ? AND device = ? AND (NOT present OR {REVOKED})
 """

@@ -101,7 +101,7 @@ def restore(source: Path, target: Path) -> int:
     manifest = _read_manifest(source)
     _check_empty(target)
     wanted = [(one, True) for one in manifest["payloads"]] + [(one, False) for one in manifest["checkpoints"]]
-    _check_whole(source, manifest, wanted)
+    _check_digests(source, manifest, wanted)
     partial = target.with_name(target.name + ".restoring")
     with disk_errors(f"restoring into {target}"):
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted attempt
@@ -228,16 +228,16 @@ def _read_manifest(source: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_whole(source: Path, manifest: dict[str, Any], wanted: list[tuple[str, bool]]) -> None:
+def _check_digests(source: Path, manifest: dict[str, Any], wanted: list[tuple[str, bool]]) -> None:
     """Compares every file with its digest. Raises StoreError that lists the missing and damaged files."""
     blobs = FileBlobs(source / _BLOBS)
-    wrong = list(_wrong_with(source, manifest, blobs, wanted))
+    wrong = list(_damage_in(source, manifest, blobs, wanted))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise StoreError(f"the backup {source} is damaged: {'; '.join(wrong[:_SHOWN])}{more}")
 
 
-def _wrong_with(
+def _damage_in(
     source: Path, manifest: dict[str, Any], blobs: FileBlobs, wanted: list[tuple[str, bool]]
 ) -> Iterator[str]:
     if not (source / _DATABASE).exists():

@@ -13,13 +13,13 @@ from fleetdistill_server.store.schema import migrations
 
 _KNOWN = {one.name for one in migrations.pending(Database(memory=True))}
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-WAY_OUT = (
+RECOVERY = (
     "Move the store's directory away and restore a backup with `fleetdistill restore`, "
     "or set [server] store to a new directory"
 )
 
 
-def check_whole(db: Database, blobs: Blobs) -> None:
+def check_schema(db: Database, blobs: Blobs) -> None:
     """Checks a database before its tables are created or migrated.
 
     Raises:
@@ -34,7 +34,9 @@ def check_whole(db: Database, blobs: Blobs) -> None:
         )
     held = len(blobs.held()) if not applied else 0
     if held:
-        raise StoreError(f"the store has {held} payloads, but its database store.sqlite is missing or empty. {WAY_OUT}")
+        raise StoreError(
+            f"the store has {held} payloads, but its database store.sqlite is missing or empty. {RECOVERY}"
+        )
 
 
 def check_database(db: Database) -> None:
@@ -45,11 +47,11 @@ def check_database(db: Database) -> None:
     """
     found = [next(iter(row.values())) for row in db.query("PRAGMA quick_check(1)")]
     if found != ["ok"]:
-        raise StoreError(f"the database store.sqlite is damaged ({found[0]}). {WAY_OUT}")
+        raise StoreError(f"the database store.sqlite is damaged ({found[0]}). {RECOVERY}")
 
 
-def in_our_words(error: sqlite3.Error) -> str:
+def database_message(error: sqlite3.Error) -> str:
     """Returns the message for a SQLite error, including how to recover if the database is damaged."""
     if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _DAMAGED:
-        return f"the database store.sqlite is damaged ({error}). {WAY_OUT}"
+        return f"the database store.sqlite is damaged ({error}). {RECOVERY}"
     return f"database error: {error}"

@@ -34,7 +34,7 @@ class Credentials:
         """Returns all enrolment tokens, oldest first."""
         return self._db.rows("SELECT * FROM tokens ORDER BY created_at, hash")
 
-    def knows_device(self, device: str) -> bool:
+    def has_device(self, device: str) -> bool:
         """Returns whether a device with this id has enrolled or has checked in to any run."""
         sql = "SELECT 1 FROM certificates WHERE device = ? UNION ALL SELECT 1 FROM devices WHERE device = ? LIMIT 1"
         return bool(self._db.value(sql, device, device))

@@ -18,7 +18,7 @@ import sqlite_utils
 
 from fleetdistill.errors import NoSpaceError, StoreError
 from fleetdistill_server.logs import log_event
-from fleetdistill_server.store.checks import check_database, in_our_words
+from fleetdistill_server.store.checks import check_database, database_message
 
 Row = dict[str, Any]
 _BUSY_SECONDS = 30
@@ -164,4 +164,4 @@ def database_errors() -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise NoSpaceError("cannot write the database: the disk is full") from error
-        raise StoreError(in_our_words(error)) from error
+        raise StoreError(database_message(error)) from error

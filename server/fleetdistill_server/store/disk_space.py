@@ -122,7 +122,7 @@ class DiskSpace:
 
     def _take_now(self, size: int, key: str, take: Callable[[], None]) -> str:
         with self._lock:
-            lacking = self._lacking(size, key)
+            lacking = self._shortfall(size, key)
             if not lacking:
                 take()
         return lacking
@@ -134,7 +134,7 @@ class DiskSpace:
                 self._made_room = time.monotonic()
         return due
 
-    def _lacking(self, size: int, key: str) -> str:
+    def _shortfall(self, size: int, key: str) -> str:
         """Returns why a payload of `size` bytes staged under `key` does not fit; empty if it fits."""
         if not (self._bounds.disk_budget_bytes or self._bounds.keep_free_bytes):
             return ""

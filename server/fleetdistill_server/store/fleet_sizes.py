@@ -28,7 +28,7 @@ class FleetSizes:
         self._lock = threading.Lock()
         self._fleets: dict[str, _Fleet] = {}
 
-    def take(self, run: str, device: str, samples: int) -> list[tuple[str, str]]:
+    def add(self, run: str, device: str, samples: int) -> list[tuple[str, str]]:
         """Records a stored check-in and returns the devices to report, as (device id, event text).
 
         The result can include devices that checked in earlier, when too few other devices were known for comparison.
@@ -50,7 +50,7 @@ class _Fleet:
     def __init__(self) -> None:
         self._samples: dict[str, int] = {}
         self._ordered: list[tuple[int, str]] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @classmethod
     def read(cls, store: Store, run: str) -> _Fleet:
@@ -60,7 +60,7 @@ class _Fleet:
             for row in store.devices.all(run)
         }
         fleet._ordered = sorted((samples, device) for device, samples in fleet._samples.items())
-        fleet._told = {row["device"] for row in store.history.events(run, LARGE_DEVICE)}
+        fleet._reported = {row["device"] for row in store.history.events(run, LARGE_DEVICE)}
         return fleet
 
     def put(self, device: str, samples: int) -> None:
@@ -76,8 +76,8 @@ class _Fleet:
         for samples, device in reversed(self._ordered):
             if samples <= _LARGE * median:
                 return
-            if device not in self._told:
-                self._told.add(device)
+            if device not in self._reported:
+                self._reported.add(device)
                 text = (
                     f"{device} declares {samples} samples; {_LARGE:g} times the fleet's median is {_LARGE * median:g}"
                 )

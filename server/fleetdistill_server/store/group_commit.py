@@ -32,7 +32,7 @@ class CommitThread:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._afterwards: set[Callable[[], None]] = set()
+        self._after_commit: set[Callable[[], None]] = set()
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="commits", daemon=True)
@@ -47,7 +47,7 @@ class CommitThread:
             with self._store.transaction():
                 return job(self._store)
         future: Future[T] = Future()
-        self._hand_in(job, future)
+        self._enqueue(job, future)
         return future.result()
 
     def call(self, work: Callable[[], T]) -> Future[Callable[[], T]]:
@@ -60,20 +60,20 @@ class CommitThread:
         """
         future: Future[Callable[[], T]] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: the work runs even if the waiting call ends
-        self._hand_in(lambda _: _outcome(work), future)
+        self._enqueue(lambda _: _outcome(work), future)
         return future
 
-    def _hand_in(self, job: Callable[[Store], Any], future: Future[Any]) -> None:
+    def _enqueue(self, job: Callable[[Store], Any], future: Future[Any]) -> None:
         """Queues a job. Raises StoreError once the thread is closing, because the job would never complete."""
         with self._closing:
             if self._closed:
                 raise StoreError("the store is closing and accepts no further changes")
             self._jobs.put((job, future))
 
-    def afterwards(self, action: Callable[[], None]) -> None:
+    def after_commit(self, action: Callable[[], None]) -> None:
         """Runs an action once the caller's commits are durable: after its group on this thread, else immediately."""
         if threading.current_thread() is self._thread:
-            self._afterwards.add(action)
+            self._after_commit.add(action)
         else:
             action()
 
@@ -99,8 +99,8 @@ class CommitThread:
         group = self._group()
         jobs = [one for one in group if one is not None]
         self._run(jobs)
-        while self._afterwards:
-            _do(self._afterwards.pop())
+        while self._after_commit:
+            _run_action(self._after_commit.pop())
         return len(jobs) == len(group)
 
     def _group(self) -> list[tuple[Callable[[Store], Any], Future[Any]] | None]:
@@ -141,7 +141,7 @@ class CommitThread:
         return lambda: future.set_result(result)
 
 
-def _do(action: Callable[[], None]) -> None:
+def _run_action(action: Callable[[], None]) -> None:
     try:
         action()
     except Exception:  # the commit stands; a lost wake-up only adds a delay

@@ -13,7 +13,7 @@ from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class Replacements:
     """How many of the devices' decisions kept or replaced the app's model; only devices with validation data count."""
 
     kept: int
@@ -30,12 +30,12 @@ def guards_by_round(store: Store, run: str) -> Counter[int]:
     return Counter(row["round"] for row in guard_events(store, run))
 
 
-def verdict_rows(store: Store, run: str) -> list[Row]:
+def replacement_rows(store: Store, run: str) -> list[Row]:
     """Returns the reported model replacements of a run; each row is one device's decision in one round."""
     return [row for name in REPLACEMENT_METRICS for row in store.history.figures(run, name, SPLIT)]
 
 
-def verdicts(rows: Sequence[Row]) -> Verdicts:
-    """Counts the rows of `verdict_rows`. Each row counts once, whatever sums and counts a device sends."""
+def count_replacements(rows: Sequence[Row]) -> Replacements:
+    """Counts the rows of `replacement_rows`. Each row counts once, whatever sums and counts a device sends."""
     replaced = sum(row["sum"] > 0 for row in rows)
-    return Verdicts(kept=len(rows) - replaced, replaced=replaced)
+    return Replacements(kept=len(rows) - replaced, replaced=replaced)

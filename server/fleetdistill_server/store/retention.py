@@ -94,7 +94,7 @@ def needed(store: Store) -> Needed:
         row = store.runs.get(name) or {}
         found.checkpoints.update(_checkpoints(store, row))
         if row["contract"] is not None:
-            found.payloads.update(_named_by(row["contract"]))
+            found.payloads.update(_contract_digests(row["contract"]))
         found.payloads.update(store.runs.payloads_between(name, store.runs.first_kept_round(name), _NEVER))
     return found
 
@@ -206,8 +206,8 @@ def prune(
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else int(row["kept_from"])
         rounds = sum(kept_from <= one["round"] < stop for one in store.runs.rounds(run))
-        spent = held.keys() & (store.runs.payloads_between(run, 0, stop) | (_whole(store, row) if whole else set()))
-        events, figures, spent = _give_up(store, row, stop, whole, spent, dry_run)
+        spent = held.keys() & (store.runs.payloads_between(run, 0, stop) | (_run_files(store, row) if whole else set()))
+        events, figures, spent = _delete_rows(store, row, stop, whole, spent, dry_run)
         old = {one for one in spent if held[one].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
     return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
@@ -233,33 +233,33 @@ def _first_kept(store: Store, run: str, keep_rounds: int | None, older_than_seco
     if older_than_seconds is None:
         return first
     since = time.time() - older_than_seconds
-    young: list[int] = [
+    recent: list[int] = [
         one["round"] for one in store.runs.rounds(run) if one["ended_at"] is None or one["ended_at"] >= since
     ]
-    return min([first, *young])
+    return min([first, *recent])
 
 
-class _TakeBack(Exception):
+class _DryRunRollback(Exception):
     """Rolls back the transaction of a dry run."""
 
 
-def _give_up(
+def _delete_rows(
     store: Store, row: Row, stop: int, whole: bool, spent: set[bytes], dry_run: bool
 ) -> tuple[int, int, set[bytes]]:
     """Deletes rows, except in a dry run; returns the numbers of events and figures, and the files no longer needed."""
     events, figures, left = 0, 0, set[bytes]()
-    with contextlib.suppress(_TakeBack), store.transaction():
+    with contextlib.suppress(_DryRunRollback), store.transaction():
         events, figures = store.runs.delete(row["name"]) if whole else store.runs.prune_rounds(row["name"], stop)
         kept = needed(store)
         left = {one for one in spent if one not in kept}
         if dry_run:
-            raise _TakeBack
+            raise _DryRunRollback
     return events, figures, left
 
 
-def _whole(store: Store, row: Row) -> set[bytes]:
+def _run_files(store: Store, row: Row) -> set[bytes]:
     """Returns what a run needs besides the payloads of its rounds."""
-    return _checkpoints(store, row) | (_named_by(row["contract"]) if row["contract"] is not None else set())
+    return _checkpoints(store, row) | (_contract_digests(row["contract"]) if row["contract"] is not None else set())
 
 
 def _checkpoints(store: Store, row: Row) -> set[bytes]:
@@ -267,7 +267,7 @@ def _checkpoints(store: Store, row: Row) -> set[bytes]:
     return {row["checkpoint"], *(one["sha256"] for one in store.runs.checkpoints(row["name"]))} - {None}
 
 
-def _named_by(contract: bytes) -> set[bytes]:
+def _contract_digests(contract: bytes) -> set[bytes]:
     read = contract_pb2.Contract.FromString(contract)
     return {read.initial_weights, read.proxy_digest, read.extractor_file} - {b""}
 
@@ -277,7 +277,7 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
 
     The age is read under the lock, because an engine may have put a blob again since the blobs were listed.
     """
-    gone: list[bytes] = []
+    deleted: list[bytes] = []
     left = iter(digests)
     while group := list(islice(left, _GROUP)):
         with store.transaction():  # the write lock: no receipt can be committed between check and deletion
@@ -287,15 +287,15 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
                     failpoints.hit("engine.gc.before-drop")
                     store.blobs.drop(sha256)
                     failpoints.hit("engine.gc.after-drop")
-                    gone.append(sha256)
-    return gone
+                    deleted.append(sha256)
+    return deleted
 
 
 def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
     """Discards uploads to closed asks and partial files left by ended processes; returns their sizes in bytes."""
     staged = store.blobs.staging()  # read first, so that uploads to asks opened later are not in the list
     open_asks = store.asks.open_ids()
-    gone = []
+    deleted = []
     for one in staged:
         upload = _STAGED_FOR.fullmatch(one.key)
         stale = int(upload[1]) not in open_asks if upload else one.age_seconds >= grace_seconds
@@ -304,8 +304,8 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
             store.blobs.discard(one.key)
             if upload:
                 store.history.add_refused_traffic(int(upload[1]), came)
-            gone.append(one.bytes)
-    return gone
+            deleted.append(one.bytes)
+    return deleted
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class Runs:
         """Sets how many of a run's newest checkpoints are kept; at least 1."""
         self._db.write("UPDATE runs SET keep_checkpoints = ? WHERE name = ?", keep_checkpoints, name)
 
-    def _let_go_of_checkpoints(self, run: str) -> set[bytes]:
+    def _drop_old_checkpoints(self, run: str) -> set[bytes]:
         """Deletes the rows of checkpoints beyond the kept number; returns their digests."""
         beyond = (
             "FROM checkpoints WHERE run = ?1 AND round NOT IN (SELECT round FROM checkpoints WHERE run = ?1 "
@@ -220,7 +220,7 @@ class Runs:
             )
             self._end_round(run, number, "closed", None, "the round ended without using it", figures)
             self._db.write(_NOTE_CHECKPOINT, time.time(), run)
-            return self._let_go_of_checkpoints(run)
+            return self._drop_old_checkpoints(run)
 
     def close_short_round(self, run: str, number: int, reason: str) -> None:
         """Closes a short round: its uploads become `reported`, and it does not count as a completed round."""
@@ -289,7 +289,7 @@ class Runs:
             run,
         )
 
-    def leave_out(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
+    def remove_contributions(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
         """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.
 
         Must run in a transaction, between two rounds. Rows are kept, except the devices' per-class figures, which

@@ -24,7 +24,7 @@ from fleetdistill.errors import StoreError
 from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.blobs import Blobs, disk_errors
-from fleetdistill_server.store.checks import check_whole
+from fleetdistill_server.store.checks import check_schema
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import Devices
@@ -58,7 +58,7 @@ class Store:
         self.credentials = Credentials(database)
         try:
             with database.transaction():  # only one of several processes creates the tables
-                check_whole(database.tables, blobs)
+                check_schema(database.tables, blobs)
                 migrations.apply(database.tables)
         except StoreError:
             database.close()

@@ -46,22 +46,22 @@ def expected(store: Store, run: str) -> dict[str, Expected]:
 
     The result is empty for methods without these figures.
     """
-    gone = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
-    told = {
+    forgotten = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
+    reported = {
         (row["device"], row["name"], row["round"]): row
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
         for row in store.history.newest_figures(run, name, SPLIT)
-        if row["device"] not in gone
+        if row["device"] not in forgotten
     }
-    newest = {device: number for device, name, number in told if name == LEAVE_ONE_OUT}
-    found = {device: _of_device(told, device, number) for device, number in sorted(newest.items())}
+    newest = {device: number for device, name, number in reported if name == LEAVE_ONE_OUT}
+    found = {device: _of_device(reported, device, number) for device, number in sorted(newest.items())}
     return {device: one for device, one in found.items() if one is not None}
 
 
-def _of_device(told: Mapping[tuple[str, str, int], Row], device: str, number: int) -> Expected | None:
+def _of_device(reported: Mapping[tuple[str, str, int], Row], device: str, number: int) -> Expected | None:
     """Returns a device's results, or None if it reported inconsistent figures."""
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_LEAVE_ONE_OUT, OWN_KEPT)
-    general, personal, own, kept = (told.get((device, name, number)) for name in names)
+    general, personal, own, kept = (reported.get((device, name, number)) for name in names)
     own_kept = own is not None and kept is not None and kept["sum"] > 0
     used = own if own_kept else personal
     if general is None or used is None or general["count"] < 1 or used["count"] != general["count"]:
@@ -71,11 +71,11 @@ def _of_device(told: Mapping[tuple[str, str, int], Row], device: str, number: in
 
 def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:
     """Returns the shares of correct predictions over the samples of all devices; None if there are no devices."""
-    told = list(devices)
-    rows = sum(one.rows for one in told)
+    reported = list(devices)
+    rows = sum(one.rows for one in reported)
     if not rows:
         return None
     return {
-        "general": sum(one.general for one in told) / rows,
-        "personal": sum(one.personal for one in told) / rows,
+        "general": sum(one.general for one in reported) / rows,
+        "personal": sum(one.personal for one in reported) / rows,
     }

@@ -20,7 +20,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOBODY, Served
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.guards import guards_by_round, verdict_rows, verdicts
+from fleetdistill_server.store.guards import count_replacements, guards_by_round, replacement_rows
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
@@ -57,8 +57,8 @@ class View:
 
     def tables(self) -> Sequence[Table | Text | str]:
         """Returns everything as tables. Markup is disabled, because devices choose some of the texts."""
-        told = _for_people(self.facts)
-        facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in told.items()))] if told else []
+        shown = _for_people(self.facts)
+        facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in shown.items()))] if shown else []
         lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
         return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
 
@@ -82,22 +82,22 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
     found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
         raise ConfigurationError(no_such_run(name, list(found)))
-    told = _Told.by("round", store, name)
-    guards, hopes = guards_by_round(store, name), expected(store, name)
+    reported = _Reported.by("round", store, name)
+    guards, expectations = guards_by_round(store, name), expected(store, name)
     suspects = suspects_by_round(store, name)
     traffic = store.history.traffic_by_kind(name)
     sent = _grouped(traffic, "round")
     lists = {
         "rounds": [
             {
-                **_round_row(row, guards[row["round"]], told),
+                **_round_row(row, guards[row["round"]], reported),
                 "suspects": ", ".join(suspects.get(row["round"], ())),
                 **_sent_cells(sent.get(row["round"], ())),
             }
             for row in store.runs.rounds(name)
         ],
         **_answers(store, name),
-        **_leave_one_out(hopes),
+        **_leave_one_out(expectations),
         "bytes": _bytes_by_device(traffic),
         "bytes_by_kind": _bytes_by_kind(traffic),
         "reported_uploads": [_reported_row(row) for row in store.asks.uploads(name) if row["status"] == "reported"],
@@ -106,8 +106,8 @@ def run(store: Store, name: str, served: Served = NOBODY) -> View:
     facts = {
         "events_in_all": store.history.count_events(name),
         "guards_fired": guards.total(),
-        **told.totals(),
-        **_expected_of_the_fleet(hopes),
+        **reported.totals(),
+        **_expected_of_the_fleet(expectations),
     }
     return View(lists, {**_run_row(found[name], served), **facts})
 
@@ -117,10 +117,14 @@ def devices(store: Store, only: str | None) -> View:
     names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(no_such_run(only, store.runs.names()))
-    told = {name: _Told.by("device", store, name) for name in names}
-    hopes = {name: expected(store, name) for name in names}
+    reported = {name: _Reported.by("device", store, name) for name in names}
+    expectations = {name: expected(store, name) for name in names}
     revoked = {row["subject"] for row in store.credentials.revocations()}
-    rows = [_device_row(row, told[name], hopes[name], revoked) for name in names for row in store.devices.all(name)]
+    rows = [
+        _device_row(row, reported[name], expectations[name], revoked)
+        for name in names
+        for row in store.devices.all(name)
+    ]
     return View({"devices": rows})
 
 
@@ -144,24 +148,24 @@ Groups = Mapping[Any, list[Row]]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reported:
     """Figures that the devices of a run reported, grouped by round or by device and read once."""
 
-    verdicts: Groups
+    replacements: Groups
     train_loss: Groups
     test_accuracy: Groups
 
     @classmethod
-    def by(cls, column: str, store: Store, run: str) -> _Told:
+    def by(cls, column: str, store: Store, run: str) -> _Reported:
         return cls(
-            verdicts=_grouped(verdict_rows(store, run), column),
+            replacements=_grouped(replacement_rows(store, run), column),
             train_loss=_grouped(store.history.figures(run, "loss", "train"), column),
             test_accuracy=_grouped(store.history.figures(run, "accuracy", "test"), column),
         )
 
     def totals(self) -> Row:
         """Returns how many app models were replaced and kept in the whole run."""
-        counted = verdicts([row for rows in self.verdicts.values() for row in rows])
+        counted = count_replacements([row for rows in self.replacements.values() for row in rows])
         return {"models_replaced": counted.replaced, "models_kept": counted.kept}
 
 
@@ -172,9 +176,9 @@ def _grouped(rows: Iterable[Row], column: str) -> Groups:
     return groups
 
 
-def _verdict_cells(rows: Sequence[Row] | None) -> Row:
+def _replacement_cells(rows: Sequence[Row] | None) -> Row:
     """Returns how many app models one round or device kept and replaced; None if no app has validation data."""
-    return asdict(verdicts(rows)) if rows else {"kept": None, "replaced": None}
+    return asdict(count_replacements(rows)) if rows else {"kept": None, "replaced": None}
 
 
 def _mean_figure(rows: Iterable[Row]) -> float | None:
@@ -183,7 +187,7 @@ def _mean_figure(rows: Iterable[Row]) -> float | None:
     return round(sum(rates) / len(rates), 4) if rates else None
 
 
-def _round_row(row: Row, guards: int, told: _Told) -> Row:
+def _round_row(row: Row, guards: int, reported: _Reported) -> Row:
     figures = json.loads(row["figures"] or "{}")
     seconds = (row["ended_at"] - row["started_at"]) if row["ended_at"] else None
     teacher = figures.get("teacher_accuracy", {})
@@ -195,10 +199,10 @@ def _round_row(row: Row, guards: int, told: _Told) -> Row:
         "used": row["used"],
         "reported": row["reported"],
         "guards": guards,
-        **_verdict_cells(told.verdicts.get(number)),
+        **_replacement_cells(reported.replacements.get(number)),
         "seconds": round(seconds, 2) if seconds is not None else None,
-        "train_loss": _mean_figure(told.train_loss.get(number, ())),
-        "test_accuracy": _mean_figure(told.test_accuracy.get(number, ())),
+        "train_loss": _mean_figure(reported.train_loss.get(number, ())),
+        "test_accuracy": _mean_figure(reported.test_accuracy.get(number, ())),
         "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
         "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
         "distillation_steps": figures.get("distillation_steps"),
@@ -213,14 +217,15 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
 
     The method defines the names of the further variants.
     """
-    told = _grouped(store.history.newest_figures(run, "accuracy", "test"), "name")
+    reported = _grouped(store.history.newest_figures(run, "accuracy", "test"), "name")
     taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # names of other columns
-    further = [name for name in told if name != "accuracy" and name not in taken]
+    further = [name for name in reported if name != "accuracy" and name not in taken]
     if not further:
         return {}
-    usual = sorted(further, key=lambda name: -len(told[name]))[:_MOST_ANSWERS]  # variants reported by the most devices
-    named = {name.removesuffix(_FURTHER): told[name] for name in sorted(usual)}
-    answers = {GENERAL: told.get("accuracy", []), **named}
+    # Variants reported by the most devices come first.
+    usual = sorted(further, key=lambda name: -len(reported[name]))[:_MOST_ANSWERS]
+    named = {name.removesuffix(_FURTHER): reported[name] for name in sorted(usual)}
+    answers = {GENERAL: reported.get("accuracy", []), **named}
     rows: dict[str, Row] = {}
     for answer, newest in answers.items():
         for one in newest:
@@ -229,7 +234,7 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 
 
-def _leave_one_out(hopes: Mapping[str, Expected]) -> dict[str, list[Row]]:
+def _leave_one_out(expectations: Mapping[str, Expected]) -> dict[str, list[Row]]:
     """Returns the accuracy that each device expects on unseen data like its own, if devices report it."""
     rows = [
         {
@@ -237,14 +242,15 @@ def _leave_one_out(hopes: Mapping[str, Expected]) -> dict[str, list[Row]]:
             **{answer: round(rate, 4) for answer, rate in one.rates.items()},
             "own_statistics_kept": one.own_statistics_kept,
         }
-        for device, one in hopes.items()
+        for device, one in expectations.items()
     ]
     return {"leave_one_out": rows} if rows else {}
 
 
-def _expected_of_the_fleet(hopes: Mapping[str, Expected]) -> Row:
+def _expected_of_the_fleet(expectations: Mapping[str, Expected]) -> Row:
     """Returns the expected accuracy over the samples of all devices."""
-    return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in (of_the_fleet(hopes.values()) or {}).items()}
+    rates = of_the_fleet(expectations.values()) or {}
+    return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in rates.items()}
 
 
 def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
@@ -263,7 +269,7 @@ def _bytes_by_kind(traffic: Sequence[Row]) -> list[Row]:
     """Returns the byte counts by kind of part, over all devices and rounds."""
     rows: dict[str, Row] = {}
     for one in sorted(traffic, key=lambda row: str(row["kind"])):
-        kind = one["kind"] or "not told apart"
+        kind = one["kind"] or "not recorded"
         row = rows.setdefault(kind, {"kind": kind, **dict.fromkeys(("up", "down", "up_sent", "down_sent"), 0)})
         row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
         row[f"{one['direction']}_sent"] += one["sent_bytes"]
@@ -287,9 +293,10 @@ def _event_row(row: Row) -> Row:
     return {**{name: row[name] for name in names}, "at": when(row["at"])}
 
 
-def _device_row(row: Row, told: _Told, hopes: Mapping[str, Expected], revoked: set[str]) -> Row:
+def _device_row(row: Row, reported: _Reported, expectations: Mapping[str, Expected], revoked: set[str]) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    scored = told.test_accuracy.get(row["device"], [])
+    expectation = expectations.get(row["device"])
+    scored = reported.test_accuracy.get(row["device"], [])
     return {
         "run": row["run"],
         "device": row["device"],
@@ -300,8 +307,8 @@ def _device_row(row: Row, told: _Told, hopes: Mapping[str, Expected], revoked: s
         "parameters": profile.parameters,
         "samples": profile.samples,
         "test_accuracy": _mean_figure(scored[-1:]),
-        "leave_one_out": round(hopes[row["device"]].rates["general"], 4) if row["device"] in hopes else None,
-        **_verdict_cells(told.verdicts.get(row["device"])),
+        "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
+        **_replacement_cells(reported.replacements.get(row["device"])),
         "sdk": profile.sdk_version,
         "last_seen": when(row["last_seen"]),
     }

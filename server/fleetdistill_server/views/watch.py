@@ -55,14 +55,14 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
         if seen.get(name) != row:
             seen[name] = row
             told.append({"kind": kind, **row})
-    return sorted(told, key=_moment)
+    return sorted(told, key=_sort_key)
 
 
 def _without(row: Row, *names: str) -> Row:
     return {name: value for name, value in row.items() if name not in names}
 
 
-def _moment(change: Row) -> tuple[bool, int, int]:
+def _sort_key(change: Row) -> tuple[bool, int, int]:
     """Sort key: by round, with a round's end after its steps and events, and the run itself last."""
     ended = change["kind"] == "round" and change["status"] != "open"
     order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
@@ -105,23 +105,23 @@ class Printer(Protocol):
 class JsonLines:
     """Prints one JSON object per line."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
 
     def show(self, new: list[Row]) -> None:
         for one in new:
-            self._say(json.dumps(one))
+            self._write(json.dumps(one))
 
 
 class PlainLines:
     """Prints one sentence per line, for pipes and logs."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
 
     def show(self, new: list[Row]) -> None:
         for one in new:
-            self._say(sentence(one))
+            self._write(sentence(one))
 
 
 class LiveTable:
@@ -215,8 +215,8 @@ def _sentence(change: Row) -> str:
         done, wanted = change["completed_rounds"], change["wanted_rounds"]
         of = f"{done} rounds completed, {UNTIL_STOPPED}" if wanted is None else f"{done} of {wanted} rounds"
         reason = f": {change['reason']}" if change["reason"] else ""
-        said = f"run {change['run']} ({change['method']}): {change['status']}{reason}"
-        return f"{said}, {of}, {change['present']} devices present"
+        text = f"run {change['run']} ({change['method']}): {change['status']}{reason}"
+        return f"{text}, {of}, {change['present']} devices present"
     if change["kind"] == "step":
         gone = f", {change['out']} out" if change["out"] else ""
         return f"round {change['round']}, {change['step']}: {change['answered']} of {change['asked']} answers{gone}"
@@ -228,14 +228,14 @@ def _sentence(change: Row) -> str:
 
 def _round_sentence(row: Row) -> str:
     reason = f" ({row['reason']})" if row["reason"] else ""
-    said = f"round {row['round']}: {row['status']}{reason}, {row['devices']} devices, {row['answers']} answers"
+    text = f"round {row['round']}: {row['status']}{reason}, {row['devices']} devices, {row['answers']} answers"
     if row["status"] == "open":
-        return said
+        return text
     figures = [f"{row['used']} used, {row['reported']} reported", f"{row['seconds']:.1f} s"]
     figures += [f"test accuracy {row['test_accuracy']:.1%}"] if row["test_accuracy"] is not None else []
     figures += [f"guards {row['guards']}"] if row["guards"] else []
     sent = f"{readable_bytes(row['bytes_up'])} up, {readable_bytes(row['bytes_down'])} down"
-    return ", ".join([said, *figures, sent])
+    return ", ".join([text, *figures, sent])
 
 
 def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
@@ -244,10 +244,10 @@ def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) 
     screen = Live(console=console, auto_refresh=False) if live else None
     shown: AbstractContextManager[object] = screen if screen is not None else nullcontext()
 
-    def say(line: str) -> None:
+    def write(line: str) -> None:
         print(line, file=console.file, flush=True)
 
-    lines = JsonLines(say) if as_json else PlainLines(say)
+    lines = JsonLines(write) if as_json else PlainLines(write)
     printer: Printer = LiveTable(screen) if screen is not None else lines
     try:
         with shown:

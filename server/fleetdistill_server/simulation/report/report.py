@@ -29,7 +29,7 @@ from fleetdistill_server.simulation.report.plots import save_report_figure
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_server.simulation.report.scores import FleetFigures, fleet_figures, late_figures
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.guards import guard_events, verdict_rows, verdicts
+from fleetdistill_server.store.guards import count_replacements, guard_events, replacement_rows
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
@@ -114,7 +114,7 @@ def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Cou
 
 def _protection(store: Store, run: str) -> dict[str, Any]:
     """Returns the report's fields about suspicious devices, guards and apps that kept their models."""
-    app_models = verdicts(verdict_rows(store, run))
+    app_models = count_replacements(replacement_rows(store, run))
     return {
         "named": named(store, run),
         "guards_fired": len(guard_events(store, run)),
