@@ -31,8 +31,8 @@ from support.processes import PATIENCE_SECONDS, wait_until
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
 from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
-from fleetdistill.light.answers import unpack_answers
 from fleetdistill.light.light import LightCompute, light_worker
+from fleetdistill.light.variants import unpack_variants
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import ClassStatsConfig
@@ -244,7 +244,7 @@ def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
         light = start_light(own, port)
         assert {process.wait(PATIENCE_SECONDS) for process in (light, *processes)} == {0}
     assert not set(json.loads((own / "modules.json").read_text())) & {"torch", "onnx", "safetensors"}
-    _, spaces, _ = unpack_answers((own / "state/state.safetensors").read_bytes())
+    _, spaces, _ = unpack_variants((own / "state/state.safetensors").read_bytes())
     for spec in specs:
         state = unpack_state((Path(spec.state_dir) / "state.safetensors").read_bytes())["method"]["space"]
         assert state["labels"] == spaces["space"].labels

@@ -14,7 +14,7 @@ import numpy as np
 
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
-from fleetdistill.light.answers import LightModel
+from fleetdistill.light.variants import LightModel
 from fleetdistill.methods.classstats.class_space import BELOW_ALL
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.training.onnx_file import (
@@ -38,7 +38,7 @@ _REFERENCE = Reference(
 )
 
 
-def export_answers(
+def export_variants(
     models: Mapping[str, LightModel], in_use: str, path: Path, samples: Array, metadata: Mapping[str, str]
 ) -> OnnxReport:
     """Writes each answer beside `path` under its name, and the one in use at `path`.
@@ -98,15 +98,15 @@ def _graph_of(model: LightModel) -> Any:
         raise ExportError(f"the extractor's file has opset {opset}, an answer needs {_LEAST_OPSET} or newer")
     added = _Chain(proto.graph)
     added.then("Flatten", axis=1)
-    space = model.answer.space
+    space = model.classifier.space
     centres = space.centres.astype(np.float64)
     added.then("MatMul", model.matrix())
     added.then("Sub", space.origin)
     added.then("MatMul", centres.T)
     added.then("Sub", np.square(centres).sum(axis=1) / 2)
     added.in_all_classes(space.labels, model.classes)
-    added.then("Div", np.array(model.answer.temperature))
-    added.then("Add", np.zeros(model.classes) if model.answer.prior is None else np.log(model.answer.prior))
+    added.then("Div", np.array(model.classifier.temperature))
+    added.then("Add", np.zeros(model.classes) if model.classifier.prior is None else np.log(model.classifier.prior))
     added.end("logits", model.classes)
     return proto
 

@@ -20,8 +20,8 @@ import numpy as np
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
-from fleetdistill.light.answers import LightModel, SpaceAnswer, pack_answers, unpack_answers, wrong_shape
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
+from fleetdistill.light.variants import LightModel, SpaceClassifier, pack_variants, shape_message, unpack_variants
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
@@ -85,10 +85,10 @@ class LightCompute:
             for split, one in given.items()
             if one is not None or split == "train"
         }
-        self._rows: dict[str, Array] = {}
+        self._features: dict[str, Array] = {}
         self._extractor: OnnxExtractor | None = None
-        self._own = DeviceStatistics(
-            self._config, lambda: self._rows_of("train"), self._data["train"].labels, self._classes
+        self._statistics = DeviceStatistics(
+            self._config, lambda: self._features_of("train"), self._data["train"].labels, self._classes
         )
         self._delivered: dict[str, LightModel] = {}
         self._in_use = ""
@@ -148,13 +148,13 @@ class LightCompute:
             raise ModelError("the run's extractor file is not here yet; let the device take a step first")
         return self._extractor
 
-    def _rows_of(self, split: str) -> Array:
+    def _features_of(self, split: str) -> Array:
         """Projected features of own data, computed once."""
-        if split not in self._rows:
+        if split not in self._features:
             extractor = self._ready_extractor
             dimensions = self._config.dimensions_for(tuple(self.contract.input_shape), extractor.features)
-            self._rows[split] = extractor.projected(self._data[split].inputs, dimensions)
-        return self._rows[split]
+            self._features[split] = extractor.projected(self._data[split].inputs, dimensions)
+        return self._features[split]
 
     # --- state
 
@@ -163,17 +163,17 @@ class LightCompute:
 
     def state(self) -> bytes:
         """The fleet's space and its plan; all else is made of them and of own rows."""
-        spaces = {} if self._own.space is None else {"space": self._own.space}
-        plan = None if self._own.plan is None else dict(self._own.plan.to_wire().values)
-        return pack_answers({"plan": plan}, spaces, {})
+        spaces = {} if self._statistics.space is None else {"space": self._statistics.space}
+        plan = None if self._statistics.plan is None else dict(self._statistics.plan.to_wire().values)
+        return pack_variants({"plan": plan}, spaces, {})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         """Takes up committed state, and the delivered answers; how good those are on today's data is judged anew."""
         try:
-            outline, spaces, _ = unpack_answers(saved)
-            self._own.restore(spaces.get("space"), outline["plan"])
+            outline, spaces, _ = unpack_variants(saved)
+            self._statistics.restore(spaces.get("space"), outline["plan"])
             if delivered is not None:
-                self._restore_delivered(*unpack_answers(delivered))
+                self._restore_delivered(*unpack_variants(delivered))
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
             raise StateError(
                 f"the saved state is damaged ({error}); remove the file, or use a new state directory"
@@ -185,10 +185,10 @@ class LightCompute:
         self, outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]
     ) -> None:
         kept = {
-            name: SpaceAnswer(space=spaces[name], temperature=temperature, prior=priors.get(name))
+            name: SpaceClassifier(space=spaces[name], temperature=temperature, prior=priors.get(name))
             for name, temperature in outline["temperatures"].items()
         }
-        self._fill(kept)
+        self._update_models(kept)
         self._in_use = outline["in_use"]
 
     def forget_state(self) -> None:
@@ -204,49 +204,49 @@ class LightCompute:
 
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         if ask.step == "summarise":
-            return Computed(self._own.summarise(), self.state())
+            return Computed(self._statistics.summarise(), self.state())
         if ask.step != "learn":
             raise WireError(f"a device without PyTorch has no step {ask.step!r}; is the SDK older than the server?")
-        answer = self._own.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
+        answer = self._statistics.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
         if self._config.predictor == "trained":
             answer = replace(answer, notes={**answer.notes, "closed_form_instead": 1})
-        found = self._answers()
-        scores = self._score(found)
-        self._best, replacement = self._judged(scores, list(found))
+        variants = self._variants()
+        scores = self._score(variants)
+        self._best, replacement = self._judge(scores, list(variants))
         figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
-        figures += allowed(self._own.current_variants.figures, allow)
-        figures += _about(replacement, list(found))
+        figures += allowed(self._statistics.current_variants.figures, allow)
+        figures += _replacement_metrics(replacement, list(variants))
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
-        delivered = self._packed_delivery(found, self._best) if replacement.replaced else None
+        delivered = self._packed_delivery(variants, self._best) if replacement.replaced else None
         return Computed(answer, self.state(), replacement, delivered, scores)
 
-    def _answers(self) -> dict[str, SpaceAnswer]:
+    def _variants(self) -> dict[str, SpaceClassifier]:
         """Both of the last step."""
-        made = self._own.current_variants
+        made = self._statistics.current_variants
         personal = made.personal
         return {
-            GENERAL: SpaceAnswer(space=made.general),
-            PERSONAL: SpaceAnswer(space=personal.space, temperature=personal.temperature, prior=personal.prior),
+            GENERAL: SpaceClassifier(space=made.general),
+            PERSONAL: SpaceClassifier(space=personal.space, temperature=personal.temperature, prior=personal.prior),
         }
 
-    def _score(self, found: Mapping[str, SpaceAnswer]) -> dict[str, Counts]:
+    def _score(self, variants: Mapping[str, SpaceClassifier]) -> dict[str, Counts]:
         return {
-            place_of(split, name): self._counts(self._model(answer), split)
-            for name, answer in found.items()
+            place_of(split, name): self._counts(self._model(classifier), split)
+            for name, classifier in variants.items()
             for split in self._data
             if split != "train"
         }
 
     def _counts(self, model: LightModel, split: str) -> Counts:
-        return counts_of(model.of_rows(self._rows_of(split)), self._data[split].labels, self._classes)
+        return counts_of(model.of_rows(self._features_of(split)), self._data[split].labels, self._classes)
 
-    def _model(self, answer: SpaceAnswer) -> LightModel:
-        return LightModel(self._ready_extractor, self.contract.input_shape, self._classes, answer)
+    def _model(self, classifier: SpaceClassifier) -> LightModel:
+        return LightModel(self._ready_extractor, self.contract.input_shape, self._classes, classifier)
 
     # --- delivery
 
-    def _judged(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Replacement]:
+    def _judge(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Replacement]:
         """As with PyTorch; but before the first answer nothing is in use that it could be worse than."""
         if SPLIT not in self._data:
             return names[0], Replacement(replaced=True, variant=names[0])
@@ -257,16 +257,16 @@ class LightCompute:
     def deliver(self, replacement: Replacement) -> None:
         """Replaces the app's model, or keeps it: the last answer has its receipt."""
         if replacement.replaced:
-            self._fill(self._answers())
+            self._update_models(self._variants())
             self._in_use, self._delivered_accuracy = self._best, replacement.accuracy
 
-    def _fill(self, answers: Mapping[str, SpaceAnswer]) -> None:
+    def _update_models(self, variants: Mapping[str, SpaceClassifier]) -> None:
         """A model that the app holds already is filled, not replaced."""
-        for name, answer in answers.items():
+        for name, classifier in variants.items():
             if name in self._delivered:
-                self._delivered[name].answer = answer
+                self._delivered[name].classifier = classifier
             else:
-                self._delivered[name] = self._model(answer)
+                self._delivered[name] = self._model(classifier)
 
     def delivered_model(self) -> LightModel:
         """The answer that is in use."""
@@ -285,11 +285,11 @@ class LightCompute:
         """The app's answers, as `restore` takes them."""
         return self._packed_delivery({}, self._in_use)
 
-    def _packed_delivery(self, answers: Mapping[str, SpaceAnswer], in_use: str) -> bytes:
-        kept = {**{name: model.answer for name, model in self._delivered.items()}, **answers}
+    def _packed_delivery(self, variants: Mapping[str, SpaceClassifier], in_use: str) -> bytes:
+        kept = {**{name: model.classifier for name, model in self._delivered.items()}, **variants}
         outline = {"in_use": in_use, "temperatures": {name: one.temperature for name, one in kept.items()}}
         priors = {name: one.prior for name, one in kept.items() if one.prior is not None}
-        return pack_answers(outline, {name: one.space for name, one in kept.items()}, priors)
+        return pack_variants(outline, {name: one.space for name, one in kept.items()}, priors)
 
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes both answers as ONNX, image to logits, and compares each with this device on its own samples.
@@ -299,7 +299,7 @@ class LightCompute:
         Raises:
             ExportError: The package `onnx` is not installed, or a file would not answer like the device.
         """
-        from fleetdistill.light.export import export_answers
+        from fleetdistill.light.export import export_variants
 
         metadata = {
             "run": self.contract.run,
@@ -308,14 +308,14 @@ class LightCompute:
             "class_names": ",".join(self.contract.classes),
         }
         self.delivered_model()  # raises where there is none
-        return export_answers(self._delivered, self._in_use, path, self._samples_to_compare, metadata)
+        return export_variants(self._delivered, self._in_use, path, self._samples_to_compare, metadata)
 
     @property
     def _samples_to_compare(self) -> Array:
         return self._data["train"].inputs[:_SAMPLES_COMPARED]
 
 
-def _about(replacement: Replacement, names: Sequence[str]) -> list[Metric]:
+def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list[Metric]:
     return [] if replacement.accuracy is None else [replacement.metric(REPLACED), *picked(names, replacement)]
 
 
@@ -372,18 +372,18 @@ def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> La
     if not np.issubdtype(inputs.dtype, np.floating):
         raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
     if inputs.ndim == 0 or inputs.shape[1:] != input_shape:
-        raise DataError(f"{wrong_shape(inputs.shape, input_shape)} as the run has it; reshape the inputs")
+        raise DataError(f"{shape_message(inputs.shape, input_shape)} as the run has it; reshape the inputs")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
         raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers of [samples]")
     if len(inputs) != len(labels):
         raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
     with np.errstate(over="ignore"):
         inputs = inputs.astype(np.float32, copy=False)
-    _refuse_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs hold NaN or infinity")
-    _refuse_rows((labels < 0) | (labels >= classes), f"the labels are not all in [0, {classes}), the run's class list")
+    _check_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs hold NaN or infinity")
+    _check_rows((labels < 0) | (labels >= classes), f"the labels are not all in [0, {classes}), the run's class list")
     return LabelledArrays(inputs, labels.astype(np.int64))
 
 
-def _refuse_rows(bad_n: Array, text: str) -> None:
+def _check_rows(bad_n: Array, text: str) -> None:
     if bad_n.any():
         raise DataError(f"{text}, first at row {int(bad_n.argmax())}; correct or drop such samples")

@@ -21,7 +21,7 @@ _SPACE_FIELDS = tuple(one.name for one in fields(ClassSpace) if one.name != "lab
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpaceAnswer:
+class SpaceClassifier:
     """What makes logits of a row: a space, and of a personal answer its temperature and class shares (3.7, 3.9)."""
 
     space: ClassSpace
@@ -34,7 +34,7 @@ class SpaceAnswer:
         return found if self.prior is None else found + np.log(self.prior)
 
 
-def wrong_shape(found: Sequence[int], input_shape: Sequence[int]) -> str:
+def shape_message(found: Sequence[int], input_shape: Sequence[int]) -> str:
     """The sentence about inputs of another shape than `[samples, *input_shape]`."""
     expected = ", ".join(["samples", *map(str, input_shape)])
     return f"the inputs have shape {list(found)}, expected [{expected}]"
@@ -43,21 +43,23 @@ def wrong_shape(found: Sequence[int], input_shape: Sequence[int]) -> str:
 class LightModel:
     """One answer of a device without PyTorch: images to logits. It is changed in place by the next delivery."""
 
-    def __init__(self, extractor: OnnxExtractor, input_shape: Sequence[int], classes: int, answer: SpaceAnswer) -> None:
+    def __init__(
+        self, extractor: OnnxExtractor, input_shape: Sequence[int], classes: int, classifier: SpaceClassifier
+    ) -> None:
         self.extractor = extractor
         self.classes = classes
         self._input_shape = tuple(input_shape)
         # Answer and its matrix are replaced together: another thread of the app may be in a call.
-        self._now: tuple[SpaceAnswer, Array | None] = (answer, None)
+        self._current: tuple[SpaceClassifier, Array | None] = (classifier, None)
 
     @property
-    def answer(self) -> SpaceAnswer:
+    def classifier(self) -> SpaceClassifier:
         """What it answers with."""
-        return self._now[0]
+        return self._current[0]
 
-    @answer.setter
-    def answer(self, answer: SpaceAnswer) -> None:
-        self._now = (answer, None)
+    @classifier.setter
+    def classifier(self, classifier: SpaceClassifier) -> None:
+        self._current = (classifier, None)
 
     def __call__(self, inputs: Array) -> Array:
         """Logits `[n, C]` float32 of inputs `[n, *input_shape]`.
@@ -67,13 +69,13 @@ class LightModel:
         """
         inputs = np.asarray(inputs, np.float32)
         if inputs.shape[1:] != self._input_shape or not inputs.ndim:
-            raise DataError(f"{wrong_shape(inputs.shape, self._input_shape)}; one image is a batch of 1")
-        answer, matrix = self._now
+            raise DataError(f"{shape_message(inputs.shape, self._input_shape)}; one image is a batch of 1")
+        classifier, matrix = self._current
         if matrix is None:
             matrix = self.matrix()
-            self._now = (answer, matrix)
-        found = self.extractor.of(inputs) @ matrix - answer.space.origin.astype(np.float32)
-        return answer.logits(found, self.classes).astype(np.float32)
+            self._current = (classifier, matrix)
+        found = self.extractor.of(inputs) @ matrix - classifier.space.origin.astype(np.float32)
+        return classifier.logits(found, self.classes).astype(np.float32)
 
     def predict(self, inputs: Array) -> Array:
         """The likeliest class of each input, `[n]`."""
@@ -81,16 +83,16 @@ class LightModel:
 
     def of_rows(self, rows_nd: Array) -> Array:
         """Logits of projected features `[n, D]`."""
-        return self.answer.logits(coordinates(self.answer.space, rows_nd), self.classes)
+        return self.classifier.logits(coordinates(self.classifier.space, rows_nd), self.classes)
 
     def matrix(self) -> Array:
         """`[F, q]` float32: projection and space in one."""
-        directions = self.answer.space.directions.astype(np.float64)
+        directions = self.classifier.space.directions.astype(np.float64)
         signs = projection(self.extractor.features, len(directions))
         return np.asarray(signs @ directions, dtype=np.float32)
 
 
-def pack_answers(outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]) -> bytes:
+def pack_variants(outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]) -> bytes:
     """State as bytes: arrays as numpy keeps them, without pickle, and an outline in JSON.
 
     Args:
@@ -105,8 +107,8 @@ def pack_answers(outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], p
     return file.getvalue()
 
 
-def unpack_answers(saved: bytes) -> tuple[dict[str, Any], dict[str, ClassSpace], dict[str, Array]]:
-    """What `pack_answers` was given. Raises ValueError, KeyError, OSError or EOFError where the bytes are others."""
+def unpack_variants(saved: bytes) -> tuple[dict[str, Any], dict[str, ClassSpace], dict[str, Array]]:
+    """What `pack_variants` was given. Raises ValueError, KeyError, OSError or EOFError where the bytes are others."""
     try:
         with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
             outline = json.loads(str(arrays["outline"]))
