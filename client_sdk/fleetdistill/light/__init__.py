@@ -1,4 +1,4 @@
-"""A device without PyTorch: numpy and onnxruntime alone (extra `light`)."""
+"""A device without PyTorch, with NumPy and onnxruntime only (extra `light`)."""
 
 from fleetdistill.light.light import light_worker
 

@@ -1,6 +1,6 @@
-"""Answers of a device without PyTorch as files of ONNX: from an image to logits, in one graph.
+"""ONNX export of the model variants of a device without PyTorch, from inputs to logits in one graph.
 
-The graph is that of the run's extractor, with a few operators behind it. Needs the package `onnx`.
+Appends the classifier's operators to the graph of the run's extractor. Requires the package `onnx`.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from fleetdistill.training.onnx_file import (
 )
 
 _TOLERANCE = 1e-4
-_LEAST_OPSET = 18  # of ReduceMin with its axes as an input; the server's exports have it
-_OWN = "fleetdistill_"  # how the names of what is added begin
+_LEAST_OPSET = 18  # required by ReduceMin with axes as an input
+_OWN = "fleetdistill_"  # prefix of the names of added nodes
 _REFERENCE = Reference(
     "this device",
-    "the extractor's file does not take batches of any size; the server's operator has to mend it",
-    "the extractor's file answers otherwise than it did; the server's operator has to mend it",
+    "the extractor's file does not support every batch size; the server's operator must export it again",
+    "the extractor's file gives different outputs than before; the server's operator must export it again",
 )
 
 
 def export_variants(
     models: Mapping[str, LightModel], in_use: str, path: Path, samples: Array, metadata: Mapping[str, str]
 ) -> OnnxReport:
-    """Writes each answer beside `path` under its name, and the one in use at `path`.
+    """Writes each variant as `VARIANT.onnx` in the directory of `path`, and the one in use at `path`.
 
     Args:
-        models: The answers by name.
-        in_use: One of these names.
+        models: Variants by name.
+        in_use: Name of the variant in use.
         path: File to write; its directory must exist.
-        samples: Real inputs, `[n, *input_shape]`, n >= 1, on which each file is compared with its answer.
-        metadata: As `fleetdistill.training.onnx_export.export_onnx`.
+        samples: Inputs `[n, *input_shape]`, n >= 1, on which each file is compared with its variant.
+        metadata: Metadata of the file, as in `fleetdistill.training.onnx_export.export_onnx`.
 
     Returns:
-        About the file at `path`, with the largest difference of all.
+        Report on the file at `path`, with the largest difference over all variants.
 
     Raises:
-        ExportError: `onnx` is not installed, or a file would not answer like the device.
+        ExportError: `onnx` is not installed, or a file does not give the same outputs as the device.
     """
     _check_onnx()
     reports = {
@@ -70,8 +70,8 @@ def _check_onnx() -> None:
         import onnx  # noqa: F401
     except ImportError as error:
         raise ExportError(
-            "writing ONNX files needs the package onnx: pip install 'fleetdistill[onnx]', or say "
-            'Device(export_onnx="never"); device.model answers without any file'
+            "ONNX export requires the package onnx: pip install 'fleetdistill[onnx]', or use "
+            'Device(export_onnx="never"); device.model works without a file'
         ) from error
 
 
@@ -79,7 +79,7 @@ def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str
     batches = [samples[:1], samples if len(samples) > 1 else np.concatenate([samples, samples])]
     expected = [model(batch) for batch in batches]
     with temporary_beside(path) as temporary:
-        with doing("building the answer's graph"):
+        with doing("building the ONNX graph"):
             temporary.write_bytes(_graph_of(model).SerializeToString())
         size = finish(temporary, {**facts(samples.shape[1:], model.classes), **metadata})
         difference = compare(temporary, batches, expected, _TOLERANCE, _REFERENCE)
@@ -89,13 +89,13 @@ def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str
 
 
 def _graph_of(model: LightModel) -> Any:
-    """The extractor's graph with projection, space and closed form behind it (3.2, 3.6, 3.7, 3.9)."""
+    """Returns the extractor's graph with projection, space and closed form appended (3.2, 3.6, 3.7, 3.9)."""
     import onnx
 
     proto = onnx.load_model_from_string(model.extractor.data)
     (opset,) = (one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
     if opset < _LEAST_OPSET:
-        raise ExportError(f"the extractor's file has opset {opset}, an answer needs {_LEAST_OPSET} or newer")
+        raise ExportError(f"the extractor's file has opset {opset}, must be at least {_LEAST_OPSET}; update the server")
     added = _Chain(proto.graph)
     added.then("Flatten", axis=1)
     space = model.classifier.space
@@ -112,7 +112,7 @@ def _graph_of(model: LightModel) -> Any:
 
 
 class _Chain:
-    """Operators behind a graph's output, each on what the one before gives."""
+    """Chain of operators appended to a graph's output."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -120,21 +120,21 @@ class _Chain:
         self._count = 0
 
     def then(self, operator: str, constant: Array | None = None, **attributes: Any) -> None:
-        """Adds an operator, with a constant in float32 as its second input."""
+        """Appends an operator, with an optional float32 constant as its second input."""
         inputs = [self._value] if constant is None else [self._value, self._constant(constant.astype(np.float32))]
         self._value = self._node(operator, inputs, **attributes)
 
     def in_all_classes(self, labels: list[int], classes: int) -> None:
-        """From a column for each class of the space to one for each of the run; absent ones lie below all others."""
+        """Expands the space's classes to all classes of the run; missing ones get a value below all others."""
         least = self._node("ReduceMin", [self._value, self._constant(np.array([1], np.int64))], keepdims=1)
         below = self._node("Sub", [least, self._constant(np.array(BELOW_ALL, np.float32))])
         wide = self._node("Concat", [self._value, below], axis=1)
-        place = {label: number for number, label in enumerate(labels)}
-        columns = np.array([place.get(label, len(labels)) for label in range(classes)], np.int64)
+        position = {label: number for number, label in enumerate(labels)}
+        columns = np.array([position.get(label, len(labels)) for label in range(classes)], np.int64)
         self._value = self._node("Gather", [wide, self._constant(columns)], axis=1)
 
     def end(self, name: str, classes: int) -> None:
-        """Makes the last value the graph's only output."""
+        """Makes the last value the only output of the graph."""
         from onnx import TensorProto, helper
 
         self._graph.node.append(helper.make_node("Identity", [self._value], [name]))

@@ -1,9 +1,9 @@
-"""A device without PyTorch: numpy, and onnxruntime for the extractor that the server hands out.
+"""The compute backend without PyTorch: NumPy, and onnxruntime for the extractor from the server.
 
     device = Device(server=..., worker=light_worker((images, labels)), state_dir=..., export_onnx="never")
 
-It takes part in runs of class statistics whose extractor is fixed, beside devices with PyTorch, and has the same two
-answers, in closed form. Nothing here imports torch, onnx (but for an export) or safetensors.
+Such a device takes part in classstats runs with a fixed extractor, together with devices with PyTorch, and gets the
+same two model variants in closed form. Does not import torch or safetensors, and onnx only for an export.
 """
 
 from __future__ import annotations
@@ -39,38 +39,39 @@ if TYPE_CHECKING:
 METHOD = "classstats"
 _MODEL_NAME = "light"
 _SAMPLES_COMPARED = 64
-_WITH_TORCH = "let this device run with PyTorch: Device(model=..., data=...) with fleetdistill[train] installed"
+_WITH_TORCH = "use PyTorch on this device: install fleetdistill[train] and pass Device(model=..., data=...)"
 
 
 def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = None) -> MakeCompute:
-    """What `Device(worker=...)` takes on a device without PyTorch.
+    """Returns a `Device(worker=...)` argument for a device without PyTorch.
 
     Args:
-        data: Private training data: `(inputs, labels)` as numpy arrays, or a function that returns them. Inputs are
-            floats `[N, *input_shape]`, finite, images of scattering in [0, 1]; labels are integers in `[0, classes)`.
-        test_data: Data whose figures are reported to the server.
-        validation_data: Data that decide whether an answer replaces the one in use.
+        data: Private training data: `(inputs, labels)` as NumPy arrays, or a function that returns them. Inputs are
+            float `[N, *input_shape]`, finite, and in [0, 1] with `features = "scattering"`; labels are integers `[N]`
+            in `[0, classes)`.
+        test_data: Data on which each round's variants are scored. The scores are sent to the server.
+        validation_data: Data that decide whether a new variant replaces the app's model.
 
     Returns:
-        A function of the contract. It raises ConfigurationError for a run that such a device cannot take part in, and
-        DataError for data that do not fit the run.
+        A function of the contract that makes the compute backend. It raises ConfigurationError if the run requires
+        PyTorch, and DataError if the data do not fit the run.
     """
     return lambda contract: LightCompute(contract, data, test_data, validation_data)
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledArrays:
-    """Labelled samples in memory: `[N, *input_shape]` float32 and `[N]` int64."""
+    """Labelled samples: inputs `[N, *input_shape]` float32 and labels `[N]` int64."""
 
     inputs: Array
     labels: Array
 
 
 class LightCompute:
-    """Does a device's computing in numpy: a `fleetdistill.device.compute.Compute`. See `light_worker`.
+    """`fleetdistill.device.compute.Compute` with NumPy; made by `light_worker`.
 
     Attributes:
-        contract: The run's terms.
+        contract: Contract of the run.
         has_state: Whether the device's committed state is loaded.
     """
 
@@ -92,14 +93,14 @@ class LightCompute:
         )
         self._delivered: dict[str, LightModel] = {}
         self._in_use = ""
-        self._best = ""  # among the answers of the last ask
+        self._best = ""  # best variant of the last ask
         self._delivered_accuracy: float | None = None
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """What the device says of itself at check-in.
+        """Returns the device's profile for the check-in.
 
-        Extractor and features are the contract's, because it is the contract's own file that this device runs; the
-        file is held against them when it is here. A device is let in before it may download.
+        Extractor and features are copied from the contract: the device can download the contract's extractor file only
+        after the check-in, and verifies them then.
         """
         return contract_pb2.DeviceProfile(
             model_name=_MODEL_NAME,
@@ -114,42 +115,44 @@ class LightCompute:
         )
 
     def data_digest(self) -> bytes:
-        """SHA-256 over the training rows."""
+        """Returns the SHA-256 of the training data."""
         return self._digest
 
     @cached_property
     def _digest(self) -> bytes:
         return digest_of(self._data["train"].inputs, self._data["train"].labels)
 
-    # --- the extractor
+    # --- extractor
 
     def wanted_payloads(self) -> Sequence[bytes]:
-        """The extractor's file alone: the run's initial weights are in it."""
+        """Returns the digest of the extractor file, which includes the run's initial weights."""
         return [self.contract.extractor_file]
 
     def has_payload(self, sha256: bytes) -> bool:
-        """Whether the extractor is here."""
+        """Returns whether the extractor is loaded."""
         return self._extractor is not None
 
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
-        """Takes the extractor's file."""
-        found = extractor_of(parts, self.contract.input_shape, self.contract.threads)
+        """Loads the extractor file. Raises WireError if its features are not those of the contract."""
+        extractor = extractor_of(parts, self.contract.input_shape, self.contract.threads)
         declared = {one.name: prod(one.shape) for one in self.contract.features}
-        if declared.get(CUT, found.features) != found.features:
+        if declared.get(CUT, extractor.features) != extractor.features:
             raise WireError(
-                f"the run's extractor file makes {found.features} numbers of an input, its contract says "
-                f"{declared[CUT]}; the server's operator has to mend it"
+                f"the run's extractor file has {extractor.features} features per input, but the contract declares "
+                f"{declared[CUT]}; the server's operator must fix the run"
             )
-        self._extractor = found
+        self._extractor = extractor
 
     @property
     def _ready_extractor(self) -> OnnxExtractor:
         if self._extractor is None:
-            raise ModelError("the run's extractor file is not here yet; let the device take a step first")
+            raise ModelError(
+                "the run's extractor file has not been downloaded yet; call Device.step or Device.run first"
+            )
         return self._extractor
 
     def _features_of(self, split: str) -> Array:
-        """Projected features of own data, computed once."""
+        """Returns the projected features of a data split, computed once."""
         if split not in self._features:
             extractor = self._ready_extractor
             dimensions = self._config.dimensions_for(tuple(self.contract.input_shape), extractor.features)
@@ -159,16 +162,16 @@ class LightCompute:
     # --- state
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Not called: the weights that others start from are in the extractor's file."""
+        """Does nothing: the initial weights are in the extractor file."""
 
     def state(self) -> bytes:
-        """The fleet's space and its plan; all else is made of them and of own rows."""
+        """Returns the packed space and plan of the fleet, which with the device's data determine everything else."""
         spaces = {} if self._statistics.space is None else {"space": self._statistics.space}
         plan = None if self._statistics.plan is None else dict(self._statistics.plan.to_wire().values)
         return pack_variants({"plan": plan}, spaces, {})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Takes up committed state, and the delivered answers; how good those are on today's data is judged anew."""
+        """Restores the committed state and the delivered variants, whose accuracy is measured again when needed."""
         try:
             outline, spaces, _ = unpack_variants(saved)
             self._statistics.restore(spaces.get("space"), outline["plan"])
@@ -192,13 +195,13 @@ class LightCompute:
         self._in_use = outline["in_use"]
 
     def forget_state(self) -> None:
-        """What was learned since the last receipt does not count; the committed state is loaded again before use."""
+        """Discards changes since the last receipt; the device restores the committed state before the next use."""
         self.has_state = False
 
-    # --- work
+    # --- answers
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """Sends the statistics of own rows, or takes the fleet's space and says how its answers do on own data."""
+        """Returns the device's statistics, or loads the fleet's space and scores the variants made from it."""
         with faults_decline(f"step {ask.step!r}"):
             return self._answer(ask, parts, allow)
 
@@ -206,7 +209,9 @@ class LightCompute:
         if ask.step == "summarise":
             return Computed(self._statistics.summarise(), self.state())
         if ask.step != "learn":
-            raise WireError(f"a device without PyTorch has no step {ask.step!r}; is the SDK older than the server?")
+            raise WireError(
+                f"a device without PyTorch does not support step {ask.step!r}; update the SDK if the server is newer"
+            )
         answer = self._statistics.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
         if self._config.predictor == "trained":
             answer = replace(answer, notes={**answer.notes, "closed_form_instead": 1})
@@ -222,7 +227,7 @@ class LightCompute:
         return Computed(answer, self.state(), replacement, delivered, scores)
 
     def _variants(self) -> dict[str, SpaceClassifier]:
-        """Both of the last step."""
+        """Returns the variants made in the last step."""
         made = self._statistics.current_variants
         personal = made.personal
         return {
@@ -247,7 +252,7 @@ class LightCompute:
     # --- delivery
 
     def _judge(self, scores: Mapping[str, Counts], names: Sequence[str]) -> tuple[str, Replacement]:
-        """As with PyTorch; but before the first answer nothing is in use that it could be worse than."""
+        """Returns the best variant and whether it replaces the app's model; the first delivery always does."""
         if SPLIT not in self._data:
             return names[0], Replacement(replaced=True, variant=names[0])
         if self._delivered_accuracy is None and self._delivered:
@@ -255,13 +260,13 @@ class LightCompute:
         return judge({name: scores[place_of(SPLIT, name)].accuracy for name in names}, self._delivered_accuracy)
 
     def deliver(self, replacement: Replacement) -> None:
-        """Replaces the app's model, or keeps it: the last answer has its receipt."""
+        """Replaces or keeps the app's model."""
         if replacement.replaced:
             self._update_models(self._variants())
             self._in_use, self._delivered_accuracy = self._best, replacement.accuracy
 
     def _update_models(self, variants: Mapping[str, SpaceClassifier]) -> None:
-        """A model that the app holds already is filled, not replaced."""
+        """Updates the app's models in place; adds missing ones."""
         for name, classifier in variants.items():
             if name in self._delivered:
                 self._delivered[name].classifier = classifier
@@ -269,20 +274,20 @@ class LightCompute:
                 self._delivered[name] = self._model(classifier)
 
     def delivered_model(self) -> LightModel:
-        """The answer that is in use."""
+        """Returns the variant in use. Raises ModelError before the first delivery."""
         if not self._delivered:
             raise ModelError(
-                "this device has no answer yet: without PyTorch there is none before the fleet's first space; run the "
-                f"device until its event 'delivered', or ask whether {GENERAL!r} is in device.models"
+                "this device has no model yet; without PyTorch the first delivery provides it. "
+                f"Run the device until its event 'delivered', or check `{GENERAL!r} in device.models`"
             )
         return self._delivered[self._in_use]
 
     def delivered_models(self) -> Mapping[str, LightModel]:
-        """Both answers, once they are here."""
+        """Returns the delivered variants by name; empty before the first delivery."""
         return dict(self._delivered)
 
     def delivered_state(self) -> bytes:
-        """The app's answers, as `restore` takes them."""
+        """Returns the packed variants of the app, for `restore`."""
         return self._packed_delivery({}, self._in_use)
 
     def _packed_delivery(self, variants: Mapping[str, SpaceClassifier], in_use: str) -> bytes:
@@ -292,12 +297,12 @@ class LightCompute:
         return pack_variants(outline, {name: one.space for name, one in kept.items()}, priors)
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes both answers as ONNX, image to logits, and compares each with this device on its own samples.
+        """Writes the variants as ONNX, from inputs to logits, and compares each on the device's own samples.
 
-        `path` becomes a copy of the one in use.
+        `path` is a copy of the variant in use.
 
         Raises:
-            ExportError: The package `onnx` is not installed, or a file would not answer like the device.
+            ExportError: The package `onnx` is not installed, or a file does not give the same outputs as the device.
         """
         from fleetdistill.light.export import export_variants
 
@@ -307,7 +312,7 @@ class LightCompute:
             "method": self.contract.method,
             "class_names": ",".join(self.contract.classes),
         }
-        self.delivered_model()  # raises where there is none
+        self.delivered_model()  # raises ModelError before the first delivery
         return export_variants(self._delivered, self._in_use, path, self._samples_to_compare, metadata)
 
     @property
@@ -320,26 +325,26 @@ def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list
 
 
 def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
-    """Raises ConfigurationError for a run that a device without PyTorch cannot take part in.
+    """Returns the run's configuration. Raises ConfigurationError if the run requires PyTorch on the device.
 
-    With `predictor = "trained"` it takes part in closed form: what it sends is the same, and its answers are those of
-    a device that trains none. With `own_network = "taught"` it has no network to teach.
+    With `predictor = "trained"` the device sends the same statistics and uses closed-form classifiers. With
+    `own_network = "taught"` it has no network to train.
     """
     plan = Plan.read(contract.config)
     if contract.method != METHOD or plan.values.get("features") == "averaged":
         features = "" if contract.method != METHOD else ", features 'averaged'"
         raise ConfigurationError(
-            f"run {contract.run!r} has method {contract.method!r}{features}; without PyTorch a device takes part in "
-            f"{METHOD!r} with features 'scattering' or 'model': {_WITH_TORCH}"
+            f"run {contract.run!r} has method {contract.method!r}{features}; without PyTorch, only {METHOD!r} with "
+            f"features 'scattering' or 'model' is supported. To take part, {_WITH_TORCH}"
         )
     if not contract.extractor_file:
         raise ConfigurationError(
-            f"run {contract.run!r} hands out no extractor as a file, because its server could not export it or is "
-            f"older; export works with fleetdistill[onnx] on the server. Or {_WITH_TORCH}"
+            f"run {contract.run!r} provides no extractor file: the server could not export it, or is too old. "
+            f"Install fleetdistill[onnx] on the server, or {_WITH_TORCH}"
         )
-    found = config_of_contract(contract)
-    assert isinstance(found, ClassStatsConfig)
-    return found
+    config = config_of_contract(contract)
+    assert isinstance(config, ClassStatsConfig)
+    return config
 
 
 def _load(data: Any, contract: contract_pb2.Contract, features: str, name: str) -> LabelledArrays:
@@ -356,34 +361,34 @@ def _load(data: Any, contract: contract_pb2.Contract, features: str, name: str) 
 
 
 def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> LabelledArrays:
-    """An app's arrays, checked.
+    """Checks an app's arrays.
 
     Args:
-        data: `(inputs [N, *input_shape], labels [N])`. Inputs of any float type become float32.
-        input_shape: Of one input of the run.
-        classes: C of the run.
+        data: `(inputs, labels)`: float `[N, *input_shape]`, converted to float32, and integers `[N]`.
+        input_shape: Shape of one input of the run.
+        classes: Number of classes C of the run.
 
     Raises:
-        DataError: They are of another kind or shape, of unequal length, not finite, or a label is outside [0, C).
+        DataError: The arrays have an invalid type, shape or length, are not finite, or a label is outside [0, C).
     """
     if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, np.ndarray) for one in data)):
-        raise DataError(f"the data is of type {type(data).__name__}; give a tuple (inputs, labels) of numpy arrays")
+        raise DataError(f"the data is of type {type(data).__name__}, expected a tuple (inputs, labels) of NumPy arrays")
     inputs, labels = data
     if not np.issubdtype(inputs.dtype, np.floating):
         raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
     if inputs.ndim == 0 or inputs.shape[1:] != input_shape:
-        raise DataError(f"{shape_message(inputs.shape, input_shape)} as the run has it; reshape the inputs")
+        raise DataError(f"{shape_message(inputs.shape, input_shape)}, the run's input shape; reshape the inputs")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
-        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers of [samples]")
+        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]")
     if len(inputs) != len(labels):
         raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
     with np.errstate(over="ignore"):
         inputs = inputs.astype(np.float32, copy=False)
-    _check_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs hold NaN or infinity")
-    _check_rows((labels < 0) | (labels >= classes), f"the labels are not all in [0, {classes}), the run's class list")
+    _check_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs contain NaN or infinity")
+    _check_rows((labels < 0) | (labels >= classes), f"a label is outside [0, {classes}), the run's classes")
     return LabelledArrays(inputs, labels.astype(np.int64))
 
 
 def _check_rows(bad_n: Array, text: str) -> None:
     if bad_n.any():
-        raise DataError(f"{text}, first at row {int(bad_n.argmax())}; correct or drop such samples")
+        raise DataError(f"{text}, first at row {int(bad_n.argmax())}; correct or remove these samples")

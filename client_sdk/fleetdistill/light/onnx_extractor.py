@@ -1,8 +1,7 @@
-"""An extractor as the ONNX file that a run's contract names, for devices without PyTorch.
+"""The run's extractor as an ONNX file, for devices without PyTorch.
 
-The file comes from the server, so it is looked through before onnxruntime sees it: it may bring standard operators and
-its own numbers, nothing else. What ONNX calls external data would let it name files of the device, or addresses in its
-memory, as its weights.
+The file comes from the server, so it is checked before onnxruntime loads it: only standard operators and embedded
+weights are allowed. ONNX's external data could otherwise refer to files or memory of the device.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.training.time_limit import check_time
 
 PART = "extractor"
-"""Name of the only part of the payload that carries an extractor's file."""
+"""Name of the payload's part with the extractor file."""
 _INPUT = "input"
-_BATCH = 8  # of 28x28 images, 18 MB less than 32 need, and no slower
-_ADVICE = "the server's operator has to mend it"
-_STANDARD = (b"", b"ai.onnx")  # names of the domain of standard operators
+_BATCH = 8  # with 28x28 images as fast as 32, and uses 18 MB less memory
+_ADVICE = "the server's operator must fix the run"
+_STANDARD = (b"", b"ai.onnx")  # domain names of standard operators
 _DEEPEST = 50
-# Field numbers of onnx.proto: what lies within a message of a kind, as far as tensors and operators can be in it.
+# Field numbers in onnx.proto of the nested messages that can contain tensors or operators, by message.
 _WITHIN: Mapping[str, Mapping[int, str]] = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
@@ -43,23 +42,26 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 class OnnxExtractor:
-    """Inputs to projected features z, as `fleetdistill.methods.classstats.kept_features.FixedFeatures` with PyTorch.
+    """Extractor from inputs to features, with onnxruntime.
+
+    The counterpart with PyTorch is `fleetdistill.methods.classstats.kept_features.FixedFeatures`.
 
     Attributes:
-        features: F, numbers that the file makes of one input.
-        data: The file.
+        features: Number of features F of one input.
+        data: Content of the ONNX file.
     """
 
     def __init__(self, data: bytes, input_shape: Sequence[int], threads: int = 1) -> None:
-        """Loads the file and tries it.
+        """Loads the file and computes a test batch.
 
         Args:
-            data: With one input `input`, float32 `[batch, *input_shape]`, and one output, float32 `[batch, ...]`.
-            input_shape: Of the run.
-            threads: To compute with, at least 1; no more are taken than there are processors.
+            data: ONNX file with one input `input`, float32 `[batch, *input_shape]`, and one output, float32
+                `[batch, ...]`.
+            input_shape: Shape of one input of the run.
+            threads: Number of threads, at least 1; limited to the number of processors.
 
         Raises:
-            WireError: It is no such file.
+            WireError: The file is invalid.
             ModelError: onnxruntime is not installed.
         """
         self.data = data
@@ -69,19 +71,19 @@ class OnnxExtractor:
         self._signs: Array | None = None
 
     def of(self, inputs: Array) -> Array:
-        """What the file makes of inputs `[n, *input_shape]`: `[n, F]` float32.
+        """Returns features `[n, F]` float32 for inputs `[n, *input_shape]`.
 
         Raises:
-            WireError: It does not make finite numbers of them.
+            WireError: A feature is not finite.
         """
         return np.concatenate([np.zeros((0, self.features), np.float32), *self._batches(inputs)])
 
     def projected(self, inputs: Array, dimensions: int) -> Array:
-        """The same, projected: `[n, D]` float32; batch by batch, as F may be large."""
+        """Returns projected features `[n, D]` float32; computed in batches, because F can be large."""
         if self._signs is None or self._signs.shape[1] != dimensions:
             self._signs = projection(self.features, dimensions)
-        found = [np.zeros((0, dimensions), np.float32)]
-        return np.concatenate([*found, *(part @ self._signs for part in self._batches(inputs))])
+        empty = np.zeros((0, dimensions), np.float32)
+        return np.concatenate([empty, *(part @ self._signs for part in self._batches(inputs))])
 
     def _batches(self, inputs: Array) -> Iterator[Array]:
         for start in range(0, len(inputs), _BATCH):
@@ -89,16 +91,16 @@ class OnnxExtractor:
             part = self._run(inputs[start : start + _BATCH]).reshape(-1, self.features)
             if not np.isfinite(part).all():
                 row = start + int(np.argwhere(~np.isfinite(part))[0][0])
-                raise WireError(f"the run's extractor file makes numbers of row {row} that are not finite; {_ADVICE}")
+                raise WireError(f"the run's extractor file gives features of row {row} that are not finite; {_ADVICE}")
             yield part
 
     def _run(self, inputs: Array) -> Array:
         try:
             found = self._session.run(None, {_INPUT: np.ascontiguousarray(inputs, np.float32)})[0]
-        except Exception as error:  # onnxruntime has an error of its own kind for every fault
+        except Exception as error:  # onnxruntime raises its own exception types
             shape = list(self._input_shape)
             raise WireError(
-                f"the run's extractor file does not take inputs of shape {shape}: {_first_line(error)}; {_ADVICE}"
+                f"the run's extractor file does not accept inputs of shape {shape}: {_first_line(error)}; {_ADVICE}"
             ) from error
         if not isinstance(found, np.ndarray) or found.dtype != np.float32 or found.ndim < 2:
             text = f"{getattr(found, 'dtype', type(found).__name__)} of shape {list(np.shape(found))}"
@@ -110,24 +112,26 @@ class OnnxExtractor:
 
 
 def extractor_of(parts: Parts, input_shape: Sequence[int], threads: int) -> OnnxExtractor:
-    """The extractor in a payload's parts. Raises as `OnnxExtractor`."""
+    """Returns the extractor in a payload's parts. Raises the same errors as `OnnxExtractor`."""
     found = parts.get(PART)
     if not isinstance(found, NetworkFile):
         raise WireError(f"part {PART!r} is {type(found).__name__}, expected a NetworkFile; {_ADVICE}")
     if found.onnx.dtype != np.uint8 or found.onnx.ndim != 1:
-        raise WireError(f"part {PART!r} has {found.onnx.dtype} {list(found.onnx.shape)}, expected bytes; {_ADVICE}")
+        raise WireError(
+            f"part {PART!r} has {found.onnx.dtype} {list(found.onnx.shape)}, expected uint8 [bytes]; {_ADVICE}"
+        )
     return OnnxExtractor(found.onnx.tobytes(), input_shape, threads)
 
 
 def _loaded(data: bytes, threads: int) -> Any:
-    """A session of onnxruntime."""
+    """Returns a checked onnxruntime session for a file."""
     check_stands_alone(data)
     try:
         session = cpu_session(data, threads)
     except ImportError as error:
-        raise ModelError("a device without PyTorch needs onnxruntime: pip install 'fleetdistill[light]'") from error
+        raise ModelError("a device without PyTorch requires onnxruntime: pip install 'fleetdistill[light]'") from error
     except Exception as error:
-        text = f"the run's extractor file is no ONNX that runs here: {_first_line(error)}"
+        text = f"onnxruntime cannot load the run's extractor file: {_first_line(error)}"
         raise WireError(f"{text}; {_ADVICE}") from error
     inputs, outputs = ([one.name for one in found] for found in (session.get_inputs(), session.get_outputs()))
     if inputs != [_INPUT] or len(outputs) != 1:
@@ -141,38 +145,39 @@ def _first_line(error: Exception) -> str:
 
 
 def check_stands_alone(data: bytes) -> None:
-    """Raises WireError for a file with external data, with operators of a library, or that is no ONNX."""
+    """Raises WireError for a file with external data or non-standard operators, or that is not ONNX."""
     waiting: list[tuple[str, memoryview, int]] = [("model", memoryview(data), 0)]
     try:
         while waiting:
             kind, message, depth = waiting.pop()
             if depth > _DEEPEST:
-                raise WireError(f"the run's extractor file is nested more than {_DEEPEST} deep; {_ADVICE}")
+                raise WireError(f"the run's extractor file is nested more than {_DEEPEST} levels deep; {_ADVICE}")
             for number, value in _fields(message):
                 _check_field(kind, number, value)
                 inner = _WITHIN.get(kind, {}).get(number)
                 if inner is not None:
                     waiting.append((inner, _as_message(value), depth + 1))
     except (IndexError, ValueError) as error:
-        raise WireError(f"the run's extractor file is no ONNX: {error}; {_ADVICE}") from error
+        raise WireError(f"the run's extractor file is not a valid ONNX file: {error}; {_ADVICE}") from error
 
 
 def _check_field(kind: str, number: int, value: memoryview | int) -> None:
     if kind == "tensor" and (number == _TENSOR_EXTERNAL or (number == _TENSOR_LOCATION and value != 0)):
-        raise WireError(f"the run's extractor file has weights outside of itself; {_ADVICE}")
+        raise WireError(f"the run's extractor file refers to external weights, which are not allowed; {_ADVICE}")
     if kind == "node" and number == _NODE_DOMAIN and bytes(_as_message(value)) not in _STANDARD:
         domain = bytes(_as_message(value))[:50].decode(errors="replace")
-        raise WireError(f"the run's extractor file has an operator of {domain!r}, only standard ones run; {_ADVICE}")
+        text = f"the run's extractor file has an operator of domain {domain!r}, only standard operators are allowed"
+        raise WireError(f"{text}; {_ADVICE}")
 
 
 def _as_message(value: memoryview | int) -> memoryview:
     if isinstance(value, int):
-        raise ValueError("a number where a message is expected")
+        raise ValueError("expected a message, found a number")
     return value
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
-    """Numbers and values of a protobuf message's fields; nothing that is skipped is copied."""
+    """Yields field numbers and values of a protobuf message, without copying."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -186,9 +191,9 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
         elif wire_type in (_FIXED32, _FIXED64):
             size = 4 if wire_type == _FIXED32 else 8
         else:
-            raise ValueError(f"a field of wire type {wire_type}")
+            raise ValueError(f"a field has wire type {wire_type}")
         if at + size > len(message):
-            raise ValueError("a field goes on after its message")
+            raise ValueError("a field is longer than its message")
         yield number, message[at : at + size]
         at += size
 
@@ -201,4 +206,4 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise ValueError("a number of more than ten bytes")
+    raise ValueError("a number has more than ten bytes")
