@@ -1,7 +1,7 @@
-"""The demo: five devices with five different models learn together on real digits, over real gRPC.
+"""The demo: five devices with five different models train together on real digits, over real gRPC.
 
-First a method of many rounds, then the same fleet makes one exchange of class statistics. Front, engine and devices are
-processes of their own on the loopback. `make demo` runs this.
+Runs a method with several rounds, then classstats with a single exchange on the same fleet. Front, engine and devices
+are separate processes on this machine. `make demo` runs this script.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from fleetdistill_server.simulation import (
     write_report,
 )
 
-SEED = 2026  # not chosen by its result; the settings are the defaults, which were found on other seeds
+SEED = 2026  # arbitrary; the default settings were chosen on other seeds
 ONE_EXCHANGE = "classstats"
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def demo(wanted: Simulation) -> None:
-    """The method with its controls; then, unless it is that one itself, one exchange of class statistics."""
+    """Runs the method with its controls, then one exchange of class statistics unless that is the method."""
     report = simulate_with_progress(wanted, if_there="overwrite")
     show_run(report)
     if wanted.method != ONE_EXCHANGE:
@@ -48,7 +48,7 @@ def demo(wanted: Simulation) -> None:
 
 
 def then_exchange(wanted: Simulation, report: FleetReport) -> FleetReport:
-    """The same data, partition, seed and devices with class statistics; its comparison and curves join the report's."""
+    """Runs classstats on the same fleet; returns the report with both comparisons and curves."""
     out = wanted.out / ONE_EXCHANGE
     exchange = simulate_with_progress(same_fleet(wanted, report, out), if_there="overwrite")
     print(*exchange_lines(exchange, out), sep="\n")
@@ -62,7 +62,7 @@ def then_exchange(wanted: Simulation, report: FleetReport) -> FleetReport:
 
 
 def same_fleet(wanted: Simulation, report: FleetReport, out: Path) -> Simulation:
-    """What the first simulation was about, for the exchange; its controls are there already."""
+    """Returns the settings of the exchange: the fleet of the first simulation, without controls."""
     return replace(
         wanted,
         method=ONE_EXCHANGE,

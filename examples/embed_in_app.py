@@ -1,8 +1,8 @@
-"""An app with a device of the fleet in it: takes part in the run of examples/run.toml with its own digits.
+"""An app with an embedded device: takes part in the run of examples/run.toml with its own digits.
 
     python examples/embed_in_app.py --server 127.0.0.1:50051 --state-dir out/device-0 --model digits_linear --part 0/3
 
-Ctrl-C ends it after the step it is in, a second Ctrl-C at once; started again it goes on where it was.
+Ctrl-C stops the device after its current step, a second Ctrl-C immediately. It resumes when it is started again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleetdistill import COLUMNS, Device, Event, FleetDistillError
 
 
 def main() -> int:
-    """Takes part until the run is over or someone presses Ctrl-C."""
+    """Takes part until the run is finished or Ctrl-C is pressed."""
     given = parse_arguments()
     training, validation, test = load_own_digits(*given.part)
     try:
@@ -33,13 +33,13 @@ def main() -> int:
             run=given.run,
             device_id=given.device_id,
             enrolment=given.enrolment,
-            allow=COLUMNS,  # FedDKC needs the labels of the samples: the app says that they may leave
+            allow=COLUMNS,  # FedDKC requires the labels, which do not leave the device by default
             on_event=show,
         ) as device:
             stop_on_ctrl_c(device)
             device.run()
     except KeyboardInterrupt:
-        print("ended at once; nothing that the server acknowledged is lost")
+        print("stopped immediately; every acknowledged answer is safe")
     except FleetDistillError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -47,23 +47,23 @@ def main() -> int:
     return 0
 
 
-def build_my_model(name: str):  # type: ignore[no-untyped-def]  # a torch module; torch is loaded when it is needed
-    """The app's own model: here one of the zoo, elsewhere `split_sequential(nn.Sequential(...), after=...)`."""
+def build_my_model(name: str):  # type: ignore[no-untyped-def]  # returns a torch module; torch is imported when it is needed
+    """Builds the app's model: here a built-in one, in an app `split_sequential(nn.Sequential(...), after=...)`."""
     from fleetdistill.models import build_model
 
     return build_model(name, input_shape=(1, 8, 8), classes=10)
 
 
 def show(event: Event) -> None:
-    """Prints what the device says."""
+    """Prints an event of the device."""
     print(f"{event.kind:>10}  {event.text}", flush=True)
 
 
 def stop_on_ctrl_c(device: Device) -> None:
-    """The first signal stops the device after the step it is in, a second one raises KeyboardInterrupt."""
+    """Makes the first signal stop the device after its current step, and a second one raise KeyboardInterrupt."""
 
     def stop(number: int, frame: object) -> None:
-        print("stopping after this step; Ctrl-C again ends at once", flush=True)
+        print("stopping after this step; press Ctrl-C again to stop immediately", flush=True)
         device.stop()
         signal.signal(number, signal.default_int_handler)
 
@@ -72,24 +72,24 @@ def stop_on_ctrl_c(device: Device) -> None:
 
 
 def use_model(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """What the app does with the result: inference with onnxruntime, no torch needed."""
+    """Uses the result: inference with onnxruntime, without torch."""
     if not path.exists():
-        print("no round was delivered yet, so there is no model.onnx")
+        print("no round has been delivered yet, so there is no model.onnx")
         return
     import onnxruntime
 
     logits = onnxruntime.InferenceSession(str(path)).run(["logits"], {"input": images})[0]
-    print(f"{path} knows {np.mean(logits.argmax(1) == labels):.1%} of {len(labels)} digits it was not trained on")
+    print(f"{path} classifies {np.mean(logits.argmax(1) == labels):.1%} of {len(labels)} unseen digits correctly")
 
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
 def load_own_digits(part: int, parts: int) -> tuple[Pair, Pair, Pair]:
-    """This device's share of scikit-learn's digits; no two parts overlap.
+    """Returns this device's share of scikit-learn's digits; shares do not overlap.
 
     Returns:
-        What it trains on, what decides whether a round's model becomes the app's, and what neither has seen.
+        Training, validation and test data.
     """
     from sklearn.datasets import load_digits
 
@@ -105,12 +105,14 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
-    parser.add_argument("--enrolment", help="the operator's token, or the file it is in, for a server with TLS")
-    parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
+    parser.add_argument("--enrolment", help="token from the operator, or a file with it, for a server with TLS")
+    parser.add_argument("--state-dir", type=Path, required=True, help="directory used only by this device")
     parser.add_argument("--model", default="digits_mlp_small", help="device model, see docs/reference/models.md")
-    parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")
-    parser.add_argument("--run", default="", help="name of the run; not needed where the server has only one")
-    parser.add_argument("--device-id", help="its name in the fleet; a UUID by default")
+    parser.add_argument(
+        "--part", type=parse_part, default=(0, 1), help="share of the digits that the device has, such as 0/3"
+    )
+    parser.add_argument("--run", default="", help="name of the run; optional if the server has a single run")
+    parser.add_argument("--device-id", help="name of the device in the fleet; default: a UUID")
     return parser.parse_args()
 
 

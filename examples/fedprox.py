@@ -1,11 +1,11 @@
-"""A method of your own in one file: FedProx, which keeps local training near the global model.
+"""A custom method in one file: FedProx, which keeps local training close to the global model.
 
     python examples/fedprox.py                    # in this process
-    python examples/fedprox.py --link grpc        # server and devices in processes of their own
+    python examples/fedprox.py --link grpc        # server and devices in separate processes
     cd examples && fleetdistill simulate --import fedprox --method fedprox --set mu=0.1
 
-In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app of a device imports this module, or installs a
-package that declares it as an entry point (docs/explanation/architecture.md, "A method of your own").
+In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app imports this module, or installs a package that
+declares it as an entry point (docs/explanation/architecture.md, "A method of your own").
 
 Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, algorithm 2: in round t device k minimises
 h_k(w; w_t) = F_k(w) + mu/2 ||w - w_t||^2, and the server averages. With mu = 0 it is FedAvg.
@@ -34,7 +34,7 @@ from fleetdistill_server.methods.fedavg import FedAvgServer
 
 @dataclass(frozen=True, kw_only=True)
 class FedProxConfig(FedAvgConfig):
-    """FedAvg's settings, and the weight of the proximal term: the paper tunes it over 0.001, 0.01, 0.1 and 1."""
+    """Settings of FedAvg, and the weight of the proximal term; the paper tries 0.001, 0.01, 0.1 and 1."""
 
     mu: float = 0.1
 
@@ -44,7 +44,7 @@ class FedProxConfig(FedAvgConfig):
 
 
 def proximal_term(model: nn.Module, start: list[Tensor], mu: float) -> Tensor:
-    """mu/2 ||w - w_t||^2 over the trainable parameters; `start` are those of the global model."""
+    """Returns mu/2 ||w - w_t||^2 over the trainable parameters; `start` has the global model's."""
     return mu / 2 * sum(((w - w_t) ** 2).sum() for w, w_t in zip(model.parameters(), start, strict=True))
 
 
@@ -55,7 +55,7 @@ class FedProxDevice(FedAvgDevice):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """One round on this device, from the global model that the ask brings."""
+        """Trains for one round, starting from the global model in the ask."""
         model, data = self.local.model, self.local.data
         take_weights(model, ask.part("parameters", ModelParameters))
         start = [w.detach().clone() for w in model.parameters()]
@@ -85,7 +85,7 @@ register("fedprox", FedProxServer)
 
 
 def main() -> None:
-    """FedAvg, and FedProx with several mu, on the same fleet: mu = 0 gives FedAvg's figures to the bit."""
+    """Compares FedAvg and FedProx with several mu on the same fleet; mu = 0 gives exactly FedAvg's accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", choices=["memory", "grpc"], default="memory")

@@ -1,9 +1,9 @@
-"""One hostile device of ten, and what `[method] robust` does about it: FedAvg on the digits, four runs of seconds each.
+"""The effect of one hostile device in ten, with and without `[method] robust`: four short FedAvg runs on the digits.
 
     python examples/hostile_fleet.py --attack reversed --rounds 6
 
-The same data, partition and first weights each time. Shown is the global model's accuracy after every round, and whom
-the server named. The attacks are those of `fleetdistill_server.simulation.spec.hostile`.
+All runs use the same data, partition and initial weights. The table shows the global model's accuracy after each round
+and the devices that the server reported. `fleetdistill_server.simulation.spec.hostile` defines the attacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     """Runs the fleet with and without the attack and the defence, and prints a table."""
     given = parse_arguments()
     table = Table(title=f"FedAvg, {given.devices} devices; the hostile one {ATTACKS[given.attack]}")
-    for name in ("", "robust", "accuracy by round", "named by the server"):
+    for name in ("", "robust", "accuracy by round", "reported by the server"):
         table.add_column(name)
     for hostile in (0, 1):
         for robust in ("off", "gross"):
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(hostile: int, robust: str, given: argparse.Namespace) -> tuple[str, str]:
-    """One simulation; accuracies and names, or that the run came to nothing."""
+    """Runs one simulation; returns the accuracies and the reported devices as text."""
     wanted = Simulation(
         method="fedavg",
         settings={"robust": robust},
@@ -48,13 +48,13 @@ def run(hostile: int, robust: str, given: argparse.Namespace) -> tuple[str, str]
     try:
         report = simulate(wanted, if_there="overwrite")
     except RunError:
-        return "the run ends: no round has a result", ""
+        return "the run failed: no round has a result", ""
     accuracies = " ".join("-" if one is None else f"{one:.0%}" for one in report.global_accuracy_by_round)
     return accuracies, ", ".join(report.named)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attack", choices=list(ATTACKS), default="reversed")
     parser.add_argument("--devices", type=int, default=10)

@@ -1,10 +1,9 @@
-"""An app with a device of the fleet in it, without PyTorch: for a Raspberry Pi, with numpy and onnxruntime alone.
+"""An app with an embedded device without PyTorch, for example on a Raspberry Pi: NumPy and onnxruntime only.
 
     python examples/light_device.py --server 127.0.0.1:50051 --state-dir out/pi-0 --part 0/3
 
-It takes part in a run of class statistics with its own digits (install fleetdistill[light]; the digits are
-scikit-learn's, an app brings its own data). Ctrl-C ends it after the step it is in, a second Ctrl-C at once; started
-again it goes on where it was.
+It takes part in a classstats run with its own digits, from scikit-learn. Install fleetdistill[light]. Ctrl-C stops the
+device after its current step, a second Ctrl-C immediately. It resumes when it is started again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fleetdistill.light import light_worker
 
 
 def main() -> int:
-    """Takes part until the run is over or someone presses Ctrl-C."""
+    """Takes part until the run is finished or Ctrl-C is pressed."""
     given = parse_arguments()
     training, validation, test = load_own_digits(*given.part)
     try:
@@ -32,12 +31,12 @@ def main() -> int:
             run=given.run,
             device_id=given.device_id,
             enrolment=given.enrolment,
-            export_onnx="never",  # writing files needs the package onnx; device.model answers without
+            export_onnx="never",  # exporting requires the package onnx; device.model works without it
             on_event=show,
         ) as device:
             stop_on_ctrl_c(device)
             device.run()
-            use_answers(device, *test)
+            use_models(device, *test)
     except FleetDistillError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -45,15 +44,15 @@ def main() -> int:
 
 
 def show(event: Event) -> None:
-    """Prints what the device says."""
+    """Prints an event of the device."""
     print(f"{event.kind:>10}  {event.text}", flush=True)
 
 
 def stop_on_ctrl_c(device: Device) -> None:
-    """The first signal stops the device after the step it is in, a second one raises KeyboardInterrupt."""
+    """Makes the first signal stop the device after its current step, and a second one raise KeyboardInterrupt."""
 
     def stop(number: int, frame: object) -> None:
-        print("stopping after this step; Ctrl-C again ends at once", flush=True)
+        print("stopping after this step; press Ctrl-C again to stop immediately", flush=True)
         device.stop()
         signal.signal(number, signal.default_int_handler)
 
@@ -61,23 +60,23 @@ def stop_on_ctrl_c(device: Device) -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def use_answers(device: Device, images: np.ndarray, labels: np.ndarray) -> None:
-    """What the app does with the result."""
+def use_models(device: Device, images: np.ndarray, labels: np.ndarray) -> None:
+    """Uses the result: inference with each model variant."""
     if not device.models:
-        print("no round was delivered yet, so there is no answer")
+        print("no round has been delivered yet, so there is no model")
     for name, model in device.models.items():
-        known = np.mean(model.predict(images) == labels)
-        print(f"the {name} answer knows {known:.1%} of {len(labels)} digits that it has not seen")
+        accuracy = np.mean(model.predict(images) == labels)
+        print(f"the {name} model classifies {accuracy:.1%} of {len(labels)} unseen digits correctly")
 
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
 def load_own_digits(part: int, parts: int) -> tuple[Pair, Pair, Pair]:
-    """This device's share of scikit-learn's digits; no two parts overlap.
+    """Returns this device's share of scikit-learn's digits; shares do not overlap.
 
     Returns:
-        What it makes statistics of, what decides whether a round's answer becomes the app's, and what neither has seen.
+        Training, validation and test data.
     """
     from sklearn.datasets import load_digits
 
@@ -93,11 +92,13 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
-    parser.add_argument("--enrolment", help="the operator's token, or the file it is in, for a server with TLS")
-    parser.add_argument("--state-dir", type=Path, required=True, help="directory of this device alone")
-    parser.add_argument("--part", type=parse_part, default=(0, 1), help="which share of the digits it has, such as 0/3")
-    parser.add_argument("--run", default="", help="name of the run; not needed where the server has only one")
-    parser.add_argument("--device-id", help="its name in the fleet; a UUID by default")
+    parser.add_argument("--enrolment", help="token from the operator, or a file with it, for a server with TLS")
+    parser.add_argument("--state-dir", type=Path, required=True, help="directory used only by this device")
+    parser.add_argument(
+        "--part", type=parse_part, default=(0, 1), help="share of the digits that the device has, such as 0/3"
+    )
+    parser.add_argument("--run", default="", help="name of the run; optional if the server has a single run")
+    parser.add_argument("--device-id", help="name of the device in the fleet; default: a UUID")
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""A fleet on data of your own: arrays in memory, or an .npz file on the command line.
+"""A fleet on custom data: arrays in memory, or an .npz file on the command line.
 
     python examples/own_data.py
     cd examples && fleetdistill simulate --data ../out/own-data/wine.npz --method fedavg --model own_model:wide \\
         --devices 3 --partition classes_random
 
-The data are scikit-learn's wines: 178 rows of 13 measurements from 3 growers. They are no images, which the built-in
-models read, so the model is one of own_model.py. Each device has wines of two growers and learns the third from others.
+The data are scikit-learn's wines: 178 rows of 13 measurements from 3 growers. The built-in models expect images, so the
+model is one of own_model.py. Each device has wines from two growers and learns about the third from other devices.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fleetdistill_server import Simulation, simulate
 
 
 def wines() -> dict[str, np.ndarray]:
-    """Inputs `[178, 13]` float32, each measurement with mean 0 and deviation 1, labels in [0, 3), and class names."""
+    """Returns inputs `[178, 13]` float32, standardized per measurement, labels in [0, 3), and class names."""
     wine = load_wine()
     inputs = (wine.data - wine.data.mean(0)) / wine.data.std(0)
     return {"inputs": inputs.astype(np.float32), "labels": wine.target, "classes": wine.target_names}
 
 
 def main() -> None:
-    """Simulates the fleet, and writes the same data as a file for the command line."""
+    """Simulates the fleet, and writes the data to a file for the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--link", choices=["memory", "grpc"], default="memory")
@@ -48,9 +48,9 @@ def main() -> None:
     )
     report = simulate(wanted, if_there="overwrite")
     np.savez(given.out / "wine.npz", **wines())
-    print(f"{len(report.class_names)} classes: {', '.join(report.class_names)}; each device has wines of two of them")
+    print(f"{len(report.class_names)} classes: {', '.join(report.class_names)}; each device has wines from two of them")
     print(f"alone {report.mean_accuracy_alone:.1%}, in the fleet {report.mean_accuracy_fleet:.1%} of the test part")
-    print(f"the same data as a file: {given.out / 'wine.npz'}")
+    print(f"wrote the data to {given.out / 'wine.npz'}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Models of your own in a fleet: an extractor that all device models begin with, two predictors, the server's model.
+"""Custom models in a fleet: a common extractor of all device models, two device models, and a server model.
 
     python examples/own_model.py
     cd examples && fleetdistill simulate --extractor own_model:extractor --server-model own_model:server_model \\
         --model own_model:narrow --model own_model:wide --set learning_rate=0.05
 
-Any function at the top level of a module makes a model: processes of server and devices import it by its path.
+A model is made by a function at the top level of a module, which server and device processes import by its path.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ FEATURES = 64
 
 
 def extractor(input_shape: Sequence[int]) -> nn.Sequential:
-    """What every device model begins with: inputs `[batch, *input_shape]` to features `[batch, 64]`."""
+    """Makes the common extractor: inputs `[batch, *input_shape]` to features `[batch, 64]`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), FEATURES), nn.ReLU())
 
 
 def narrow(input_shape: Sequence[int], classes: int) -> SplitModel:
-    """The extractor, and one layer to the classes."""
+    """Makes a model of the extractor and one linear layer."""
     return split_sequential(nn.Sequential(*extractor(input_shape), nn.Linear(FEATURES, classes)), after=3)
 
 
 def wide(input_shape: Sequence[int], classes: int) -> SplitModel:
-    """The extractor, and a hidden layer of 64."""
+    """Makes a model of the extractor, a hidden layer of 64 and a linear layer."""
     head = (nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, classes))
     return split_sequential(nn.Sequential(*extractor(input_shape), *head), after=3)
 
 
 def server_model(feature_shape: Sequence[int], classes: int) -> nn.Sequential:
-    """The server's predictor over the devices' features."""
+    """Makes the server's predictor on the devices' features."""
     return nn.Sequential(nn.Linear(prod(feature_shape), 64), nn.ReLU(), nn.Linear(64, classes))
 
 
 def main() -> None:
-    """A fleet of both models on the digits."""
+    """Simulates a fleet of both models on the digits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", choices=["memory", "grpc"], default="memory")

@@ -1,9 +1,9 @@
-"""Compares FedDKC's refinements on one simulated fleet, with training alone as the control.
+"""Compares FedDKC's refinements on one simulated fleet, with local training as the control.
 
     python examples/simulate_fleet.py --rounds 10 --alpha 0.5 --seed 0
 
-All runs share data, partition and first weights, so their differences come from the refinement. One seed shows no more
-than how to compare; benchmarks/experiments/feddkc.py does it over several.
+All runs use the same data, partition and initial weights, so their differences come from the refinement. One seed only
+demonstrates the comparison; benchmarks/experiments/feddkc.py uses several seeds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def main() -> None:
 
 
 def run(refinement: str, given: argparse.Namespace) -> FleetReport:
-    """One simulation in this process; its report, picture and models are in a folder of its own."""
+    """Runs one simulation in this process, with its own folder for report, plot and models."""
     wanted = Simulation(
         settings={"refinement": refinement},
         rounds=given.rounds,
         alpha=given.alpha,
         seed=given.seed,
-        with_alone=refinement == REFINEMENTS[0],  # the same for all of them
+        with_alone=refinement == REFINEMENTS[0],  # equal for all refinements
         with_fedavg=False,
         out=given.out / refinement,
     )
@@ -44,7 +44,7 @@ def run(refinement: str, given: argparse.Namespace) -> FleetReport:
 
 
 def compare(reports: dict[str, FleetReport]) -> Table:
-    """Mean accuracy of the devices on the global test part and on their own classes, and what they sent."""
+    """Returns a table of the devices' mean accuracy, on all and on their own classes, and of the bytes sent."""
     alone = reports[REFINEMENTS[0]]
     assert alone.mean_accuracy_alone is not None
     assert alone.mean_own_accuracy_alone is not None
@@ -63,7 +63,12 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--alpha", type=float, default=0.5, help="small: every device lacks classes; large: all alike")
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        default=0.5,
+        help="Dirichlet parameter: small values give devices different classes, large ones equal shares",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/refinements"))
     return parser.parse_args()
