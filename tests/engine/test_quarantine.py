@@ -175,7 +175,7 @@ def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> N
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, deadline passed")
-    assert "out for the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
+    assert "drops out of the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
 
 
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:

@@ -221,7 +221,7 @@ class StoreCohort:
             try:
                 rows.append(self._ask_row(step, number, device, payload, expects))
             except (KnowledgeError, WireError) as error:  # one device's payload must not end the run for all
-                text = f"step {step!r} cannot be sent to {device}; the device is excluded from this round: {error}"
+                text = f"step {step!r} cannot be sent to {device}; the device drops out of the round: {error}"
                 self.event("not-asked", text[:_LONGEST_EVENT], device)
         for row in rows:
             old = known.get(row["device"])
@@ -240,7 +240,7 @@ class StoreCohort:
         return True
 
     def _check_asked(self, ask: Row) -> None:
-        """Excludes a device from the round if the stored payload of its ask is lost, since a replay differs from it."""
+        """Drops a device from the round if the stored payload of its ask is lost, since a replay differs from it."""
         try:
             self._store.blobs.open(ask["payload"], verify=True)
         except DamagedError as damage:
@@ -248,7 +248,7 @@ class StoreCohort:
             with self._store.transaction():
                 self._store.asks.close(ask["id"], f"the payload of the ask was lost on the server: {damage}")
                 text = f"the payload of step {ask['step']!r} for {ask['device']} was lost on the server"
-                self.event("quarantined", f"{text}; the device is excluded from this round. {damage}", ask["device"])
+                self.event("quarantined", f"{text}; the device drops out of the round. {damage}", ask["device"])
 
     def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
         parts = payload(device) if callable(payload) else payload

@@ -128,7 +128,7 @@ class Asks:
         return True
 
     def close(self, ask: int, reason: str) -> None:
-        """Closes an open ask with a reason; its device is out for the round."""
+        """Closes an open ask with a reason; its device drops out of the round."""
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shortened(reason), ask)
 
@@ -145,9 +145,8 @@ class Asks:
     def withdraw_upload(self, ask: int, why: str) -> None:
         """Withdraws the accepted answer to an ask because its payload is missing or damaged, and adds an event.
 
-        The device is asked again with the same deadline while the round is open; otherwise it is out for the round. An
-        answer
-        that was already withdrawn is left unchanged.
+        The device is asked again with the same deadline while the round is open; otherwise it drops out of the round.
+        An answer that was already withdrawn is left unchanged.
 
         Args:
             ask: Id of the ask.
@@ -168,7 +167,7 @@ class Asks:
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
                 *("open" if again else "out", None if again else f"its answer was lost on the server, {out}", ask),
             )
-            then = "the device is asked again" if again else f"the device is out for the round: {out}"
+            then = "the device is asked again" if again else f"the device drops out of the round: {out}"
             text = f"the answer of {row['device']} to step {row['step']!r} was lost on the server; {then}. {why}"
             self._history.add_event(row["run"], "quarantined", text, number=row["round"], device=row["device"])
 

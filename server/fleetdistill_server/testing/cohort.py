@@ -5,7 +5,7 @@
     assert [one.step for one in cohort.asked] == ["train", "train"]
 
 A method computes the same values as in a run: payloads and answers are encoded and decoded, seeds and device samples
-are the same, and a device that does not answer is out for the round.
+are the same, and a device that does not answer drops out of the round.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class FakeCohort:
         except (KnowledgeError, WireError) as error:
             self.event(
                 "not-asked",
-                f"step {step!r} cannot be sent to {device}; the device is excluded from this round: {error}",
+                f"step {step!r} cannot be sent to {device}; the device drops out of the round: {error}",
                 device,
             )
             self._in_round.discard(device)
