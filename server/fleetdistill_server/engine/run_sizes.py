@@ -1,4 +1,4 @@
-"""The sizes of a run, measured on the models and data that its run.toml names, for `fleetdistill methods run.toml`."""
+"""Measures the sizes of a run's models and data for `fleetdistill methods run.toml`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fleetdistill_server.methods.traffic import Sizes
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Sizes that a run.toml fixes.
+    """Sizes that a run.toml determines.
 
     Attributes:
         method: Name of the run's method.
         config: The method's configuration.
-        fleet: Sizes for any method: of the contract, [model] and [proxy]; others have their defaults.
-        own: Sizes that the run's method itself measures, by field name; for its row alone.
+        fleet: Sizes from [contract], [model] and [proxy], which apply to every method; the others are defaults.
+        own: Sizes that only the run's own method determines, by field name.
     """
 
     method: str
@@ -36,7 +36,7 @@ class RunSizes:
     own: Mapping[str, Any]
 
     def of_method(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes for the run's own method, without changing those that differ from `fleet`."""
+        """Returns the sizes for the run's own method: `own`, except where `sizes` already overrides `fleet`."""
         free = {name for name in self.own if getattr(sizes, name) == getattr(self.fleet, name)}
         return replace(sizes, **{name: self.own[name] for name in free})
 
