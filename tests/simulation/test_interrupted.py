@@ -225,7 +225,7 @@ def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
         "interrupted before the first round was complete; continue with --resume --out out"
     )
     assert interrupted_line(Interrupted(None, begun=False), Path("out")) == (
-        "interrupted before the simulation began; nothing was changed in out: run the same command again"
+        "interrupted before the simulation started; nothing was changed in out; run the command again"
     )
 
 
@@ -279,7 +279,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
         assert told.stderr == (f"interrupted before the first round was complete; continue with --resume --out {out}\n")
         assert saved_simulation(out).rounds == 3
     else:
-        assert "interrupted before the simulation began" in told.stderr
+        assert "interrupted before the simulation started" in told.stderr
         assert not out.exists()
 
 

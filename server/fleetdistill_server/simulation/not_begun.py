@@ -5,4 +5,4 @@ from pathlib import Path
 
 def not_begun(out: Path) -> str:
     """Returns the line that is printed after Ctrl-C in a simulation that had not begun."""
-    return f"interrupted before the simulation began; nothing was changed in {out}: run the same command again"
+    return f"interrupted before the simulation started; nothing was changed in {out}; run the command again"
