@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,3 +45,12 @@ def log_as_before() -> Iterator[None]:
         if type(handler) is logging.StreamHandler:  # not pytest's own
             root.removeHandler(handler)
     logging.captureWarnings(False)
+
+
+@pytest.fixture(autouse=True)
+def cheap_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but not drawn, which takes longer than most fleets; tests marked `pictures` draw them."""
+    drawing = "fleetdistill_server.simulation.report.plots" in sys.modules
+    if drawing and importlib.util.find_spec("matplotlib") and request.node.get_closest_marker("pictures") is None:
+        figure = importlib.import_module("matplotlib.figure")
+        monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **given: Path(file).write_bytes(b""))

@@ -253,6 +253,7 @@ DEVICE_KEYS = {
 }
 
 
+@pytest.mark.pictures
 def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
     report = printed("simulate", "--link", "memory", *SMALL, "--set", "refinement=kkr", "--out", tmp_path)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -265,7 +266,7 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
         assert device["bytes_up"] > device["samples"] * 128 * 2
         assert (tmp_path / device["onnx_file"]).is_file()
         assert device["onnx_max_difference"] < 1e-4
-    assert (tmp_path / "fleet.png").is_file()
+    assert (tmp_path / "fleet.png").stat().st_size > 10_000, "drawn, as the other tests do without"
 
 
 @pytest.mark.parametrize(

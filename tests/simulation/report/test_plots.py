@@ -26,6 +26,8 @@ from fleetdistill_server.simulation.report.plots import plot_comparison, plot_pa
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
+pytestmark = pytest.mark.pictures
+
 CLASSES = tuple("abcdefghij")
 
 
