@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.forked import ForkedProgram
 from support.outside import EXAMPLES, fresh_process
 from torch import nn
 
@@ -21,17 +19,20 @@ from fleetdistill.training.local_training import as_tensor_data
 from fleetdistill.training.parameters import model_parameters
 
 
-def run(name: str, *options: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(name: str, folder: Path, *options: str) -> str:
+    """What an example prints that is run as a script; its files go to `folder`/out."""
+    program = ForkedProgram([EXAMPLES / f"{name}.py", *options, "--out", folder / "out"], folder / "log")
+    program.start()
+    try:
+        assert program.ended() == 0, program.said
+    finally:
+        program.kill()
+    return program.said
 
 
 @pytest.mark.slow
 def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> None:
-    shown = run("fedprox", "--rounds", "1", "--out", str(tmp_path / "out"))
+    shown = run("fedprox", tmp_path, "--rounds", "1")
     rates = dict(re.findall(r"^(.+?) +global model ([\d.]+%)$", shown, flags=re.M))
     assert list(rates) == ["FedAvg", "FedProx, mu = 0", "FedProx, mu = 0.1", "FedProx, mu = 1"]
     assert rates["FedProx, mu = 0"] == rates["FedAvg"]
@@ -40,7 +41,7 @@ def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> None:
-    shown = run("own_data", "--rounds", "5", "--out", str(tmp_path / "out"))
+    shown = run("own_data", tmp_path, "--rounds", "5")
     found = re.search(r"alone ([\d.]+)%, in the fleet ([\d.]+)%", shown)
     assert found is not None
     alone, fleet = map(float, found.groups())
@@ -50,7 +51,7 @@ def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_own_models_train_in_a_fleet_over_grpc(tmp_path: Path) -> None:
-    shown = run("own_model", "--rounds", "2", "--link", "grpc", "--out", str(tmp_path / "out"))
+    shown = run("own_model", tmp_path, "--rounds", "2", "--link", "grpc")
     assert re.findall(r"own_model:\w+", shown) == ["own_model:narrow", "own_model:wide"] * 2
     assert "mean accuracy" in shown
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import PATIENCE_SECONDS, wait_until
+from support.forked import ForkedProgram
+from support.processes import wait_until
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
@@ -28,7 +29,6 @@ from fleetdistill_server.store.store import Store
 
 FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
 OPTIONS = ["--devices", "2", "--rounds", "3", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "simulate"]
 
 
 def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -116,17 +116,19 @@ def test_progress_moves_while_the_controls_run(tmp_path: Path) -> None:
         assert [one for one in watched.seen if one[0] == phase] == [(phase, number, 2) for number in (0, 1, 2)]
 
 
-def start(out: Path, *options: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [*COMMAND, "--out", str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(out: Path, *options: str) -> ForkedProgram:
+    log = out.parent / f"log-{len(list(out.parent.glob('log-*')))}"
+    program = ForkedProgram(["fleetdistill", "simulate", "--out", out, *options], log)
+    program.start()
+    return program
 
 
-def interrupt(process: subprocess.Popen[str], out: Path, rounds: int, number: signal.Signals) -> str:
-    """Sends a signal once so many rounds are complete; returns what was said on standard error."""
+def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Signals) -> int | None:
+    """Sends a signal once so many rounds are complete; returns the exit status."""
     store: list[Store] = []
 
     def there() -> bool:
+        assert program.is_alive, program.said
         if not store and (out / "work" / "store" / "store.sqlite").exists():
             store.append(Store.open(out / "work" / "store"))
         row = store[0].runs.get(RUN) if store else None
@@ -134,14 +136,12 @@ def interrupt(process: subprocess.Popen[str], out: Path, rounds: int, number: si
 
     try:
         wait_until(there, f"round {rounds}")
-        process.send_signal(number)
-        _, said = process.communicate(timeout=PATIENCE_SECONDS)
+        program.send(number)
+        return program.ended()
     finally:
-        process.kill()
-        process.communicate()
+        program.kill()
         for one in store:
             one.close()
-    return said
 
 
 @pytest.mark.slow
@@ -150,15 +150,14 @@ def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], Mapping[str, bytes]], link: str
 ) -> None:
     out = tmp_path / "out"
-    said = interrupt(first := start(out, "--link", link, *OPTIONS), out, 1, signal.SIGINT)
-    assert first.returncode == 130
-    assert f"continue with --resume --out {out}" in said
-    assert "Traceback" not in said
+    first = start(out, "--link", link, *OPTIONS)
+    assert interrupt(first, out, 1, signal.SIGINT) == 130, first.said
+    assert f"continue with --resume --out {out}" in first.said
+    assert "Traceback" not in first.said
     assert json.loads((out / "report.json").read_text())["completed_rounds"] >= 1
-    interrupt(start(out, "--resume"), out, 2, signal.SIGKILL)
+    assert interrupt(start(out, "--resume"), out, 2, signal.SIGKILL) == -signal.SIGKILL
     last = start(out, "--resume")
-    _, said = last.communicate(timeout=PATIENCE_SECONDS)
-    assert last.returncode == 0, said
+    assert last.ended() == 0, last.said
     (report, models), (expected, expected_models) = results(out), undisturbed
     assert models == expected_models
     assert but_for_bytes(report) == but_for_bytes(expected)
@@ -170,8 +169,9 @@ def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
 def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: str) -> None:
     """A device trains for hours on end: whoever waits for it ends long after this test's patience."""
     out = tmp_path / "out"
-    said = interrupt(start(out, "--link", link, *OPTIONS, "--set", "local_epochs=1000000"), out, 0, signal.SIGINT)
-    assert "interrupted before the first round was complete" in said
+    program = start(out, "--link", link, *OPTIONS, "--set", "local_epochs=1000000")
+    assert interrupt(program, out, 0, signal.SIGINT) == 130, program.said
+    assert "interrupted before the first round was complete" in program.said
 
 
 # --- what is there

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import select
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.processes import wait_until
+from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
@@ -35,6 +36,7 @@ _PRELOAD = (
     *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
     *("fleetdistill.device.torch_compute", "fleetdistill_server.engine.engine", "fleetdistill_server.front.server"),
     *("fleetdistill_server.simulation.spec.device", "fleetdistill_server.simulation.links.links"),
+    *("fleetdistill_server.cli.app", "fleetdistill_server.simulation.fleet", "sklearn.datasets"),
 )
 _context.set_forkserver_preload([*_PRELOAD])
 
@@ -159,6 +161,49 @@ def _run_grpc_device(points: str, spec: Path, port: int) -> None:
     failpoints.switch_on(points)
     sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]
     sys.exit(main())
+
+
+class ForkedProgram(Forked):
+    """A command (`fleetdistill ...`) or a script (`path.py ...`) with its arguments; what it prints goes to a file.
+
+    Only its own process saves the start of Python and torch: what it starts itself are processes like any other.
+    """
+
+    def __init__(self, words: Sequence[str | Path], log: Path) -> None:
+        self.log = log
+        super().__init__(_run_program, [str(word) for word in words], log, list(sys.path))
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        assert self.process is not None
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def ended(self, seconds: float = PATIENCE_SECONDS) -> int | None:
+        """Exit status, once it has ended by itself; None if it has not by then."""
+        assert self.process is not None
+        self.process.join(seconds)
+        return self.process.exitcode
+
+    @property
+    def said(self) -> str:
+        """What it has printed so far, on both streams."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _run_program(points: str, words: list[str], log: Path, path: list[str]) -> None:
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    failpoints.switch_on(points)
+    sys.argv, sys.path[:] = words, path
+    if words[0].endswith(".py"):
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        from fleetdistill_server.start import main
+
+        main()
 
 
 def forked_forget_command(store: Path, run: str, device: str) -> Forked:
