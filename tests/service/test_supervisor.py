@@ -167,7 +167,8 @@ def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
         Supervisor(load_run_config(path)).store.close()
 
 
-def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_path: Path) -> None:
+    """Children end whichever way the supervisor does."""
     with contextlib.ExitStack() as stack:
         with serve(write_config(tmp_path)) as served:
             port = served.port()
@@ -181,23 +182,16 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on(tmp_path: Path) -> None:
         assert "continues the run" in "".join(served.said)
         assert "Traceback" not in "".join(served.said)
         before = completed(store)
-        with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")):
+        with serve(write_config(tmp_path, server_listen=f"127.0.0.1:{port}")) as again:
             wait_until(lambda: completed(store) >= before + 3, "three more rounds")
+            pids = [again.child(ENGINE), again.child(FRONT)]
+            again.process.kill()
+            wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
     rounds = store.runs.rounds(RUN)
     assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
     assert sum(row["status"] == "closed" for row in rounds) == completed(store)
     assert settled(store)
     store.close()
-
-
-def test_children_end_by_themselves_when_the_supervisor_is_killed(tmp_path: Path) -> None:
-    with serve(write_config(tmp_path)) as served, AnsweringFleet(served.port(), RUN, 2):
-        store = Store.open(tmp_path / "store")
-        wait_until(lambda: completed(store) >= 1, "a round")
-        pids = [served.child(ENGINE), served.child(FRONT)]
-        served.process.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
-        store.close()
 
 
 def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_path: Path) -> None:
@@ -207,44 +201,45 @@ def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_pa
         wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
 
 
-def test_killed_children_are_started_again(tmp_path: Path) -> None:
-    with serve(write_config(tmp_path)) as served, AnsweringFleet(served.port(), RUN, 2):
-        store = Store.open(tmp_path / "store")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Store, Path]]:
+    """A run that is served to two devices, its store and its configuration; the tests leave it served."""
+    config = write_config(tmp_path_factory.mktemp("shared"))
+    with serve(config) as served, AnsweringFleet(served.port(), RUN, 2):
+        store = Store.open(config.parent / "store")
         wait_until(lambda: completed(store) >= 1, "a round")
-        before_edit = run_row(store)["config"]
-        write_config(
-            tmp_path, run_seed=7, run_rounds=1, server_listen="127.0.0.1:1"
-        )  # for the next start of the server
-        for module in (ENGINE, FRONT):
-            wait_until(lambda: completed(store) >= 1, "a round")
-            wait_until(lambda: kill_in(lambda: _asks_open(store), served.child(module)), "a moment in mid-round")  # noqa: B023
-            before = completed(store)
-            wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
-        assert settled(store)
-        assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
-        assert run_row(store)["config"] == before_edit
+        yield served, store, config
         store.close()
+
+
+def test_killed_children_are_started_again(shared: tuple[Served, Store, Path]) -> None:
+    served, store, config = shared
+    before_edit = run_row(store)["config"]
+    write_config(
+        config.parent, run_seed=7, run_rounds=1, server_listen="127.0.0.1:1"
+    )  # for the next start of the server
+    for module in (ENGINE, FRONT):
+        wait_until(lambda: kill_in(lambda: _asks_open(store), served.child(module)), "a moment in mid-round")  # noqa: B023
+        before = completed(store)
+        wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
+    assert settled(store)
+    assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
+    assert run_row(store)["config"] == before_edit
 
 
 def _asks_open(store: Store) -> bool:
     return bool(store.runs.open_round(RUN)) and bool(store.asks.devices_with_open(RUN))
 
 
-def test_a_second_server_of_the_same_run_does_not_disturb_the_first(tmp_path: Path, busy_port: int) -> None:
-    config = write_config(tmp_path)
-    with serve(config) as served, AnsweringFleet(served.port(), RUN, 2):
-        store = Store.open(tmp_path / "store")
-        wait_until(lambda: completed(store) >= 1, "a round")
-        owner = run_row(store)["engine"]
-        write_config(tmp_path, server_listen=f"127.0.0.1:{served.port()}")
-        second = subprocess.run(
-            [*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=PATIENCE_SECONDS
-        )
-        assert second.returncode == 1
-        before = completed(store)
-        wait_until(lambda: completed(store) > before + 2, "the first server to go on")
-        assert run_row(store)["engine"] == owner
-        store.close()
+def test_a_second_server_of_the_same_run_does_not_disturb_the_first(shared: tuple[Served, Store, Path]) -> None:
+    served, store, config = shared
+    owner = run_row(store)["engine"]
+    write_config(config.parent, server_listen=f"127.0.0.1:{served.port()}")
+    second = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert second.returncode == 1
+    before = completed(store)
+    wait_until(lambda: completed(store) > before + 2, "the first server to go on")
+    assert run_row(store)["engine"] == owner
 
 
 BROKEN = """
