@@ -298,6 +298,20 @@ def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> 
         exec(line, {})
 
 
+@pytest.mark.parametrize("page", ["classstats", "classstats-averaged"])
+def test_class_statistics_name_lines_that_are_in_the_mathematics(page: str) -> None:
+    """Docstrings and comments name a formula by its line in the page's section, such as (line `merge`)."""
+    of_averaged = {"averaged.py", "gaussians.py"}
+    folder = ROOT / "client_sdk/fleetdistill/methods/classstats"
+    sources = [path for path in folder.glob("*.py") if (path.name in of_averaged) == (page == "classstats-averaged")]
+    lines = re.findall(r"^    (\w+) ", _section(f"docs/reference/methods/{page}.md", "The mathematics"), re.MULTILINE)
+    named = [
+        name for path in sources for name in re.findall(r"(?:\(line `|# line )(\w+)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) >= 5
+    assert set(named) <= set(lines)
+
+
 def test_the_sdk_pages_model_runs() -> None:
     block = next(block for block in _blocks("docs/reference/device.md", "python") if "split_sequential" in block)
     exec(block, {})

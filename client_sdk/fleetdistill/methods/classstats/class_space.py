@@ -20,19 +20,19 @@ from fleetdistill.training.figures import likelihood
 BELOW_ALL = 20.0
 """Difference between the smallest logit of the space's classes and the logit of a class that is not in the space."""
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Temperatures τ from which a device selects the best one for its personal variant (line personal)."""
+"""Temperatures τ from which a device selects the best one for its personal variant (line `personal`)."""
 LEAST_SHRINKAGE, MOST_SHRINKAGE = 0.05, 0.5
 _RIDGE = 1e-6
 _SMALLEST_REST = 1e-6  # lower bound of 1 - beta E, which is 0 for a class that consists of one row
 
 
 def shrinkage_rule(dimensions: int, df: int) -> float:
-    """Returns s = D / (4 df), at least 0.05 and at most 0.5 (line shrink)."""
+    """Returns s = D / (4 df), at least 0.05 and at most 0.5 (line `shrink`)."""
     return float(np.clip(dimensions / (4 * max(df, 1)), LEAST_SHRINKAGE, MOST_SHRINKAGE))
 
 
 def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
-    """Returns T, the covariance moved towards its diagonal (line shrink).
+    """Returns T, the covariance moved towards its diagonal (line `shrink`).
 
     Args:
         covariance: S, `[D, D]`.
@@ -48,7 +48,7 @@ def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
 
 
 def make_space(moments: Moments, shrinkage: float, ridge: float = _RIDGE) -> ClassSpace:
-    """Makes the space of merged moments (line space).
+    """Makes the space of merged moments (line `space`).
 
     Args:
         moments: Moments of at least two classes.
@@ -99,7 +99,7 @@ def coordinates(space: ClassSpace, rows_nd: Array) -> Array:
 
 
 def logits(space: ClassSpace, coordinates_nq: Array, classes: int) -> Array:
-    """Returns the general variant's logits, v b_c - |b_c|^2 / 2 (line general).
+    """Returns the general variant's logits, v b_c - |b_c|^2 / 2 (line `general`).
 
     Args:
         space: The fleet's space.
@@ -160,13 +160,13 @@ def leave_one_out(
 
 
 def class_prior(labels_n: Array, classes: int) -> Array:
-    """Returns the class shares π_c = (n_c + 1/2) / Σ(n_c + 1/2) of own rows, `[C]` (line personal)."""
+    """Returns the class shares π_c = (n_c + 1/2) / Σ(n_c + 1/2) of own rows, `[C]` (line `personal`)."""
     counts = np.bincount(labels_n, minlength=classes) + 0.5
     return np.asarray(counts / counts.sum())
 
 
 def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float:
-    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of own rows (line personal).
+    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of own rows (line `personal`).
 
     Args:
         logits_nc: Logits of the rows, from `leave_one_out`.

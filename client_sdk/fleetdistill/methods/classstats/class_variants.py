@@ -38,7 +38,7 @@ SPLIT = "train"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PersonalVariant:
-    """A personal variant: softmax(logits / temperature + log prior) in a space (line personal).
+    """A personal variant: softmax(logits / temperature + log prior) in a space (line `personal`).
 
     Attributes:
         space: The fleet's space, or the space of the device's own statistics.

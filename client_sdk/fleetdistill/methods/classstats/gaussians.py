@@ -56,7 +56,7 @@ def clip(rows_nf: Array, norm: float) -> Array:
 
 
 def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRECTION) -> ClassSummary:
-    """Returns the summary of one class's rows (line summary), with at most the directions of `most_directions`.
+    """Returns the summary of one class's rows (line `summary`), with at most the directions of `most_directions`.
 
     Args:
         rows_nf: `[n, F]`, finite, n at least 1.
@@ -77,7 +77,7 @@ def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRE
 
 
 def merge(parts: Sequence[ClassSummary], rank: int) -> ClassSummary:
-    """Returns the summary of one class over all devices, with the variance within and between devices (line merge).
+    """Returns the summary of one class over all devices, with the variance within and between devices (line `merge`).
 
     The diagonal is exactly the pooled one. The order of the devices affects only rounding.
 
@@ -110,7 +110,7 @@ def length(summary: ClassSummary) -> float:
 
 
 def shrink(classes: Mapping[int, ClassSummary], share: float) -> dict[int, ClassSummary]:
-    """Returns the summaries with each covariance moved towards the diagonal that all classes share (line shrink).
+    """Returns the summaries with each covariance moved towards the diagonal that all classes share (line `shrink`).
 
     Args:
         classes: Summaries by label.
@@ -132,7 +132,7 @@ def shrink(classes: Mapping[int, ClassSummary], share: float) -> dict[int, Class
 
 
 def draw(summary: ClassSummary, rows: int, seed: int, *, nonnegative: bool) -> Array:
-    """Draws rows of features from a summary's Gaussian (line draw); a seed gives the same rows on every device.
+    """Draws rows of features from a summary's Gaussian (line `draw`); a seed gives the same rows on every device.
 
     Args:
         summary: Summary of the class.

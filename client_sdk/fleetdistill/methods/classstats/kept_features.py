@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class FixedFeatures:
-    """Computes projected features z of inputs (line features), with a cache.
+    """Computes projected features z of inputs (line `features` of the page on classstats), with a cache.
 
     Args:
         extractor: Fixed extractor, on the CPU.

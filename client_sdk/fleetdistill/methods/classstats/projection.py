@@ -41,7 +41,7 @@ def projection(features: int, dimensions: int) -> Array:
 
 
 def project(features_nf: Array, dimensions: int) -> Array:
-    """Returns projected features z = h G (line features).
+    """Returns projected features z = h G (line `features` of the page on classstats).
 
     Args:
         features_nf: h, `[n, F]`, any float dtype.

@@ -44,7 +44,7 @@ class Moments:
 
 
 def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments:
-    """Returns the moments of the classes with enough rows (line device).
+    """Returns the moments of the classes with enough rows (line `device`).
 
     Args:
         rows_nd: `[n, D]`, finite.
@@ -75,7 +75,7 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
 
 
 def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> int:
-    """Returns r, the number of directions that a device sends (line device).
+    """Returns r, the number of directions that a device sends (line `device`).
 
     As many directions as degrees of freedom would span the rows themselves and so reveal them.
     """
@@ -86,7 +86,7 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PE
     """Returns the wire form of moments: means in float16, the largest directions in int8, the rest as a diagonal.
 
     The diagonal is computed from the rounded directions, so that each feature's variance is exact up to the rounding
-    of the diagonal itself (line device).
+    of the diagonal itself (line `device`).
 
     Args:
         moments: The device's moments.
@@ -140,7 +140,7 @@ def from_wire(sent: SharedStatistics) -> Moments:
 
 
 def merge(parts: Iterable[Moments]) -> Moments:
-    """Returns the moments of all rows together (line merge); their distribution over the parts has no effect.
+    """Returns the moments of all rows together (line `merge`); their distribution over the parts has no effect.
 
     One part is in memory at a time. The order of the parts affects only rounding.
 

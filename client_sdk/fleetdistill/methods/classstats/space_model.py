@@ -50,7 +50,7 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
 
 
 class ClosedForm(nn.Module):
-    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (line general of the method's page).
+    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (line `general` of the page on classstats).
 
     A class that is not in the space has the smallest logit.
     """

@@ -99,7 +99,7 @@ class FedD2SDevice(DeviceMethod):
     @answers("extract")
     def extract(self, ask: Ask) -> Answer:
         """Algorithm 1, the device's lines before the server's phase: its triplets, computed in eval mode."""
-        self._warm_up(ask.seed)  # guard
+        self._warm_up(ask.seed)  # not in the paper
         layer = self._layer(ask)  # message 1: l
         knowledge = SampleKnowledge(  # message 2: H_1, H_l and the labels
             sample_ids=self._sample_ids,

@@ -71,7 +71,7 @@ class FedDKDDevice(DeviceMethod):
     def train(self, ask: Ask) -> Answer:
         """Algorithm 1, line 5: local training from the global model; the result is the round's teacher."""
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)  # w_k <- w
-        self._train(ask.setting("learning_rate", float), ask.seed)  # w_k
+        self._train(ask.setting("learning_rate", float), ask.seed)  # E local epochs with rate eta_t
         self._become_teacher(ask.round)
         sent = model_parameters(self.local.model, without=self._own_tensors)  # message 2: w_k
         return Answer(parts={"parameters": sent}, samples=len(self.local.data))
