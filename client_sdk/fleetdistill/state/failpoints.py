@@ -190,7 +190,7 @@ def _positive(text: str) -> int:
 def _kill(value: str) -> Callable[[], None]:
     if value:
         raise ValueError("kill takes no value")
-    number = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends a process at once with any number
+    number = getattr(signal, "SIGKILL", signal.SIGTERM)  # on Windows any signal ends a process immediately
     return lambda: os.kill(os.getpid(), number)
 
 

@@ -1,12 +1,12 @@
-"""For tests of an app that has a `Device` in it: faults of the network, time without waiting, and the events.
+"""Helpers for tests of an app with a `Device`: scripted network faults, a manual clock, and an event log.
 
     clock, events = ManualClock(), EventLog()
     link = FaultyLink(server.link(), lost("upload"), refused("next_ask", "too-many"))
     with Device(server=link, clock=clock, on_event=events.append, ...) as device:
         device.run()
 
-`fleetdistill_server.testing.MemoryServer` is a server in the test's own process that such a link leads to; it needs the
-extra `server`. Nothing of the SDK imports this package, and `import fleetdistill` does not load it.
+`fleetdistill_server.testing.MemoryServer` is an in-process server for such a link; it requires the extra `server`. The
+SDK does not import this package.
 """
 
 from __future__ import annotations

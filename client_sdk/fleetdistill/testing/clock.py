@@ -1,4 +1,4 @@
-"""A clock that a test moves."""
+"""A clock that a test controls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 
 
 class ManualClock:
-    """Time that passes only when somebody waits by it, and then at once: `Device(clock=ManualClock())`.
+    """Clock whose waits return immediately and advance the time: `Device(clock=ManualClock())`.
 
-    Give the same clock to `fleetdistill_server.testing.MemoryServer`, and deadlines pass with the device's waits.
+    Pass the same clock to `fleetdistill_server.testing.MemoryServer`, so that deadlines pass with the device's waits.
 
     Args:
-        now: Seconds at which it begins.
+        now: Initial time in seconds.
 
     Attributes:
-        waits: Seconds of each wait so far, in order.
+        waits: Durations of all waits so far, in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -22,17 +22,17 @@ class ManualClock:
         self.waits: list[float] = []
 
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Returns the current time in seconds."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass. Raises ValueError for less than 0 seconds."""
+        """Advances the time. Raises ValueError if `seconds` is negative."""
         if seconds < 0:
-            raise ValueError(f"seconds is {seconds}, must be at least 0: time does not go back")
+            raise ValueError(f"seconds is {seconds}, must be at least 0")
         self._now += seconds
 
     def wait(self, event: threading.Event, seconds: float) -> None:
-        """Advances by so many seconds and returns at once; an event that is set already takes no time."""
+        """Advances the time by `seconds` unless the event is set; returns immediately."""
         if not event.is_set():
             self.waits.append(seconds)
             self.advance(max(seconds, 0.0))

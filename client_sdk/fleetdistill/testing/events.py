@@ -1,4 +1,4 @@
-"""The events of a device, kept."""
+"""A list of the events of a device."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from fleetdistill.device.events import Event
 
 
 class EventLog(list[Event]):
-    """A list of events: `Device(on_event=log.append)`."""
+    """List of events: `Device(on_event=log.append)`."""
 
     def kinds(self) -> list[str]:
-        """The kind of each event, in order."""
+        """Returns the kinds of all events, in order."""
         return [event.kind for event in self]
 
     def of(self, kind: str) -> Event:
-        """The only event of a kind. Raises ValueError where there is none, or more than one."""
+        """Returns the only event of a kind. Raises ValueError if there is not exactly one."""
         found = [event for event in self if event.kind == kind]
         if len(found) != 1:
-            raise ValueError(f"{len(found)} events are of kind {kind!r}, expected 1; the kinds are {self.kinds()}")
+            raise ValueError(
+                f"the log has {len(found)} events of kind {kind!r}, expected 1; its kinds are {self.kinds()}"
+            )
         return found[0]

@@ -1,4 +1,4 @@
-"""A link that fails where a test says so, in front of any other link."""
+"""A link with scripted faults, in front of another link."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 T = TypeVar("T")
 
 CALLS = ("check_in", "next_ask", "heartbeat", "leave", "decline", "upload_status", "upload", "download")
-"""Calls of a link that can fail."""
+"""Names of the calls that can fail."""
 _WITH_CHUNKS = ("upload", "download")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One call that fails. `lost`, `lost_reply`, `cut` and `refused` make the usual ones.
+    """A call that fails. `lost`, `lost_reply`, `cut` and `refused` make the common faults.
 
     Attributes:
-        call: A name of `CALLS`.
-        error: What the device gets.
-        nth: Which call of that name, counted from 1 since the link was made.
-        reply_only: The server carries the call out, and only its reply is lost.
-        chunks: Of an upload or a download: so many chunks pass before it fails.
+        call: Name of the call, one of `CALLS`.
+        error: Exception that the device gets.
+        nth: Number of the failing call of that name, from 1.
+        reply_only: Whether the server performs the call and only the reply is lost.
+        chunks: Number of chunks that pass before an upload or a download fails; None if the call itself fails.
 
     Raises:
-        ConfigurationError: There is no such call, or `nth` or `chunks` is out of range.
+        ConfigurationError: The call is unknown, or `nth` or `chunks` is out of range.
     """
 
     call: str
@@ -47,39 +47,39 @@ class Fault:
         if self.nth < 1:
             raise ConfigurationError(f"nth is {self.nth}, must be at least 1")
         if self.chunks is not None and (self.call not in _WITH_CHUNKS or self.chunks < 0):
-            raise ConfigurationError(f"chunks={self.chunks} of {self.call}: must be at least 0, of upload or download")
+            raise ConfigurationError(f"{self.call} has chunks={self.chunks}, must be at least 0 of upload or download")
 
 
 def lost(call: str, nth: int = 1) -> Fault:
-    """The call does not reach the server."""
-    return Fault(call, LinkError(f"{call}: the server is away (a scripted fault)"), nth)
+    """Returns a fault in which the call does not reach the server."""
+    return Fault(call, LinkError(f"{call}: the server cannot be reached (scripted fault)"), nth)
 
 
 def lost_reply(call: str, nth: int = 1) -> Fault:
-    """The server carries the call out, and the connection ends before its reply."""
-    return Fault(call, LinkError(f"{call}: the connection ended before the reply (a scripted fault)"), nth, True)
+    """Returns a fault in which the server performs the call, but its reply is lost."""
+    return Fault(call, LinkError(f"{call}: the connection ended before the reply (scripted fault)"), nth, True)
 
 
 def cut(call: str, chunks: int, nth: int = 1) -> Fault:
-    """An upload or a download ends after so many chunks."""
-    error = LinkError(f"{call}: the connection ended after {chunks} chunks (a scripted fault)")
+    """Returns a fault in which an upload or a download ends after `chunks` chunks."""
+    error = LinkError(f"{call}: the connection ended after {chunks} chunks (scripted fault)")
     return Fault(call, error, nth, chunks=chunks)
 
 
 def refused(call: str, code: str, nth: int = 1, **details: str) -> Fault:
-    """The server refuses the call, with a code of the protocol such as `too-many` or `no-space`."""
-    return Fault(call, RefusedError(code, f"{call} was refused with {code!r} (a scripted fault)", details), nth)
+    """Returns a fault in which the server refuses the call with a code, such as `too-many` or `no-space`."""
+    return Fault(call, RefusedError(code, f"{call} was refused with {code!r} (scripted fault)", details), nth)
 
 
 class FaultyLink:
-    """A `fleetdistill.link.base.Link` that fails as it is told, and else hands each call on.
+    """`fleetdistill.link.base.Link` that forwards calls to another link, except for scripted faults.
 
     Args:
-        link: Where calls go.
-        *faults: Calls that fail, in any order.
+        link: Link that receives the calls.
+        *faults: Faults, in any order.
 
     Attributes:
-        calls: How often each call was made.
+        calls: Number of calls by name.
     """
 
     def __init__(self, link: Link, *faults: Fault) -> None:
@@ -90,60 +90,60 @@ class FaultyLink:
 
     @property
     def left(self) -> list[Fault]:
-        """Faults that no call has met yet."""
+        """Faults that have not occurred yet."""
         return [fault for (call, nth), fault in self._faults.items() if self.calls[call] < nth]
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
     ) -> service_pb2.CheckInResponse:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         return self._call("check_in", lambda: self._link.check_in(identity, profile))
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         return self._call("next_ask", lambda: self._link.next_ask(identity, wait_seconds))
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         self._call("heartbeat", lambda: self._link.heartbeat(identity))
 
     def leave(self, identity: service_pb2.Identity) -> None:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         self._call("leave", lambda: self._link.leave(identity))
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         self._call("decline", lambda: self._link.decline(request))
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
-        """As the other link's, or a fault."""
+        """Forwards the call, or fails."""
         return self._call("upload_status", lambda: self._link.upload_status(identity, name))
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
-        """As the other link's, or a fault before, within or after the stream."""
+        """Forwards the call, or fails before, within or after the stream."""
         fault = self._next("upload")
         if fault is not None and fault.chunks is not None:
-            chunks = _cut_off(chunks, fault.chunks, fault.error)
-        return _carry_out(fault, lambda: self._link.upload(header, chunks))
+            chunks = _truncated(chunks, fault.chunks, fault.error)
+        return _perform(fault, lambda: self._link.upload(header, chunks))
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
     ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[AnyChunk]]:
-        """As the other link's, or a fault before or within the stream."""
+        """Forwards the call, or fails before or within the stream."""
         fault = self._next("download")
-        header, chunks = _carry_out(fault, lambda: self._link.download(identity, sha256, first_byte))
+        header, chunks = _perform(fault, lambda: self._link.download(identity, sha256, first_byte))
         if fault is not None and fault.chunks is not None:
-            chunks = _cut_off(chunks, fault.chunks, fault.error)
+            chunks = _truncated(chunks, fault.chunks, fault.error)
         return header, chunks
 
     def interrupt(self) -> None:
-        """As the other link's."""
+        """Forwards the call."""
         self._link.interrupt()
 
     def close(self) -> None:
-        """As the other link's."""
+        """Forwards the call."""
         self._link.close()
 
     def _next(self, call: str) -> Fault | None:
@@ -151,19 +151,19 @@ class FaultyLink:
         return self._faults.get((call, self.calls[call]))
 
     def _call(self, call: str, make: Callable[[], T]) -> T:
-        return _carry_out(self._next(call), make)
+        return _perform(self._next(call), make)
 
 
-def _carry_out(fault: Fault | None, make: Callable[[], T]) -> T:
+def _perform(fault: Fault | None, make: Callable[[], T]) -> T:
     if fault is not None and not fault.reply_only and fault.chunks is None:
         raise fault.error
-    found = make()
+    result = make()
     if fault is not None and fault.reply_only:
         raise fault.error
-    return found
+    return result
 
 
-def _cut_off(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
+def _truncated(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
     for _ in range(count):
         yield next(chunks)
     raise error
