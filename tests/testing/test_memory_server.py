@@ -164,7 +164,7 @@ def test_waits_take_no_time_and_are_listed(tmp_path: Path) -> None:
     assert len(clock.waits) >= 10
     assert all(first < last for first, last in zip(clock.waits[:5:2], clock.waits[2:6:2], strict=False))
     assert clock.now() == pytest.approx(100.0 + sum(clock.waits))
-    with pytest.raises(ValueError, match="seconds is -1.0, must be at least 0"):
+    with pytest.raises(ValueError, match=r"seconds is -1\.0, must be at least 0"):
         clock.advance(-1.0)
 
 

@@ -166,5 +166,5 @@ def test_a_kind_has_a_message_and_a_message_has_a_kind() -> None:
 
 
 def test_a_kind_that_may_leave_a_device_has_words_for_tables() -> None:
-    lacking = {name for name, kind in k.KINDS.items() if kind.possible_columns is not None and not kind.words}
+    lacking = {name for name, kind in k.KINDS.items() if kind.possible_columns is not None and not kind.description}
     assert lacking == {"metrics"}  # which are figures beside what a method sends

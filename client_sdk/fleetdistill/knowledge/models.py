@@ -104,7 +104,7 @@ class ModelParameters(_Network):
     """Parameters and buffers of a model, or of its part named by `scope`."""
 
     wire_name = "model_parameters"
-    words = "model"
+    description = "model"
 
     parameters: Mapping[str, Array]
     buffers: Mapping[str, Array] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Generator(_Holder):
     """Generator of samples or features from noise vectors `[noise_size]`."""
 
     wire_name = "generator"
-    words = "generator"
+    description = "generator"
 
     parameters: ModelParameters
     noise_size: int
@@ -141,7 +141,7 @@ class Discriminator(_Holder):
     """Discriminator, or only its head if it shares the classifier's extractor."""
 
     wire_name = "discriminator"
-    words = "discriminator"
+    description = "discriminator"
 
     parameters: ModelParameters
     shares_extractor: bool
@@ -156,7 +156,7 @@ class DistillationGradient(Kind):
 
     wire_name = "distillation_gradient"
     possible_columns = ("gradients",)
-    words = "gradients on own samples"
+    description = "gradients on own samples"
 
     gradients: Mapping[str, Array]
     batch_size: int

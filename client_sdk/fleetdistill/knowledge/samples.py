@@ -39,7 +39,7 @@ class SampleKnowledge(Kind):
     travels_in = None
     in_channel_steps = True
     rows_are_samples = True
-    words = "{columns} of own samples"
+    description = "{columns} of own samples"
 
     sample_ids: Array
     features: Mapping[str, Array] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class ProxyKnowledge(Kind):
     wire_name = "proxy_knowledge"
     possible_columns = ("features", "logits")
     travels_in = None
-    words = "{columns} of the proxy set"
+    description = "{columns} of the proxy set"
 
     valid: bool
     proxy_digest: bytes = b""
@@ -225,7 +225,7 @@ class WeightedPredictions(_Predictions):
     """Soft predictions `[M, C]` for generated samples, weighted by the device's importance."""
 
     wire_name = "weighted_predictions"
-    words = "predictions on generated samples"
+    description = "predictions on generated samples"
 
     noise_seed: int
     values: Array
@@ -251,7 +251,7 @@ class SoftPredictions(_Predictions):
 
     wire_name = "soft_predictions"
     travels_in = None
-    words = "predictions on drawn rows"
+    description = "predictions on drawn rows"
 
     noise_seed: int
     values: Array

@@ -23,7 +23,7 @@ class _Statistics(Kind):
     """Base of both kinds of class statistics."""
 
     possible_columns = ("features", "counts")
-    words = "class moments and counts"
+    description = "class moments and counts"
 
     @classmethod
     def check_labels(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Sequence[int]:

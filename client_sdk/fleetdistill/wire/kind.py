@@ -30,7 +30,7 @@ class Kind:
         exact: Names of fields whose floats travel in float64.
         in_channel_steps: Whether its named tensors are feature columns, which a run of uint8 sends in channel steps.
         rows_are_samples: Whether each of its rows is about one of the device's own samples.
-        words: What it says about a device, for tables; `{columns}` stands for the columns about samples.
+        description: Description of the part in tables; `{columns}` stands for its columns about samples.
     """
 
     wire_name: ClassVar[str]
@@ -39,7 +39,7 @@ class Kind:
     exact: ClassVar[frozenset[str]] = frozenset()
     in_channel_steps: ClassVar[bool] = False
     rows_are_samples: ClassVar[bool] = False
-    words: ClassVar[str] = ""
+    description: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         if "wire_name" in cls.__dict__:

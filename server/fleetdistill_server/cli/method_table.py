@@ -114,7 +114,7 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
 def _leaves(exchanges: Sequence[Exchange]) -> str:
     about = ", ".join(column for column in columns_of(exchanges) if column in _ABOUT_SAMPLES)
     parts = [part for one in exchanges if one.times for part in one.up.items() if part[1].sent]
-    words = (name if name == EXTRACTOR else part.kind.words.format(columns=about) for name, part in parts)
+    words = (name if name == EXTRACTOR else part.kind.description.format(columns=about) for name, part in parts)
     return ", ".join(dict.fromkeys(words))
 
 
