@@ -81,7 +81,7 @@ def log_event(row: Mapping[str, Any]) -> None:
 
 
 class TextLines(logging.Formatter):
-    """`2026-11-22T08:00:00.123Z WARNING front the message run=digits round=3 device=camera-7`."""
+    """Formats records like `2026-11-22T08:00:00.123Z WARNING front the message run=digits round=3 device=camera-7`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, process, logger, message, the non-empty `FIELDS`, and a traceback."""
+    """Formats records as JSON objects: time, level, process, logger, message, non-empty `FIELDS`, and a traceback."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -238,7 +238,7 @@ def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -
 
 @report_errors
 def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
-    """Makes the sizes of a run.toml the defaults of `methods`."""
+    """Sets the default sizes of `methods` from a run.toml."""
     if config is None:
         return None
     from fleetdistill_server.config.run_config import load_run_config
@@ -266,7 +266,7 @@ def methods(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A run.toml. Its models and data determine the sizes; its method is shown with its settings.",
+            help="Path of a run.toml. Its models and data set the default sizes; its settings apply to its method.",
             is_eager=True,
             callback=_sizes_of_run,
         ),

@@ -50,8 +50,8 @@ class MethodsView(View):
     def tables(self) -> list[Table | str]:
         """Returns two tables, one on needs and one on costs, and the assumptions behind the figures."""
         rows = self.lists["methods"]
-        what = _table("what each method is and needs", [_what(row) for row in rows], right=())
-        costs = _table("what a round costs one device", [_costs(row) for row in rows], right=("up", "down"))
+        what = _table("methods and their needs", [_what(row) for row in rows], right=())
+        costs = _table("cost of a round for one device", [_costs(row) for row in rows], right=("up", "down"))
         return [what, costs, _assumed(self.facts), *_recommended(rows)]
 
 
@@ -129,7 +129,7 @@ def _what(row: Row) -> dict[str, str]:
     models = f"{row['models']}, one extractor" if row["same_extractor"] else row["models"]
     return {
         "method": row["method"],
-        "what it is": row["summary"],
+        "summary": row["summary"],
         "models": models,
         "proxy": _yes_or_no(row["proxy_set"]),
     }

@@ -275,6 +275,6 @@ def _port(given: int | None, store: Path) -> int:
         return given
     known = known_enrol_port(store)
     if known is None:
-        text = f"no server has listened with the store {store} yet, so the tokens use enrolment port {ENROL_PORT}"
+        text = f"no server has started with the store {store} yet, so the tokens use enrolment port {ENROL_PORT}"
         typer.echo(f"warning: {text}; if [server] enrol_listen has another port, set --enrol-port", err=True)
     return ENROL_PORT if known is None else known

@@ -1,4 +1,4 @@
-"""Backups of a store, also while it is being served, and their restoration.
+"""Backs up a store, even while a server uses it, and restores it.
 
 A backup is a directory with the layout of a store: `store.sqlite`, a snapshot, and under `blobs/` every payload and
 checkpoint that the snapshot refers to, as hard links where the file system supports them. `manifest.json` is written
@@ -54,7 +54,7 @@ class BackedUp:
 
 
 def backup(source: Path, target: Path) -> BackedUp:
-    """Copies a store, also while it is being served.
+    """Copies a store, even while a server uses it.
 
     Args:
         source: The store's directory.
@@ -234,7 +234,7 @@ def _check_digests(source: Path, manifest: dict[str, Any], wanted: list[tuple[st
     wrong = list(_damage_in(source, manifest, blobs, wanted))
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise StoreError(f"the backup {source} is damaged: {'; '.join(wrong[:_SHOWN])}{more}")
+        raise StoreError(f"the backup {source} is damaged: {'; '.join(wrong[:_SHOWN])}{more}. Restore another backup")
 
 
 def _damage_in(

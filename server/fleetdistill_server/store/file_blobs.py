@@ -64,7 +64,7 @@ class FileBlobs:
         self._intact: set[bytes] = set()  # payloads that this process has written or verified
         with disk_errors("creating the blob directory"):
             make_directory(directory)
-            self._staging.mkdir(exist_ok=True)  # need not be durable, and neither need its contents
+            self._staging.mkdir(exist_ok=True)  # neither the directory nor its contents need to be durable
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
         with disk_errors("staging an upload"):

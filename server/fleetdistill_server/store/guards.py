@@ -14,7 +14,7 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class Replacements:
-    """How many of the devices' decisions kept or replaced the app's model; only devices with validation data count."""
+    """Numbers of app models that devices kept and replaced; only devices with validation data count."""
 
     kept: int
     replaced: int

@@ -116,7 +116,7 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
 
 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
-    """Deletes those of the given payloads and checkpoints that nothing needs any more.
+    """Deletes those of the given payloads and checkpoints that are no longer needed.
 
     Waits up to `wait_seconds` for other processes that delete payloads or make a backup, then leaves the files to a
     sweep.
@@ -136,7 +136,7 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
 
 
 def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.0) -> bool:
-    """Deletes everything unneeded regardless of age, and the quarantined files with the given digests.
+    """Deletes everything that is not needed, whatever its age, and the quarantined files with the given digests.
 
     Returns:
         False if another process deletes payloads or makes a backup for longer than `wait_seconds`; then nothing is
