@@ -173,8 +173,7 @@ def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
     """Starts a CA rotation: a new CA signs certificates, and the old one is still accepted.
 
     Devices receive the new CA with their next renewal. The server's certificate is signed again immediately and
-    includes the
-    link certificate for clients that trust only the old CA. `forget_old_authority` completes the rotation.
+    includes the link certificate for clients that trust only the old CA. `forget_old_authority` completes the rotation.
 
     Raises:
         ConfigurationError: There is no CA, a rotation is in progress, or the directory cannot be written.

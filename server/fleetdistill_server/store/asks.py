@@ -31,8 +31,7 @@ class Asks:
         """Inserts the asks of one step; existing asks stay unchanged.
 
         Asks are open, except those of absent devices, which are out. Presence is read in the same transaction, so a
-        device that
-        leaves or is revoked concurrently is either seen as absent here or closes its ask afterwards.
+        device that leaves or is revoked concurrently is either seen as absent here or closes its ask afterwards.
         """
         with self._db.transaction():
             for row in rows:

@@ -1,8 +1,8 @@
 """Back-off for devices that repeatedly miss deadlines.
 
-A device that is present but never answers would delay every round until its deadline. From the second consecutive
-round in which it misses a deadline, the device is left out of the next 1, 2, 4, ... up to 64 rounds and is then asked
-again. An answer before the deadline resets the count. The counts are stored, so a restarted engine leaves out the same
+A device that is present but never answers would delay every round until its deadline. From the second consecutive round
+in which it misses a deadline, the device is left out of the next 1, 2, 4, ... up to 64 rounds and is then asked again.
+An answer before the deadline resets the count. The counts are stored, so a restarted engine leaves out the same
 devices, and a replayed round keeps its cohort.
 """
 
@@ -23,8 +23,7 @@ def available(present: Mapping[str, bytes], left_out: Mapping[str, int], least: 
     """Returns the devices that may be asked, with their profiles.
 
     These are the present devices that are not left out. If there are fewer than `least`, the devices whose back-off
-    ends
-    first are added.
+    ends first are added.
 
     Args:
         present: Profiles of the present devices, by device id.

@@ -6,8 +6,7 @@ last and lists them all; a directory without it is not a backup. No process dele
 (`Blobs.exclusive`).
 
 A restored store has the state of the backup. Receipts issued after the backup are void, and an event in each run
-records
-that. Devices that are ahead of the store continue with their own state.
+records that. Devices that are ahead of the store continue with their own state.
 """
 
 from __future__ import annotations

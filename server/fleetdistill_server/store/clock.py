@@ -3,8 +3,7 @@
 Deadlines are stored, so that a restarted engine restores them. Within a process they are compared with a clock that
 reads the system time once and then counts monotonic seconds. Moving the system clock therefore neither delays nor ends
 a round. Across a restart, a changed system clock cannot be distinguished from elapsed time, so a restarted engine
-limits
-each open ask to the run's deadline, counted from the restart (`Asks.bound_deadlines`).
+limits each open ask to the run's deadline, counted from the restart (`Asks.bound_deadlines`).
 """
 
 from __future__ import annotations

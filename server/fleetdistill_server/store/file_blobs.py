@@ -1,9 +1,8 @@
 """Blob storage in files: one safetensors file per payload, named by the payload's digest.
 
 The file's metadata contain the typed parts and its tensors the payload's data in order. `safetensors.safe_open` can
-read
-it, and an offset in the payload is a file offset minus the header size. A payload is received into a staging file and
-renamed into place after an fsync; then the directory is fsynced.
+read it, and an offset in the payload is a file offset minus the header size. A payload is received into a staging file
+and renamed into place after an fsync; then the directory is fsynced.
 
     ab/ab....safetensors    a payload or checkpoint, by its digest
     staging/KEY.part        a partly received payload

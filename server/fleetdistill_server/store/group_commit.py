@@ -55,8 +55,7 @@ class CommitThread:
 
         Returns:
             A future that completes when the commits are durable. Its result is a function that returns what `work`
-            returned
-            or raises what it raised.
+            returned or raises what it raised.
         """
         future: Future[Callable[[], T]] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: the work runs even if the waiting call ends

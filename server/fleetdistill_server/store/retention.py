@@ -2,15 +2,13 @@
 
 Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and those
 of its kept rounds: the newest closed rounds (`[server] keep_rounds`), later short rounds, and the open round.
-Everything
-else is deleted: at the end of a round what that round made unnecessary, and periodically, by `sweep`, what crashes left
-behind.
+Everything else is deleted: at the end of a round what that round made unnecessary, and periodically, by `sweep`, what
+crashes left behind.
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
 database's write lock. Under the same lock, the front commits a receipt only if the payload exists, and the engine
-writes
-a missing payload or checkpoint again before it stores a reference to it. Files about to be referenced are new, and
-`sweep` skips new files, so this is rarely necessary; `sweep_all` does not skip them.
+writes a missing payload or checkpoint again before it stores a reference to it. Files about to be referenced are new,
+and `sweep` skips new files, so this is rarely necessary; `sweep_all` does not skip them.
 """
 
 from __future__ import annotations

@@ -293,8 +293,7 @@ class Runs:
         """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.
 
         Must run in a transaction, between two rounds. Rows are kept, except the devices' per-class figures, which
-        reveal the
-        classes in their data.
+        reveal the classes in their data.
         """
         self._db.write("DELETE FROM checkpoints WHERE run = ?", run)  # they contain the devices' contributions
         self.set_checkpoint(run, checkpoint)

@@ -8,11 +8,9 @@ unusual; `figures` sums and counts reported by devices; `traffic` byte counts. P
 
 The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
 returns (`database.py`). The SQL statements are in `runs.py`, `devices.py`, `asks.py`, `credentials.py` and
-`history.py`.
-Each public method there is one transaction; `with store.transaction():` combines several. A store may be used by
-several
-threads (one lock) and several processes (one `Store` each). `Store.in_memory()` is the same class on `:memory:`, with
-blobs in a dictionary.
+`history.py`. Each public method there is one transaction; `with store.transaction():` combines several. A store may be
+used by several threads (one lock) and several processes (one `Store` each). `Store.in_memory()` is the same class on
+`:memory:`, with blobs in a dictionary.
 """
 
 from __future__ import annotations
