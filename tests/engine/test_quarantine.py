@@ -180,7 +180,7 @@ def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> N
 
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
     upload = answered_round(fleet)
-    fleet.store.devices.mark_gone(RUN, "d0", "lease ended")
+    fleet.store.devices.mark_absent(RUN, "d0", "lease ended")
     fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None

@@ -267,7 +267,7 @@ def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
         row = store.runs.open_round(RUN)
         if row is not None and row["round"] == 1 and 2 not in drive.away:
             drive.away.add(2)
-            store.devices.mark_gone(RUN, "d2", "lease ended")
+            store.devices.mark_absent(RUN, "d2", "lease ended")
         elif row is None and 2 in drive.away:
             drive.away.clear()
 

@@ -257,7 +257,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
 
 def test_a_lease_that_ended_during_the_work_closes_the_ask_for_this_round_only(case: Case) -> None:
     def lease_ends() -> None:
-        case.store.devices.mark_gone(RUN, case.name, "lease ended")
+        case.store.devices.mark_absent(RUN, case.name, "lease ended")
 
     case.turn("before asking for the status", lease_ends)
     dropped = case.events.of("dropped")

@@ -241,7 +241,7 @@ def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
 def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: Fleet, call: str) -> None:
     """The guard lets it in, the revocation lands, and then the device API has its turn."""
     identity = fleet.join()
-    fleet.store.devices.mark_gone(RUN, "d1", "lease ended")
+    fleet.store.devices.mark_absent(RUN, "d1", "lease ended")
 
     def revoke() -> None:
         revoke_device(fleet.store, "d1", "stolen")

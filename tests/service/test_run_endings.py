@@ -174,7 +174,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             code, said = cancels(Role.OPERATOR, RUN)
             assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
             assert "has devices to forget first; try again after its next round, or cancel it on the" in said
-            store.devices.note_forgotten(RUN, "d1")
+            store.devices.mark_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
             assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")

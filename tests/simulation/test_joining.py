@@ -212,7 +212,7 @@ def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r"}})
     store.devices.register("r", "a", b"", b"")
-    store.devices.mark_gone("r", "a", "lease ended")
+    store.devices.mark_absent("r", "a", "lease ended")
     store.runs.start_round("r", ["a"])
     cohort = cohort_of(store, 1)
 
@@ -227,7 +227,7 @@ def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
 
 def _go(store: Store, device: str, how: str) -> None:
     if how == "leaves":
-        store.devices.mark_gone("r", device, "device left")
+        store.devices.mark_absent("r", device, "device left")
     else:
         revoke_device(store, device, "stolen")
 
@@ -239,7 +239,7 @@ def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) ->
     store.runs.begin("r", {"run": {"name": "r"}})
     for device in ("a", "b"):
         store.devices.register("r", device, b"", b"")
-    store.devices.mark_gone("r", "b", "device left")
+    store.devices.mark_absent("r", "b", "device left")
     store.runs.start_round("r", ["a", "b"])
     made: list[str] = []
 

@@ -150,7 +150,7 @@ def test_an_engine_that_lost_its_run_writes_nothing(store: Store) -> None:
 def test_devices_are_present_in_bytewise_order_and_others_are_not(store: Store) -> None:
     for device in ("é", "b", "a2", "B", "a10"):
         assert store.devices.register(RUN, device, b"hash", b"profile")
-    store.devices.mark_gone(RUN, "b", "device left")
+    store.devices.mark_absent(RUN, "b", "device left")
     assert store.devices.present(RUN) == ["B", "a10", "a2", "é"]
     assert [row["device"] for row in store.devices.all(RUN)] == ["B", "a10", "a2", "b", "é"]
     assert store.devices.present("other") == []
@@ -174,7 +174,7 @@ def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store:
     (done,) = ask_devices(store, "a")
     accept(store, done)
     ask_devices(store, "a", "b", step_number=2)
-    store.devices.mark_gone(RUN, "a", "lease ended")
+    store.devices.mark_absent(RUN, "a", "lease ended")
     asks = [(one["device"], one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 2)]
     assert asks == [("a", "out", "lease ended"), ("b", "open", None)]
     assert store.asks.of_step(RUN, 1, 1)[0]["status"] == "answered"
@@ -183,7 +183,7 @@ def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store:
 
 def test_a_device_that_calls_again_is_back(store: Store) -> None:
     store.devices.register(RUN, "a", b"hash", b"")
-    store.devices.mark_gone(RUN, "a", "lease ended")
+    store.devices.mark_absent(RUN, "a", "lease ended")
     store.devices.mark_present(RUN, "a")
     assert store.devices.present(RUN) == ["a"]
 
@@ -204,7 +204,7 @@ def test_a_revoked_device_never_comes_back(store: Store) -> None:
 def test_who_has_gone_is_asked_nothing(store: Store) -> None:
     for device in ("a", "b", "c"):
         store.devices.register(RUN, device, b"hash", b"")
-    store.devices.mark_gone(RUN, "a", "device left")
+    store.devices.mark_absent(RUN, "a", "device left")
     revoke_device(store, "b", "stolen")
     ask_devices(store, "a", "b", "c", "unknown")
     asks = {one["device"]: (one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 1)}

@@ -73,7 +73,7 @@ def make_store(directory: Path) -> None:
     with contextlib.suppress(PowerCut):
         asyncio.run(engine.run())
     store.devices.register(RUN, "gone", b"h" * 32, b"")
-    store.devices.mark_gone(RUN, "gone", "lease ended")
+    store.devices.mark_absent(RUN, "gone", "lease ended")
     store.history.add_event(RUN, "lease-ended", "gone was silent for 60 s", number=2, device="gone")
     store.history.add_event(RUN, "refused", "a sentence", number=2, device="d0", code="bad-value")
     store.close()

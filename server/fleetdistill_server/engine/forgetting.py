@@ -81,12 +81,12 @@ def forget_requested(
     if not _commit_state_without(store, run, devices, method, check):
         return False
     failpoints.hit("forget.after-state")
-    if not sweep_all(store, store.devices.payloads_about(run, devices), wait_seconds):
+    if not sweep_all(store, store.devices.payloads_with_data_of(run, devices), wait_seconds):
         return False
     failpoints.hit("forget.before-note")
     with store.transaction():
         for device in devices:
-            if store.devices.note_forgotten(run, device):
+            if store.devices.mark_forgotten(run, device):
                 text = "the device's part in the method's state and its payloads were deleted"
                 store.history.add_event(run, "forgotten", text, device=device)
     return True

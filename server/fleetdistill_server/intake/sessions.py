@@ -152,7 +152,7 @@ class Sessions:
     def end(self, run: str, device: str, reason: str) -> None:
         """Ends a device's lease and marks the device as gone."""
         self._leases.pop((run, device), None)
-        self._commit(lambda store: store.devices.mark_gone(run, device, reason))
+        self._commit(lambda store: store.devices.mark_absent(run, device, reason))
         self._wake_engine()
 
     def adopt_present_devices(self) -> None:
@@ -182,7 +182,7 @@ class Sessions:
         silent = self._silent(devices)  # excludes devices that have called in the meantime
         for run, device in silent:
             if store.devices.get(run, device) is not None:
-                store.devices.mark_gone(run, device, "lease ended")
+                store.devices.mark_absent(run, device, "lease ended")
                 store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
         return silent
 
@@ -198,7 +198,7 @@ class Sessions:
         """Records when each device last called, at most every `_NOTE_SECONDS` to limit writes."""
         if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
             seen, self._seen, self._noted = self._seen, {}, time.monotonic()
-            self._commit(lambda store: store.devices.note_seen(seen))
+            self._commit(lambda store: store.devices.record_last_seen(seen))
             self._refusals.note_left_out()
 
 

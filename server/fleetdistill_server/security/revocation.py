@@ -28,7 +28,7 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
             return False
         for run in (row["name"] for row in store.runs.all()):
             if store.devices.get(run, device) is not None:
-                store.devices.mark_gone(run, device, "device revoked")
+                store.devices.mark_absent(run, device, "device revoked")
                 text = f"device {device} was revoked: {reason[:_LONGEST_REASON] or 'no reason given'}"
                 store.history.add_event(run, "revoked", text, device=device)
     return True

@@ -71,7 +71,7 @@ class Devices:
         sql = "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND forget_asked_at IS NULL"
         self._db.write(f"{sql} AND NOT {REVOKED}", time.time(), run, device)
 
-    def mark_gone(self, run: str, device: str, reason: str) -> None:
+    def mark_absent(self, run: str, device: str, reason: str) -> None:
         """Marks a device as absent and closes its open asks with this reason."""
         with self._db.transaction():
             self._db.write(
@@ -84,7 +84,7 @@ class Devices:
                 device,
             )
 
-    def note_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
+    def record_last_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
         """Stores when devices last made a call: seconds since 1970 by (run, device)."""
         with self._db.transaction():
             self._db.write_many(
@@ -111,7 +111,7 @@ class Devices:
                 run,
                 device,
             )
-            self.mark_gone(run, device, "device to be forgotten")
+            self.mark_absent(run, device, "device to be forgotten")
         return True
 
     def to_forget(self, run: str) -> list[str]:
@@ -123,7 +123,7 @@ class Devices:
         )
         return [row["device"] for row in rows]
 
-    def payloads_about(self, run: str, devices: Sequence[str]) -> set[bytes]:
+    def payloads_with_data_of(self, run: str, devices: Sequence[str]) -> set[bytes]:
         """Returns digests of the payloads that can contain data of these devices.
 
         These are the devices' own uploads and every payload that the run sent to any device.
@@ -135,7 +135,7 @@ class Devices:
         )
         return {row["sha256"] for row in rows}
 
-    def note_forgotten(self, run: str, device: str) -> bool:
+    def mark_forgotten(self, run: str, device: str) -> bool:
         """Records that a device is forgotten; returns False if that was recorded before."""
         sql = "UPDATE devices SET forgotten_at = ? WHERE run = ? AND device = ? AND forgotten_at IS NULL"
         return bool(self._db.write(sql, time.time(), run, device))
