@@ -49,7 +49,7 @@ def main() -> None:
     report = simulate(wanted, if_there="overwrite")
     np.savez(given.out / "wine.npz", **wines())
     print(f"{len(report.class_names)} classes: {', '.join(report.class_names)}; each device has wines from two of them")
-    print(f"alone {report.mean_accuracy_alone:.1%}, in the fleet {report.mean_accuracy_fleet:.1%} of the test part")
+    print(f"alone {report.mean_accuracy_alone:.1%}, in the fleet {report.mean_accuracy_fleet:.1%} on the test set")
     print(f"wrote the data to {given.out / 'wine.npz'}")
 
 

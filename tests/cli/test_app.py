@@ -307,7 +307,7 @@ def test_an_unknown_name_is_a_sentence_with_the_known_ones(option: str, value: s
 def test_simulate_leaves_a_folder_alone_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("mine")
-    assert "not made by a simulation" in sentence("simulate", *SMALL, "--out", tmp_path)
+    assert "not created by a simulation" in sentence("simulate", *SMALL, "--out", tmp_path)
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
 
 

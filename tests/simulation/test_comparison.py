@@ -212,7 +212,7 @@ def test_the_demo_of_class_statistics_makes_no_second_exchange(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo().demo(Simulation(method="classstats", control_rounds=2, out=tmp_path, **SMALL))
-    assert "Then the same fleet" not in capsys.readouterr().out
+    assert "The same fleet with one exchange" not in capsys.readouterr().out
     assert not (tmp_path / "classstats").exists()
 
 
